@@ -182,6 +182,12 @@ def test_configs_in_the_wrong_place_are_refused(tmp_path, monkeypatch, words, co
         ("actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side=left", "head or tail"),
         ("actor_rollout_ref.actor.no_such_key=1", "neither verl's"),
         ("critic.model.path=another/model", "model.path"),
+        ("critic.optim.betas=[0.9, 0.95]", "betas"),
+        ("critic.optim.lr_warmup_steps=10", "warm-up"),
+        ("critic.optim.lr_scheduler_type=cosine", "schedule"),
+        ("critic.model.lora_rank=8", "adapter"),
+        ("actor_rollout_ref.ref.model.path=another/model", "the reference is the model"),
+        ("actor_rollout_ref.model.lora.rank=32", "model.lora_rank"),
     ],
 )
 def test_what_agentrl_cannot_do_is_an_error_that_names_the_fix(tmp_path, setting, message):
@@ -192,6 +198,24 @@ def test_what_agentrl_cannot_do_is_an_error_that_names_the_fix(tmp_path, setting
         config_of(done)
     assert f"{path}=null leaves it out" in str(refused.value)
     assert not translated(tmp_path, base, f"{path}=null").mistakes
+
+
+def test_epochs_have_no_effect_next_to_steps(tmp_path):
+    both = "trainer.total_training_steps=9", "trainer.total_epochs=2"
+    done = translated(tmp_path, MULTI_TURN, *both)
+    (line,) = (line for line in done.dropped if "trainer.total_epochs=2" in line)
+    assert "verl also ends after as many epochs" in line
+    assert not any("total_epochs" in line for line in done.taken)
+
+
+def test_a_critic_of_another_size_is_reported(tmp_path):
+    gae = MULTI_TURN.replace("adv_estimator: grpo", "adv_estimator: gae")
+    done = translated(tmp_path, gae, "actor_rollout_ref.model.lora_rank=8")
+    assert "the critic has an adapter of rank 8" in " ".join(done.changed)
+    done = translated(
+        tmp_path, gae, "actor_rollout_ref.model.lora_rank=8", "critic.model.lora_rank=8"
+    )
+    assert not done.mistakes and "adapter" not in " ".join(done.changed)
 
 
 NUMBERS = [
@@ -346,6 +370,20 @@ def test_all_mistakes_are_reported_at_once_with_their_lines(tmp_path):
         (["trainer.logger=[console, swanlab]"], {"trainer.logger": []}),
         (["actor_rollout_ref.rollout.multi_turn.format=qwen"], {"rollout.tool_format": "auto"}),
         (["actor_rollout_ref.rollout.name=hf"], {"rollout.name": "local"}),
+        # verl makes n_gpus_per_node / tensor_model_parallel_size servers.
+        (
+            ["trainer.n_gpus_per_node=8",
+             "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+             "actor_rollout_ref.rollout.data_parallel_size=1"],
+            {"rollout.engines": 4, "rollout.tensor_parallel_size": 2},
+        ),
+        # "config.clip_ratio_low if config.clip_ratio_low is not None else clip_ratio"
+        (
+            ["actor_rollout_ref.actor.clip_ratio=0.3",
+             "actor_rollout_ref.actor.clip_ratio_low=null",
+             "actor_rollout_ref.actor.clip_ratio_high=null"],
+            {"algorithm.clip_low": 0.3, "algorithm.clip_high": 0.3},
+        ),
     ],
 )  # fmt: skip
 def test_settings_and_what_they_become(tmp_path, settings, expected):
@@ -383,6 +421,19 @@ def test_an_unknown_key_of_the_optimizer_is_a_mistake(tmp_path):
     assert not translated(tmp_path, f"actor_rollout_ref: {{actor: {{optim: {known}}}}}\n").mistakes
     done = translated(tmp_path, "actor_rollout_ref: {actor: {optim: {lr_scheduler: cosine}}}\n")
     assert "lr_scheduler_type'?" in done.mistakes[0]
+
+
+def test_an_interpolation_may_have_an_empty_default(tmp_path):
+    text = "actor_rollout_ref: {actor: {grad_clip: '${oc.select:no.such,2}'}, ref: {a: '%s'}}\n"
+    done = translated(tmp_path, text % "${oc.select:actor_rollout_ref.actor.megatron,{}}")
+    assert not done.mistakes and config_of(done).optim.max_grad_norm == 2
+
+
+def test_a_missing_value_that_nothing_reads_is_no_mistake(tmp_path):
+    text = "actor_rollout_ref: {rollout: {name: '%s'}}\nreward_model: {rollout: {name: '???'}}\n"
+    assert not translated(tmp_path, text % "sglang").mistakes
+    (mistake,) = translated(tmp_path, text % "???").mistakes
+    assert mistake.startswith("actor_rollout_ref.rollout.name=???")
 
 
 @pytest.mark.parametrize(

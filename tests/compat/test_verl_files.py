@@ -265,8 +265,7 @@ def complete(verl):
 
 
 def test_a_complete_config_has_no_unknown_key(complete):
-    names = ["actor_rollout_ref.rollout.name=sglang", "reward_model.rollout.name=null"]
-    done = translate(complete, names)
+    done = translate(complete, ["actor_rollout_ref.rollout.name=sglang"])
     config = load_config(translated=done.settings, mistakes=done.mistakes)
     assert (config.algorithm.name, config.data.batch_size, config.rollout.n) == ("ppo", 1024, 1)
     mistakes: list[str] = []
@@ -274,6 +273,13 @@ def test_a_complete_config_has_no_unknown_key(complete):
     for path, setting in resolve(read_config(complete, mistakes), mistakes).items():
         is_reported = f"{path}=" in report or f"{known_key(path)}.*" in report
         assert is_reported or setting.value in (None, {}, []), path
+
+
+def test_the_complete_config_for_megatron_is_translated(verl):
+    file = verl / "verl/trainer/config/_generated_ppo_megatron_trainer.yaml"
+    done = translate(str(file), ["actor_rollout_ref.rollout.name=sglang"])
+    config = load_config(translated=done.settings, mistakes=done.mistakes)
+    assert (config.algorithm.name, config.data.batch_size, config.rollout.n) == ("ppo", 1024, 1)
 
 
 def test_the_defaults_of_the_table_are_verls(complete):

@@ -102,6 +102,8 @@ def translate(file: str, overrides: Sequence[str] = ()) -> Translation:
             path = verls_key.get(path, "")
         if is_verls or (path and path not in VALUES):
             given[path] = replace(setting, path=path)
+    # verl reads only the values that it needs, so `???` in the others is no mistake.
+    given = {p: s for p, s in given.items() if s.value != "???" or known_key(p) not in UNNEEDED}
     _Translator(resolve(given, done.mistakes), done).run()
     done.settings += own
     return done
@@ -112,6 +114,10 @@ class _Translator:
 
     def __init__(self, given: Mapping[str, Setting], done: Translation):
         self.given = {p: s for p, s in given.items() if s.value not in (None, {}, [])}
+        clip = f"{ACTOR}.clip_ratio"
+        for path in (f"{clip}_low", f"{clip}_high"):
+            if clip in self.given and path in given and given[path].value is None:
+                self.given[path] = replace(self.given[clip], path=path)
         self.done = done
         self._dropped: dict[str, list[str]] = {}
         self._reported: set[str] = set()
@@ -121,8 +127,15 @@ class _Translator:
             self._check(path)
         defaults = dict.fromkeys(path for path in DEFAULTS if path not in self.given)
         if "trainer.total_training_steps" in self.given:
-            defaults.pop("trainer.total_epochs", None)  # it has no effect
+            defaults.pop("trainer.total_epochs", None)
+            self.drop(
+                "trainer.total_epochs",
+                "no effect, because trainer.total_training_steps is set; verl also ends after as"
+                " many epochs",
+            )
         for path in [*self.given, *defaults]:
+            if path in self._reported:
+                continue
             above = known_key(path)
             if above in RENAMED:
                 self.take(RENAMED[above] + path.removeprefix(above), self.value(path), path)
@@ -264,6 +277,12 @@ def _algorithm(t: _Translator) -> None:
         t.refuse(path, f"agentrl has the estimators {', '.join(ESTIMATORS)}")
     else:
         t.take(path, name, path)
+    rank = "actor_rollout_ref.model.lora_rank"
+    if name == "gae" and t.get(rank) and "critic.model.lora_rank" not in t.given:
+        t.done.changed.append(
+            f"the critic has an adapter of rank {t.get(rank)}; verl trains all weights of a critic"
+            " without critic.model.lora_rank"
+        )
     loss, mode, dual = (
         f"{ACTOR}.{key}" for key in ("policy_loss.loss_mode", "loss_agg_mode", "clip_ratio_c")
     )
@@ -290,7 +309,7 @@ def _algorithm(t: _Translator) -> None:
     if clip in t.given and not t.first(f"{clip}_low", f"{clip}_high"):
         t.drop(clip, "no effect in verl either, where clip_ratio_low and clip_ratio_high are 0.2")
     elif clip in t.given:
-        t.drop(clip, "clip_ratio_low and clip_ratio_high are set")
+        t.drop(clip, "only clip_ratio_low and clip_ratio_high count")
 
 
 def _kl(t: _Translator) -> None:
@@ -495,10 +514,23 @@ def _engine(t: _Translator) -> None:
         t.take("rollout.sleep", "all", sleep)
     else:
         t.drop(sleep, f"servers keep their memory with rollout.name={name}")
+    gpus = _count(t.get("trainer.n_gpus_per_node")) * _count(t.get("trainer.nnodes"))
+    each = f"{ROLLOUT}.tensor_model_parallel_size"
+    engines = gpus // _count(t.get(each))
+    is_colocated = t.get("actor_rollout_ref.hybrid_engine") is not False
+    if engines > 1 and name in ("sglang", "vllm") and is_colocated:
+        why = "verl has as many servers as the GPUs hold"
+        t.change("rollout.engines", engines, why, "trainer.n_gpus_per_node", each)
+    t.drop(f"{ROLLOUT}.data_parallel_size", "rollout.engines is the number of servers")
     merge, backend = "actor_rollout_ref.model.lora.merge", f"{ROLLOUT}.checkpoint_engine.backend"
     if t.get(merge):
         t.take("rollout.lora", "merge", merge)
     t.drop(backend, "rollout.sync=auto chooses the fastest way")
+
+
+def _count(value: Any) -> int:
+    """Return a value that is a number above 0; 1 for another value, which the config refuses."""
+    return value if isinstance(value, int) and value > 0 else 1
 
 
 def _rows(t: _Translator) -> None:

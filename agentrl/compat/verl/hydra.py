@@ -30,7 +30,8 @@ _GROUPS = (
 )  # fmt: skip
 """The parts of verl's own ppo_trainer.yaml, such as `actor@actor_rollout_ref.actor: dp_actor`."""
 _SEARCH = "hydra.searchpath"
-_INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
+_INTERPOLATION = re.compile(r"\$\{((?:[^${}]|\{\})*)\}")
+"""Its default may be `{}`."""
 _KEY = re.compile(r"\.*[\w-]+(\.[\w-]+)*")
 
 
