@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import runpy
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -41,14 +42,22 @@ def init(
 
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: choose a new folder")
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty: choose a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            raise UserError(f"{folder} is not empty: choose a new folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder, template)
+    except OSError as e:
+        raise UserError(f"{folder} cannot be written ({e.strerror}): choose another folder") from e
+    typer.echo(f"created {folder}. Next:\n  cd {shlex.quote(str(folder))}")
+    typer.echo("  agentrl check -c run.yaml\n  agentrl train -c run.yaml")
+
+
+def _write(folder: Path, template: Template) -> None:
+    """Write the files of a template, and its rows."""
     starter = Path(__file__).parent / "starter"
     for file in (starter / "README.md", *sorted((starter / template).iterdir())):
         if file.is_file():
             (folder / file.name).write_text(file.read_text("utf-8"), "utf-8")
     with contextlib.chdir(folder):
         runpy.run_path("rows.py")
-    typer.echo(f"created {folder}. Next:\n  cd {folder}\n  agentrl check -c run.yaml")
-    typer.echo("  agentrl train -c run.yaml")

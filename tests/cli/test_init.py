@@ -58,6 +58,13 @@ def test_the_files_of_the_starter_project(project):
     assert (folder / "runs/starter/curve.svg").exists()
 
 
+def test_a_folder_that_cannot_be_written_is_a_mistake(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="1"):
+        main(["init", str(tmp_path / "file/my_env")])
+    assert "file/my_env cannot be written (Not a directory)" in capsys.readouterr().err
+
+
 TEMPLATES = [template.value for template in Template]
 
 
@@ -76,8 +83,10 @@ def test_an_unknown_template_names_the_choices(tmp_path, capsys):
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_template_is_a_project_whose_tests_need_only_pytest(template, tmp_path):
-    agentrl(f"agentrl init my_env --template {template}", tmp_path)
-    folder = tmp_path / "my_env"
+    """In any folder, and from any other one."""
+    output = agentrl(f"agentrl init 'my énv/a' --template {template}", tmp_path)
+    assert shlex.split(output)[4:6] == ["cd", "my énv/a"]
+    folder = tmp_path / "my énv/a"
     files = {
         "README.md",
         "env.py",
@@ -89,7 +98,7 @@ def test_a_template_is_a_project_whose_tests_need_only_pytest(template, tmp_path
     }
     assert files <= set(os.listdir(folder))
     plugins = ["no:asyncio", "no:timeout", "no:xdist", "no:hypothesispytest", "no:cacheprovider"]
-    run(["-m", "pytest", "-q", *(w for p in plugins for w in ("-p", p))], folder)
+    run(["-m", "pytest", "-q", "my énv", *(w for p in plugins for w in ("-p", p))], tmp_path)
 
 
 @pytest.mark.slow
