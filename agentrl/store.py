@@ -13,6 +13,7 @@ written.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -141,7 +142,10 @@ class TrajectoryStore:
                 os.fsync(file.fileno())
             staging.rename(path)
         except OSError as e:
-            raise RunStopped(f"cannot write the trajectories to {path}: {e}{advice(e)}") from e
+            advised = advice(e)
+            if e.errno in (errno.ENOSPC, errno.EDQUOT):
+                advised = ". Free disk space; to keep fewer: trainer.keep_trajectories"
+            raise RunStopped(f"cannot write the trajectories to {path}: {e}{advised}") from e
         finally:
             with suppress(OSError):
                 staging.unlink()

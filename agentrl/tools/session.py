@@ -314,7 +314,9 @@ class ToolHost:
         self._idle_seconds = idle_seconds
         self._runner = Runner(on_call_end, limits)
         self._sessions: dict[str, ToolSession] = {}
-        self._closings: dict[str, asyncio.Task[float]] = {}
+        self._closings: dict[str, asyncio.Task[float] | float] = {}
+        """The closed episodes, oldest first: the sum of the rewards, or the task that computes it.
+        A task that has ended takes 2 kB, so only those that raised are kept."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -409,11 +411,16 @@ class ToolHost:
         if closing is None:
             session = self.session(episode_id)
             del self._sessions[episode_id]
-            closing = asyncio.create_task(session.close(with_reward))
+            closing = asyncio.create_task(self._close(session, with_reward))
             self._closings[episode_id] = closing
             if len(self._closings) > MAX_CLOSED_EPISODES:
                 del self._closings[next(iter(self._closings))]
-        return await asyncio.shield(closing)
+        return closing if isinstance(closing, float) else await asyncio.shield(closing)
+
+    async def _close(self, session: ToolSession, with_reward: bool) -> float:
+        reward = await session.close(with_reward)
+        self._closings[session.episode_id] = reward
+        return reward
 
     async def close_idle_sessions(self) -> None:
         """Close sessions that are not used any more. Runs until it is cancelled."""
@@ -433,6 +440,6 @@ class ToolHost:
         """Close every session without asking for its reward, and let the threads end."""
         closings = [self.close(episode_id, with_reward=False) for episode_id in [*self._sessions]]
         await asyncio.gather(*closings, return_exceptions=True)
-        running = [c for c in self._closings.values() if not c.done()]
+        running = [c for c in self._closings.values() if isinstance(c, asyncio.Task)]
         await asyncio.gather(*running, return_exceptions=True)
         self._runner.close()

@@ -33,6 +33,9 @@ COLUMNS = (
 )
 """Header, metric and format. A metric that a run does not have gets no column."""
 
+MAX_STEPS, MAX_VALIDATIONS = 16, 7
+"""The number of last steps, and of last validations after the first one, that the table shows."""
+
 TRAJECTORIES = "trajectories"
 CURVE = "curve.svg"
 FINAL = "model"
@@ -72,7 +75,8 @@ class Console:
         if not self._steps:
             self._first = step - 1
             self._start = time.monotonic() - metrics.get("timing_s/step", 0.0)
-        self._steps.append((step, metrics))
+        # A new list, because the table's thread may be reading the old one.
+        self._steps = [*self._steps, (step, metrics)][-MAX_STEPS:]
         self._last, self._total = step, total
         if self._wants_live:
             self._redraw()
@@ -82,7 +86,8 @@ class Console:
 
     def validation(self, step: int, metrics: Metrics) -> None:
         """Show the validation after a step (0: before training)."""
-        self._validations.append((step, metrics))
+        shown = [*self._validations, (step, metrics)]
+        self._validations = shown[:1] + shown[1:][-MAX_VALIDATIONS:]
         if self._wants_live:
             self._redraw()
         else:
@@ -162,8 +167,11 @@ class Console:
         parts: list[Any] = []
         height = self._live.console.size.height if self._live else 24
         # The first validation stays visible, to compare with.
-        validations = self._validations[:1] + self._validations[1:][-max(1, min(7, height // 4)) :]
-        steps = self._steps[-max(3, min(16, height - len(validations) - 12)) :]
+        validations = (
+            self._validations[:1]
+            + self._validations[1:][-max(1, min(MAX_VALIDATIONS, height // 4)) :]
+        )
+        steps = self._steps[-max(3, min(MAX_STEPS, height - len(validations) - 12)) :]
         if steps:
             rows = [(step, _format_cells(metrics)) for step, metrics in steps]
             parts.append(_table("step", rows))

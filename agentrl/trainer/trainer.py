@@ -355,7 +355,7 @@ class Trainer:
                     failure = f"{e}\n" if e is not cause else ""
                 self._save(has_all_trajectories=False)
         except RunStopped as e:
-            failure += f"{e}\n"
+            failure += f"{e}\n" if str(e) != str(cause) else ""
         except (KeyboardInterrupt, Terminated, Exception) as e:
             failure += f"the step could not be saved: {type(e).__name__}: {e}\n"
         if not self.interrupt.is_urgent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
 import sys
@@ -570,6 +571,20 @@ async def test_unused_sessions_are_closed(zoo, caplog):
     reaper.cancel()
     await host.aclose()
     assert len(host) == 0
+
+
+async def test_closed_episodes_are_remembered_without_their_tasks(zoo):
+    def tasks():
+        gc.collect()
+        return [o for o in gc.get_objects() if isinstance(o, asyncio.Task)]
+
+    host, sample, before = ToolHost(), row("notebook"), tasks()
+    for i in range(9):
+        await host.open(str(i), sample, {})
+    rewards = [await host.close(str(i)) for i in range(9)]
+    assert [await host.close(str(i)) for i in range(9)] == rewards
+    assert len(tasks()) < len(before) + 9
+    await host.aclose()
 
 
 async def test_ending_a_toolbox_closes_what_is_open(url, zoo):

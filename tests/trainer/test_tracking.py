@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import resource
+import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -209,6 +212,24 @@ def test_a_live_table(monkeypatch):
     assert any("reward" in line and "tokens/s" in line for line in last)
     assert any("0.400 (98% call)" in line for line in last)
     assert "30/120" in last[-1] and "left" in last[-1]
+
+
+def test_the_console_keeps_only_the_metrics_that_it_shows():
+    class Metrics(dict):
+        pass
+
+    console, kept = Console(io.StringIO()), []
+    for step in range(100):
+        for show, data in (
+            (partial(console.step, total=100), STEP),
+            (console.validation, VALIDATION),
+        ):
+            metrics = Metrics(data)
+            kept.append(weakref.ref(metrics))
+            show(step, metrics=metrics)
+    del metrics
+    gc.collect()
+    assert 8 <= sum(ref() is not None for ref in kept) <= 30
 
 
 def test_the_end_prints_the_result_and_the_next_commands(tmp_path):
