@@ -132,21 +132,9 @@ def make_plan(config: Config) -> Plan:
     for name, where in registry.interactions.replaced().items():
         log.warning("the interaction %r is that of %s, not the shipped one", name, where)
     if all_files_loaded:
-        algorithm = config.algorithm
-        references = [
-            ("algorithm.adv_estimator", registry.advantage_estimators, algorithm.adv_estimator),
-            ("algorithm.policy_loss", registry.policy_losses, algorithm.policy_loss),
-            *(("interaction.kwargs", registry.interactions, n) for n in config.interaction.kwargs),
-        ]
-        problems += [
-            f"{key}: {kind.explain_unknown(n)}" for key, kind, n in references if n not in kind
-        ]
-    rollout = config.rollout
-    scorer = _attempt(
-        partial(Scorer, config.reward, rollout.budget_policy, rollout.max_trajectory_tokens),
-        problems,
-    )
-    rows = _load_rows(config, problems)
+        problems += _find_unknown_names(config)
+    scorer = _make_scorer(config, problems)
+    rows = _load_rows(config, problems, all_files_loaded)
     parts = [part for split in rows for part in parts_to_check(split)]
     if scorer and all_files_loaded:
         for file, first, samples in parts:
@@ -194,19 +182,47 @@ def load_files(config: Config) -> list[str]:
     return problems
 
 
-def find_row_problems(config: Config, have_files_failed: bool) -> list[str]:
-    """Return the mistakes in the rows that do not depend on other keys.
+def find_problems(
+    config: Config, *, are_files_loaded: bool, is_reward_valid: bool = True
+) -> list[str]:
+    """Return the mistakes in rewards, names and rows that do not depend on other keys.
 
     A command reports them together with the mistakes of a config that is not valid as a whole.
 
     Args:
         config: the config; its files were loaded.
-        have_files_failed: a file did not load. Mistakes of single rows are left out then, because a
-            row may use a name that the file would define.
+        are_files_loaded: False if a file did not load. Names are not checked then, because the file
+            may define them.
+        is_reward_valid: whether the section `reward` is valid as a whole. If not, rewards are not
+            checked.
     """
     problems: list[str] = []
-    _load_rows(config, problems)
-    return [p for p in problems if not have_files_failed or ": row " not in p]
+    if are_files_loaded:
+        problems += _find_unknown_names(config)
+        if is_reward_valid:
+            _make_scorer(config, problems)
+    _load_rows(config, problems, are_files_loaded)
+    return problems
+
+
+def _find_unknown_names(config: Config) -> list[str]:
+    """Return the mistakes in the config's names of estimators, losses and interactions."""
+    algorithm = config.algorithm
+    references = [
+        ("algorithm.adv_estimator", registry.advantage_estimators, algorithm.adv_estimator),
+        ("algorithm.policy_loss", registry.policy_losses, algorithm.policy_loss),
+        *(("interaction.kwargs", registry.interactions, n) for n in config.interaction.kwargs),
+    ]
+    return [f"{key}: {kind.explain_unknown(n)}" for key, kind, n in references if n not in kind]
+
+
+def _make_scorer(config: Config, problems: list[str]) -> Scorer | None:
+    """Return the run's rewards; add their mistakes to `problems` and return None."""
+    rollout = config.rollout
+    return _attempt(
+        partial(Scorer, config.reward, rollout.budget_policy, rollout.max_trajectory_tokens),
+        problems,
+    )
 
 
 def _attempt(work: Callable[[], T], problems: list[str]) -> T | None:
@@ -218,23 +234,26 @@ def _attempt(work: Callable[[], T], problems: list[str]) -> T | None:
         return None
 
 
-def _load_rows(config: Config, problems: list[str]) -> list[Sequence[Sample]]:
-    """Load and check the rows for training and for validation; `problems` are those of the files.
+def _load_rows(
+    config: Config, problems: list[str], are_files_loaded: bool
+) -> list[Sequence[Sample]]:
+    """Load and check the rows for training and for validation; add mistakes to `problems`.
 
-    If a file does not load, its names are missing in the rows. Then a note says so.
+    If a file does not load, its names are missing, so the names in the rows are not checked.
     """
     rows: list[Sequence[Sample]] = []
-    have_files_failed = bool(problems)
     data = config.data
     names = ColumnNames(data.prompt_key, data.reward_fn_key)
     for source in (data.train, data.val):
-        known = len(problems)
         load = partial(
-            load_checked, row_files(source), data.agent_name, config.interaction.kwargs, names
+            load_checked,
+            row_files(source),
+            data.agent_name,
+            config.interaction.kwargs,
+            names,
+            are_files_loaded=are_files_loaded,
         )
         rows.append((_attempt(load, problems) if source else None) or [])
-        if have_files_failed and len(problems) > known and ": row " in problems[-1]:
-            problems[-1] += "\n(A name may be unknown because a file above could not be loaded.)"
     return rows
 
 

@@ -350,7 +350,8 @@ def load_file(name: str) -> Any:
     except Exception as e:
         del sys.modules[module_name]
         line = _line_in(path, e)
-        raise UserError(f"{name}{line} cannot be loaded: {type(e).__name__}: {e}") from e
+        inner = _line_of_sibling(path, e)
+        raise UserError(f"{name}{line} cannot be loaded: {type(e).__name__}: {e}{inner}") from e
     return module
 
 
@@ -381,6 +382,13 @@ def _run(loader: Loader, module: ModuleType, path: Path) -> ModuleType:
         verl.stand_in()
         return _run(loader, module, path)
     return module
+
+
+def _line_of_sibling(path: Path, error: Exception) -> str:
+    """Return ` (FILE:LINE)` of the frame that raised `error`, if it is in the file's folder."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    is_sibling = last.filename != str(path) and path.parent in Path(last.filename).parents
+    return f" ({last.filename}:{last.lineno})" if is_sibling else ""
 
 
 def _line_in(path: Path, error: Exception) -> str:

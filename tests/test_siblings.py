@@ -155,6 +155,13 @@ def test_an_error_in_a_module_of_the_folder_names_it(tmp_path):
         registry.load_file(path)
 
 
+def test_an_error_that_a_module_of_the_folder_raises_names_its_line(tmp_path):
+    path = write(tmp_path, env="import sibling_raises", sibling_raises="x = 1\nx / 0")
+    message = rf"env\.py:1 cannot be loaded: Zero.* \({tmp_path}/sibling_raises\.py:2\)"
+    with pytest.raises(UserError, match=message):
+        registry.load_file(path)
+
+
 def test_relative_imports_work_too(tmp_path):
     path = write(tmp_path, env="from .sibling_near import X", sibling_near="X = 3")
     assert registry.load_file(path).X == 3

@@ -87,8 +87,10 @@ def read_config(
         ConfigError: the config has mistakes, or there are no rows or no model.
     """
     from agentrl.config import FIELDS, TINY
-    from agentrl.config.load import flag_of
+    from agentrl.config.load import flag_of, refuse
     from agentrl.config.load import read_config as load_config
+    from agentrl.errors import ConfigError
+    from agentrl.plan import load_files
 
     keys = {flag_of(key).removeprefix("--").replace("-", "_"): key for key in FIELDS}
     overrides, meant, misplaced = _take_misplaced_words(overrides or [])
@@ -98,7 +100,15 @@ def read_config(
             flag_values[key] = _rows_of(files)
     known = [*unknown_options.get(), *misplaced]
     report = ""
-    if verls := _verl_config(config, overrides):
+    try:
+        verls = _verl_config(config, overrides)
+    except ConfigError as e:  # The meaning of other keys depends on the file.
+        loaded, mistakes = load_config(flags=flag_values, mistakes=[*known, str(e)])
+        mistakes += load_files(loaded)
+        if len(mistakes) > 1:
+            refuse(mistakes)
+        raise
+    if verls:
         from agentrl.compat.verl.config import translate
 
         translation = translate(verls, overrides[1:])
@@ -322,11 +332,12 @@ def _refuse_mistakes(config: Config, mistakes: list[str], needs_model: bool) -> 
     from agentrl.config import TINY
     from agentrl.config.load import refuse
     from agentrl.errors import ConfigError, UserError
-    from agentrl.plan import find_row_problems, load_files
+    from agentrl.plan import find_problems, load_files
 
     problems = []
     file_problems = load_files(config)
-    if not config.data.train and not config.data.val:
+    are_rows_set = any(m.startswith(("data.train=", "data.val=")) for m in mistakes)
+    if not config.data.train and not config.data.val and not are_rows_set:
         problems.append("no rows: set --dataset FILE (data.train), .parquet or .jsonl")
     if not needs_model:
         pass
@@ -339,7 +350,12 @@ def _refuse_mistakes(config: Config, mistakes: list[str], needs_model: bool) -> 
             problems.append(str(e))
     if not mistakes and not problems and not file_problems:
         return
-    problems += [*file_problems, *find_row_problems(config, bool(file_problems))]
+    problems += file_problems
+    problems += find_problems(
+        config,
+        are_files_loaded=not file_problems,
+        is_reward_valid=not any(m.startswith("reward.") for m in mistakes),
+    )
     if not mistakes:
         raise ConfigError("\n".join(problems))
     refuse([*mistakes, *(problem.replace("\n", "\n    ") for problem in problems)])

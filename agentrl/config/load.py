@@ -106,6 +106,13 @@ def _without_other_algorithm(settings: list[Setting]) -> list[Setting]:
     ]
 
 
+_KEYS_OF_FILES = (
+    "files", "model.path", "data.train", "data.val", "data.agent_name", "data.prompt_key",
+    "data.reward_fn_key", "interaction.kwargs",
+)  # fmt: skip
+"""The keys that a check of the run's files needs. They do not contradict each other."""
+
+
 def flag_of(path: str) -> str:
     """Return the option of `agentrl train` that sets a key, or ""."""
     return _extra(FIELDS[path], "flag") if path in FIELDS else ""
@@ -163,9 +170,7 @@ def _validate(merged: Mapping[str, Setting], mistakes: list[str]) -> Config:
             mistakes.extend(str(errors[0]["ctx"]["error"]).splitlines())  # type: ignore[index]
             # The keys contradict each other. The run's files can be checked nevertheless.
             files = {
-                path: setting.value
-                for path, setting in settings.items()
-                if path in ("files", "data.train", "data.val", "data.agent_name", "model.path")
+                path: setting.value for path, setting in settings.items() if path in _KEYS_OF_FILES
             }
             return Config.model_validate(_tree(Setting(p, v, "") for p, v in files.items()))
         for error in errors:

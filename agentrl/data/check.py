@@ -44,11 +44,14 @@ def load_checked(
     default_agent_name: str = "single_turn",
     configured: Configured | None = None,
     names: ColumnNames = COLUMN_NAMES,
+    *,
+    are_files_loaded: bool = True,
 ) -> Rows:
     """Open a dataset's rows and check them, as `open_rows` and `check_samples` do.
 
     Of more than `SAMPLED_ABOVE` rows, `check_samples` checks those of `sample_rows`; `open_rows`
-    checks the structure of all rows in any case.
+    checks the structure of all rows in any case. If the user's files could not be loaded
+    (`are_files_loaded`), loops, tools and interactions are not checked: they may be in these files.
 
     Raises:
         DataError: as `open_rows` and `check_samples` do. The message has all mistakes.
@@ -58,7 +61,7 @@ def load_checked(
         wrong = mistakes.rows
         wrong |= _check_columns(rows, wrong, mistakes)
         samples = (sample for sample in draw(rows, sample_rows(rows)) if sample.row not in wrong)
-        _check_all(samples, mistakes, configured or {})
+        _check_all(samples, mistakes, configured or {}, are_files_loaded)
 
     return open_rows(source, default_agent_name, names, check)
 
@@ -95,9 +98,16 @@ def _prompt_column(columns: Sequence[str]) -> str:
     return next((name for name in PROMPT_NAMES if name in columns), "NAME")
 
 
-def _check_all(samples: Iterable[Sample], mistakes: Mistakes, configured: Configured) -> None:
+def _check_all(
+    samples: Iterable[Sample],
+    mistakes: Mistakes,
+    configured: Configured,
+    are_files_loaded: bool = True,
+) -> None:
     check_interaction = partial(_check_interaction, configured=configured)
     checks = (_check_prompt, _check_loop, _check_tools, check_interaction)
+    if not are_files_loaded:
+        checks = (_check_prompt,)
     for sample in samples:
         for check in checks:
             for field, problem in check(sample):

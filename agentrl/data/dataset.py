@@ -283,19 +283,19 @@ def open_rows(
         tables.append(table)
         weights.append(weight)
         start += len(table)
-    if problems:
-        if len(mistakes):
-            try:
-                mistakes.raise_any()
-            except DataError as e:
-                problems.append(str(e))
+    if problems and not tables:
         raise DataError("\n".join(problems))
     rows = Rows(tables, weights, names, agent_name)
     _check_ids(rows, tables, mistakes)
     _check_unnamed_interactions(rows, tables, mistakes)
     if check:
         check(rows, mistakes)
-    mistakes.raise_any()
+    try:
+        mistakes.raise_any()
+    except DataError as e:
+        problems.append(str(e))
+    if problems:
+        raise DataError("\n".join(problems))
     return rows
 
 

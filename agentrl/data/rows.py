@@ -120,16 +120,21 @@ class Mistakes:
             return
         lines = []
         for (field, what), rows in list(self._rows.items())[:SHOWN]:
-            more = f" (and in {len(rows) - 1:,} more rows)" if len(rows) > 1 else ""
+            more = f" (and in {_count(len(rows) - 1, 'more row')})" if len(rows) > 1 else ""
             lines.append(f"{self.origins.describe(rows[0])}, {field}: {what}{more}")
         hidden = len(self._rows) - len(lines)
         if hidden:
-            lines.append(f"and {hidden:,} more different mistakes")
+            lines.append(f"and {_count(hidden, 'more different mistake')}")
         if len(lines) == 1:
             raise DataError(lines[0])
-        wrong = len(self.rows)
         listed = "".join(f"\n  - {line}" for line in lines)
-        raise DataError(f"{wrong:,} rows are wrong (rows count from 0):{listed}")
+        are = "is" if len(self.rows) == 1 else "are"
+        wrong = f"{_count(len(self.rows), 'row')} {are} wrong (rows count from 0)"
+        raise DataError(f"{wrong}:{listed}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 class RowReader:

@@ -186,6 +186,46 @@ def test_keys_that_contradict_each_other_do_not_hide_a_missing_file(run_cli):
     assert "rollout.sync" in err and "no such file: missing.jsonl" in err
 
 
+def test_no_mistake_hides_another_one(run_cli, tmp_path, monkeypatch):
+    """Each mistake that is printed is one that was made, and is printed once."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**ROW, "agent_name": "nope"}))
+    (tmp_path / "asked.jsonl").write_text('{"question": "1 + 1?"}')
+
+    def of(*words: str) -> list[str]:
+        _, err = run_cli("check", "--model", "tiny", *words)
+        return [line.strip(" -") for line in err.splitlines()]
+
+    # A file that does not load may define names, but no columns.
+    missing, column = of("-f", "no.py", "--dataset", "rows.jsonl", "data.prompt_key=question")
+    assert "no.py" in missing and "no column 'question'" in column
+    # Of several files, one is missing.
+    lines = of("--dataset", "rows.jsonl", "--dataset", "no.jsonl", "--lr", "1", "reward.function=x")
+    for part in (
+        "--lr",
+        "reward.function='x'",
+        "no such file: no.jsonl",
+        "agent loop named 'nope'",
+    ):
+        assert sum(part in line for line in lines) == 1, part
+    assert len(lines) == 5
+    # Keys contradict each other, and the column of the prompts has a name of its own.
+    both = "algorithm.kl_loss_coef=0.1", "algorithm.kl_reward_coef=0.1"
+    (_, line) = of("--dataset", "asked.jsonl", "data.prompt_key=question", *both)
+    assert "penalize the same KL twice" in line
+    # Rows that are wrong are not missing.
+    (_, line) = of("data.train=[{path: rows.jsonl, weight: -1}]")
+    assert line.startswith("data.train=")
+    # verl's config is missing, too.
+    lines = of("verl.yaml", "--lr", "1", "-f", "no.py")
+    assert [
+        part in line for part, line in zip(("--lr", "verl.yaml", "no.py"), lines[1:], strict=True)
+    ]
+    (tmp_path / "verl.yaml").write_text("actor_rollout_ref: {rollout: {name: local}}")
+    lines = of("verl.yaml", "rollout.n=many", "data.train_files=asked.jsonl")
+    assert sum("n=many" in line for line in lines) == 1
+
+
 WAIT = """
 import time
 

@@ -6,7 +6,7 @@ machine: GPUs, memory, engines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,7 @@ def translate(file: str, overrides: Sequence[str] = ()) -> Translation:
     given = read_config(file, done.mistakes)
     verls_key = {ours: verls for verls, ours in reversed(RENAMED.items())}
     own: list[Setting] = []
+    computed_from: set[str] = set()
     for setting in read_overrides(overrides, done.mistakes):
         path = setting.path
         is_verls = path in SHARED or (path not in FIELDS and bool(explain_key(path)))
@@ -102,9 +103,10 @@ def translate(file: str, overrides: Sequence[str] = ()) -> Translation:
             path = verls_key.get(path, "")
         if is_verls or (path and path not in VALUES):
             given[path] = replace(setting, path=path)
+            computed_from.add("" if is_verls else path)
     # verl reads only the values that it needs, so `???` in the others is no mistake.
     given = {p: s for p, s in given.items() if s.value != "???" or known_key(p) not in UNNEEDED}
-    _Translator(resolve(given, done.mistakes), done).run()
+    _Translator(resolve(given, done.mistakes), done, computed_from).run()
     done.settings += own
     return done
 
@@ -112,13 +114,21 @@ def translate(file: str, overrides: Sequence[str] = ()) -> Translation:
 class _Translator:
     """Translates the settings of one config."""
 
-    def __init__(self, given: Mapping[str, Setting], done: Translation):
+    def __init__(self, given: Mapping[str, Setting], done: Translation, own: Collection[str] = ()):
+        """Prepare the translation.
+
+        Args:
+            given: the settings by key.
+            done: gets the results.
+            own: the keys of `given` that the user set by agentrl's name. The config checks them.
+        """
         self.given = {p: s for p, s in given.items() if s.value not in (None, {}, [])}
         clip = f"{ACTOR}.clip_ratio"
         for path in (f"{clip}_low", f"{clip}_high"):
             if clip in self.given and path in given and given[path].value is None:
                 self.given[path] = replace(self.given[clip], path=path)
         self.done = done
+        self._own = own
         self._dropped: dict[str, list[str]] = {}
         self._reported: set[str] = set()
 
@@ -169,7 +179,8 @@ class _Translator:
         value = self.get(path)
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
             return value
-        self._mistake(path, "must be a number")
+        if path not in self._own:
+            self._mistake(path, "must be a number")
         return 1
 
     def name(self, path: str) -> str:
