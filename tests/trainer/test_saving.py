@@ -133,7 +133,9 @@ def test_an_automatic_checkpoint_may_fail(start, tmp_path, monkeypatch, capsys):
         real(path)
 
     monkeypatch.setattr(checkpoint_module, "_fsync", fsync)
-    with pytest.raises(RunStopped, match=r"cannot write the checkpoint of step 2.*No space left") as error:
+    with pytest.raises(
+        RunStopped, match=r"cannot write the checkpoint of step 2.*No space left"
+    ) as error:
         start(tmp_path / "explicit", "trainer.save_freq=2")
     assert str(error.value).count("cannot write the checkpoint") == 1
 
