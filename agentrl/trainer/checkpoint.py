@@ -258,11 +258,12 @@ def _find_newest(root: Path) -> Checkpoint:
 def _verify(folder: Path) -> Checkpoint:
     """Return the checkpoint, or raise a ValueError that says what is wrong with it."""
     try:
-        record = json.loads((folder / META).read_bytes())
-        step, meta, files = record["step"], dict(record["meta"]), dict(record["files"])
+        with open_regular(folder / META) as file:
+            record = json.loads(file.read())
+        step, meta, files = int(record["step"]), dict(record["meta"]), dict(record["files"])
     except FileNotFoundError:
         raise ValueError(f"{folder} is incomplete: it has no {META}") from None
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise ValueError(f"{folder / META} cannot be read: {e!r}") from None
     with ThreadPoolExecutor(THREADS) as threads:
         for _ in threads.map(partial(_check_file, folder), files, files.values()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,11 @@ def validation_series(keys: Iterable[str]) -> dict[str, str]:
     return total | (loops if len(loops) > 1 or not total else {}) | greedy
 
 
+@cache
+def _is_drawn(key: str) -> bool:
+    return key == TRAINING or _VALIDATION.fullmatch(key) is not None
+
+
 def write_curve(metrics_path: Path, svg_path: Path) -> None:
     """Draw training and validation rewards over steps. The title is the name of the run's folder.
 
@@ -91,7 +97,7 @@ def write_curve(metrics_path: Path, svg_path: Path) -> None:
         metrics_path: a run's `metrics.jsonl`; a run without steps gives empty axes.
         svg_path: the file to write.
     """
-    steps = read_metrics(metrics_path)
+    steps = read_metrics(metrics_path, _is_drawn)
     keys = {"training": TRAINING, **validation_series({key for _, data in steps for key in data})}
     series = {label: _points(steps, key) for label, key in keys.items()}
     lines = dict([(label, points) for label, points in series.items() if points][:MAX_LINES])
@@ -100,7 +106,7 @@ def write_curve(metrics_path: Path, svg_path: Path) -> None:
 
 def validation_points(metrics_path: Path) -> Points:
     """Return the validations of a run as pairs of step and mean reward; [] if it has none."""
-    steps = read_metrics(metrics_path)
+    steps = read_metrics(metrics_path, _is_drawn)
     keys = validation_series({key for _, data in steps for key in data})
     return _points(steps, keys.get("validation", ""))
 

@@ -142,13 +142,22 @@ def check_loggers(names: Sequence[str]) -> None:
             raise ConfigError(f"trainer.logger: {name} is not installed: {command}")
 
 
-def read_metrics(path: Path) -> list[tuple[int, dict[str, Any]]]:
+def read_metrics(
+    path: Path, is_wanted: Callable[[str], bool] = lambda name: True
+) -> list[tuple[int, dict[str, Any]]]:
     """Return the steps and their metrics, in order.
 
     A file that does not exist has no steps. A line that a kill cut short is left out. Values are
     numbers, or None for a number that was not finite.
+
+    Args:
+        path: the `metrics.jsonl` of a run.
+        is_wanted: selects metrics by name. All metrics of a long run take much memory.
     """
-    return [(step, data) for step, data, _ in _lines(path)]
+    return [
+        (step, {name: value for name, value in data.items() if is_wanted(name)})
+        for step, data, _ in _lines(path)
+    ]
 
 
 class Best:
@@ -232,23 +241,24 @@ def _truncate_after(path: Path, step: int) -> None:
     staging.rename(path)
 
 
-def _lines(path: Path) -> list[tuple[int, dict[str, Any], bytes]]:
-    """Return step, data and bytes of the complete lines.
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any], bytes]]:
+    """Yield step, data and bytes of the complete lines.
 
     If a step has several lines, the first one counts.
     """
     if not path.exists():
-        return []
-    lines: list[tuple[int, dict[str, Any], bytes]] = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            record = orjson.loads(line)
-            step, data = int(record["step"]), dict(record["data"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        if line.endswith(b"\n") and (not lines or step > lines[-1][0]):
-            lines.append((step, data, line))
-    return lines
+        return
+    last: int | None = None
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                record = orjson.loads(line)
+                step, data = int(record["step"]), dict(record["data"])
+            except (ValueError, KeyError, TypeError):
+                continue
+            if line.endswith(b"\n") and (last is None or step > last):
+                last = step
+                yield step, data, line
 
 
 class Sink(Protocol):

@@ -120,6 +120,25 @@ def break_meta(folder: Path) -> None:
     (folder / "meta.json").write_text('{"step": 2')
 
 
+def nest_meta(folder: Path) -> None:
+    (folder / "meta.json").write_text("[" * 100_000)
+
+
+def link_meta(folder: Path) -> None:
+    (folder / "meta.json").rename(folder.parent / "elsewhere.json")
+    (folder / "meta.json").symlink_to(folder.parent / "elsewhere.json")
+
+
+def pipe_meta(folder: Path) -> None:
+    (folder / "meta.json").unlink()
+    os.mkfifo(folder / "meta.json")
+
+
+def name_step(folder: Path) -> None:
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | {"step": "two"}))
+
+
 def link(folder: Path) -> None:
     (folder / "optimizer.bin").rename(folder.parent / "elsewhere.bin")
     (folder / "optimizer.bin").symlink_to(folder.parent / "elsewhere.bin")
@@ -140,6 +159,10 @@ def climb(folder: Path) -> None:
         (lose, "optimizer.bin: No such file"),
         (lose_meta, "has no meta.json"),
         (break_meta, "cannot be read"),
+        (nest_meta, "cannot be read"),
+        (link_meta, "cannot be read"),
+        (pipe_meta, "cannot be read"),
+        (name_step, "cannot be read"),
         (link, "optimizer.bin is outside"),
         (climb, "../x is outside"),
     ],

@@ -214,6 +214,18 @@ def test_a_live_table(monkeypatch):
     assert "30/120" in last[-1] and "left" in last[-1]
 
 
+def test_metrics_are_selected_by_name(tmp_path):
+    tracker = Tracker(tmp_path)
+    for step in range(3):
+        tracker.log(step, {"a": step, "b": 1.0})
+    tracker.close()
+    assert read_metrics(tmp_path / METRICS, "a".__eq__) == [
+        (0, {"a": 0}),
+        (1, {"a": 1}),
+        (2, {"a": 2}),
+    ]
+
+
 def test_the_console_keeps_only_the_metrics_that_it_shows():
     class Metrics(dict):
         pass
