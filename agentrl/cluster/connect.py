@@ -15,14 +15,17 @@ import re
 import secrets
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from agentrl.errors import ConfigError
+from agentrl.workers import parent_watch
+from agentrl.workers.child_process import ChildProcess
+from agentrl.workers.owned_folder import OwnedFolder
 from agentrl.workers.variables import environment_variables
 
 log = logging.getLogger("agentrl")
@@ -92,8 +95,12 @@ def check_ray() -> None:
 def _start(ray: Any, cpus: int, gpus: bool) -> Iterator[None]:
     # Paths of sockets must be short, so a long TMPDIR cannot be used. All users can enter Ray's own
     # folder, but only this user can enter its parent.
-    with TemporaryDirectory(prefix="agentrl-ray-", dir="/tmp") as folder:
-        token = Path(folder) / "token"
+    with contextlib.ExitStack() as stack:
+        stack.callback(parent_watch.remove_abandoned)  # Folders of actors that were killed.
+        folder = stack.enter_context(OwnedFolder("ray", "/tmp"))
+        watch = [sys.executable, "-I", parent_watch.__file__, str(folder)]
+        stack.callback(ChildProcess(watch, stops_at_eof=True).stop)
+        token = folder / "token"
         token.touch(0o600)
         token.write_text(secrets.token_hex(32))
         with environment_variables({MODE: "token", TOKEN_PATH: str(token), TOKEN: None}):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from tempfile import TemporaryDirectory
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,6 +12,7 @@ from agentrl.engine.base import Engine
 from agentrl.engine.local import LocalEngine
 from agentrl.engine.local.load import base_and_adapters, load_causal_lm, resolve_device
 from agentrl.engine.remote.launch import EngineSlot
+from agentrl.workers.owned_folder import OwnedFolder
 
 
 def open_engine(
@@ -42,7 +42,7 @@ def open_engine(
     with ExitStack() as stack:
         base, adapters = base_and_adapters(path)
         if adapters:  # Servers load a plain model. It must exist while they may restart.
-            base = stack.enter_context(TemporaryDirectory(prefix="agentrl-merged-"))
+            base = str(stack.enter_context(OwnedFolder("merged")))
             load_causal_lm(path, "auto").save_pretrained(base)
             tokenizer.save_pretrained(base)
         # Slots may be on other machines, with or without GPUs.

@@ -1,8 +1,8 @@
 """Ray for real, on this machine's CPUs: groups of two ranks that meet over gloo."""
 
+import contextlib
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -267,6 +267,17 @@ with open_placement(config) as placement:
 """
 
 
+def cluster_processes(folder):
+    """The titles of the processes with the token of a cluster in their environment."""
+    titles = {}
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"RAY_AUTH_TOKEN_PATH={folder}/".encode() in file.read_bytes():
+                line = file.with_name("cmdline").read_bytes().rstrip(b"\0 ")
+                titles[int(file.parent.name)] = line.decode()
+    return titles
+
+
 @pytest.mark.slow
 def test_a_driver_that_ends_leaves_nothing_behind():
     """It ends its cluster at the block's end, and even if killed. Ctrl-C does not reach ranks."""
@@ -291,9 +302,11 @@ def test_a_driver_that_ends_leaves_nothing_behind():
         assert driver.stdout.readline() == "interrupted\n"
         assert driver.stdout.readline() == "slept 1.0\n"
         assert processes(folder) and all(alive(int(pid)) for pid in pids)
+        agents = cluster_processes(folder)
+        assert {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} <= set(agents.values())
         driver.kill()
         wait_until(lambda: not processes(folder) and not any(alive(int(p)) for p in pids))
-        shutil.rmtree(folder)  # a token that opens nothing any more
+        wait_until(lambda: not cluster_processes(folder) and not Path(folder).exists())
     finally:
         driver.kill()
         driver.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 
 from agentrl.engine.base import Update
 from agentrl.errors import ConfigError
+from agentrl.workers.owned_folder import OwnedFolder
 
 FILE_BYTES = 2 * 2**30
 
@@ -22,7 +24,18 @@ def transfer_folder() -> TemporaryDirectory[str]:
     It is in TMPDIR. Processes on other machines that write or read it must see it
     (`check_folder_visible`).
     """
-    return TemporaryDirectory(prefix="agentrl-weights-")
+    return TemporaryDirectory(dir=_owned_folder(gettempdir(), os.getpid()))
+
+
+def _owned_folder(parent: str, pid: int) -> Path:
+    """Return the folder of this process for its temporary folders."""
+    folder = _owned_folders.get((parent, pid))
+    if folder is None or not folder.path.exists():  # A machine may remove what is old in /tmp.
+        folder = _owned_folders[parent, pid] = OwnedFolder("weights", parent)
+    return folder.path
+
+
+_owned_folders: dict[tuple[str, int], OwnedFolder] = {}
 
 
 def check_folder_visible(path: Path, where: str = "this machine") -> None:

@@ -21,7 +21,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import ClassVar, Literal, Protocol
 
 from agentrl.engine.remote import guard
@@ -30,6 +29,7 @@ from agentrl.http import fetch
 from agentrl.installation import install_command
 from agentrl.workers import parent_watch
 from agentrl.workers.child_process import OUTPUT_GRACE_SECONDS, ChildProcess
+from agentrl.workers.owned_folder import OwnedFolder
 
 log = logging.getLogger("agentrl")
 
@@ -98,8 +98,8 @@ class ServerProcess:
         """A random key that the server's endpoints require."""
         self.admin_token = secrets.token_hex(32)
         """A second key for management endpoints, for servers that have two keys."""
-        self._folder = TemporaryDirectory(prefix="agentrl-engine-")
-        self.folder = Path(self._folder.name)
+        self._folder = OwnedFolder("engine")
+        self.folder = self._folder.path
         """A folder for the server's files, removed when the server has ended."""
         self.host, self.port = host, free_port(host)
         self.url = f"http://{host}:{self.port}"
@@ -114,6 +114,7 @@ class ServerProcess:
         )
         try:
             self._wait_healthy(start_seconds)
+            parent_watch.record_shared_memory(self.folder, self.pid)
         except BaseException:
             self.stop()
             raise
@@ -140,6 +141,8 @@ class ServerProcess:
 
     def stop(self) -> None:
         """End the server and all processes that it started. Idempotent."""
+        if self.running:
+            parent_watch.record_shared_memory(self.folder, self.pid)
         self._process.stop()
         self._folder.cleanup()
 
