@@ -58,7 +58,7 @@ def test_each_server_has_gpus_of_its_own(starts, random_model, monkeypatch):
     for gpus, overrides, expected in (
         (4, [], [[3]]),
         (4, two, [[2], [3]]),
-        (4, [*two, "rollout.tensor_parallel_size=2"], [[0, 1], [2, 3]]),
+        (5, [*two, "rollout.tensor_parallel_size=2"], [[1, 2], [3, 4]]),
         (1, [], [[0]]),
     ):
         starts.clear()
@@ -79,6 +79,17 @@ def test_each_server_has_gpus_of_its_own(starts, random_model, monkeypatch):
     [
         (1, ["rollout.engines=2"], "are 2 GPUs, but torch finds 1"),
         (2, ["trainer.placement=separate", "rollout.engines=2"], "use all 2 GPUs"),
+        (
+            4,
+            ["rollout.engines=2", "rollout.tensor_parallel_size=2"],
+            "use all 4 GPUs, so the first server would share GPU 0 .* Set rollout.engines=1, or"
+            " rollout.tensor_parallel_size=1, .*trainer.n_gpus_per_node=4",
+        ),
+        (
+            2,
+            ["rollout.tensor_parallel_size=2"],
+            "unbalanced`\\). Set rollout.tensor_parallel_size=1",
+        ),
         (2, ["rollout.sleep=all"], "no server shares the trainer's GPU"),
         (1, ["rollout.sync=nccl"], "GPU 0, which is the trainer's"),
         (2, ["rollout.sync=ipc"], "GPU 1, which is not the trainer's"),

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from array import array
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import islice
 from multiprocessing import get_context
@@ -110,16 +110,43 @@ def server_on(folder, *gpus):
         server.stop()
 
 
-@pytest.fixture(scope="module")
-def on_first(folder):
-    with server_on(folder, 0) as server:
-        yield server
+class OneServer:
+    """Keeps a server between tests, and stops it before another one starts.
+
+    SGLang does not start on two GPUs if another server uses one of them.
+    """
+
+    def __init__(self, folder):
+        self.folder, self.gpus, self.server = folder, (), None
+        self.stack = ExitStack()
+
+    def on(self, *gpus):
+        if self.gpus != gpus:
+            self.stop()
+            self.server = self.stack.enter_context(server_on(self.folder, *gpus))
+            self.gpus = gpus
+        return self.server
+
+    def stop(self):
+        self.stack.close()
+        self.gpus, self.server = (), None
 
 
 @pytest.fixture(scope="module")
-def on_second(folder):
-    with server_on(folder, 1) as server:
-        yield server
+def one_server(folder):
+    server = OneServer(folder)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def on_first(one_server):
+    return one_server.on(0)
+
+
+@pytest.fixture
+def on_second(one_server):
+    return one_server.on(1)
 
 
 def keys(server):
@@ -200,15 +227,13 @@ def test_a_default_group_is_neither_used_nor_disturbed(on_second, policies):
 
 
 @two_gpus
-async def test_ipc_to_a_model_on_two_gpus(folder, policies):
-    with server_on(folder, 0, 1) as server:
-        await check(server, policies, 0, partial(IpcSender, tp=2))
+async def test_ipc_to_a_model_on_two_gpus(one_server, policies):
+    await check(one_server.on(0, 1), policies, 0, partial(IpcSender, tp=2))
 
 
 @three_gpus
-async def test_nccl_to_a_model_on_two_gpus(folder, policies):
-    with server_on(folder, 1, 2) as server:
-        await check(server, policies, 0, partial(NcclSender, tp=2))
+async def test_nccl_to_a_model_on_two_gpus(one_server, policies):
+    await check(one_server.on(1, 2), policies, 0, partial(NcclSender, tp=2))
 
 
 def send_to_the_dying(url, server_keys, pid, folder, after):
@@ -242,7 +267,8 @@ def send_to_the_dying(url, server_keys, pid, folder, after):
 
 @two_gpus
 @pytest.mark.parametrize("after", [0, 3], ids=["before NCCL connects", "within a broadcast"])
-def test_a_server_that_dies_is_an_error_in_bounded_time(folder, after):
+def test_a_server_that_dies_is_an_error_in_bounded_time(folder, one_server, after):
+    one_server.stop()
     with server_on(folder, 1) as server:
         arguments = (server.url, keys(server), server.pid, folder, after)
         child = get_context("spawn").Process(target=send_to_the_dying, args=arguments)

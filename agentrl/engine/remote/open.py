@@ -66,7 +66,8 @@ def _local_slots(config: Config, cpu: bool) -> list[EngineSlot]:
 
     Raises:
         ConfigError: there are too few GPUs; or `rollout.sleep` is set, but no server shares the
-            trainer's GPU; or a server shares it although `trainer.placement` forbids this.
+            trainer's GPU; or a server shares it although `trainer.placement` forbids this; or an
+            SGLang server shares only one of its GPUs.
     """
     r = config.rollout
     if cpu:
@@ -83,6 +84,15 @@ def _local_slots(config: Config, cpu: bool) -> list[EngineSlot]:
             f"trainer.placement=separate: rollout.engines={r.engines} times"
             f" rollout.tensor_parallel_size={tp_size} use all {gpu_count} GPUs, so the trainer"
             " would share one. Set trainer.placement=colocated, or use fewer GPUs for servers"
+        )
+    if first == 0 and tp_size > 1 and r.name == "sglang":
+        fewer = f"rollout.engines={r.engines - 1}, or " if r.engines > 1 else ""
+        raise ConfigError(
+            f"rollout.engines={r.engines} times rollout.tensor_parallel_size={tp_size} use all"
+            f" {gpu_count} GPUs, so the first server would share GPU 0 with the trainer, but not"
+            " its other GPUs. SGLang does not start on GPUs with different free memory (`memory"
+            f" capacity is unbalanced`). Set {fewer}rollout.tensor_parallel_size=1, or train on all"
+            f" GPUs, which servers then share evenly: trainer.n_gpus_per_node={gpu_count}"
         )
     if first > 0 and r.sleep != "none":
         raise ConfigError(
