@@ -104,6 +104,9 @@ def _ask(server: ConfiguredServer, timeout_s: float) -> ServerReport:
     if status in (401, 403):
         sent = f"the token in {server.token_env}" if token else "a request without a token"
         return ServerReport(server, f"refuses {sent} (status {status}){_advice(server)}", False)
+    if 300 <= status < 400:
+        text = f"redirects {server.path} (status {status}), which is not followed. Set the new URL"
+        return ServerReport(server, text, False)
     if status >= 500:
         return ServerReport(server, f"answers {server.path} with status {status}", False)
     if status != 200:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, RedirectResponse
 from support.small_server import serving
 
 from agentrl.config import Config
@@ -62,6 +62,11 @@ def locked(request: Request):
 @app.get("/ill/v1/models")
 def ill():
     return JSONResponse({}, 503)
+
+
+@app.get("/moved/v1/models")
+def moved():
+    return RedirectResponse("/up/v1/models")
 
 
 @app.get("/list/v1/models")
@@ -121,6 +126,8 @@ def test_a_server_that_refuses_the_token(base, monkeypatch):
 def test_other_statuses(base):
     assert ask(f"{base}/ill/v1") == ("answers /models with status 503", False)
     assert ask(f"{base}/elsewhere") == ("answers, but /models with status 404", True)
+    text, is_usable = ask(f"{base}/moved/v1")
+    assert text.startswith("redirects /models (status 307)") and not is_usable
 
 
 def test_the_servers_of_a_config(monkeypatch):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from agentrl.config.algorithm import AlgorithmConfig
@@ -89,6 +89,15 @@ class DataConfig(Section):
     untrusted: bool = False
     """Encode prompts without any control tokens. By default, tags such as `<think>` in a prompt
     become control tokens."""
+
+    @field_validator("train", "val", mode="before")
+    @classmethod
+    def _check_names(cls, value: Any) -> Any:
+        items = [i for i in value if isinstance(i, dict)] if isinstance(value, list) else []
+        names = RowFile.model_fields
+        if unknown := [str(name) for item in items for name in item if name not in names]:
+            raise ValueError(f"unknown name {unknown[0]!r}.{did_you_mean(unknown[0], names)}")
+        return value
 
     @field_validator("val")
     @classmethod
@@ -409,6 +418,18 @@ class RewardConfig(Section):
     only training rewards are reduced. 0: off."""
     overlong_penalty: float = key(1.0, ge=0)
     """The penalty of a rollout that fills the whole buffer."""
+
+    @field_validator("kwargs")
+    @classmethod
+    def _nest(cls, kwargs: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        """Make `{judge: {url: ...}}` of `{judge.url: ...}`, if `judge` is one of the functions."""
+        nested: dict[str, Any] = {}
+        for path, value in kwargs.items():
+            names = [name for name in info.data.get("functions", {}) if path.startswith(f"{name}.")]
+            owner = nested.setdefault(names[0], {}) if names else nested
+            if isinstance(owner, dict):  # Otherwise the reward refuses it.
+                owner[path.removeprefix(f"{names[0]}.") if names else path] = value
+        return nested
 
     @property
     def files(self) -> list[str]:

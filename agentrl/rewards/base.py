@@ -152,8 +152,11 @@ class Grader:
             try:
                 with user_code(f"the constructor of the reward {name!r}"):
                     instance: Any = function(**self.kwargs)
-            except UserCodeError as e:
-                raise _user_error(e) from None
+            except (UserCodeError, UserError) as e:
+                problem = _user_error(e)
+                if isinstance(problem, UserCodeError):
+                    raise problem from None
+                raise ConfigError(f"the reward {name!r} ({key}): {problem}") from None
             self.function, bound = instance, {}
         else:
             bound = self.kwargs
@@ -281,7 +284,7 @@ class Grader:
         return await self._executor.call(label, self.function, args, kwargs, self._is_async)
 
 
-def _user_error(error: UserCodeError) -> Exception:
+def _user_error(error: UserCodeError | UserError) -> Exception:
     """Return the `UserError` that user code raised, which says how to fix it, or else `error`."""
     return error.__cause__ if isinstance(error.__cause__, UserError) else error
 

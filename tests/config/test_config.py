@@ -363,6 +363,17 @@ def test_a_config_file_that_is_missing_or_not_text(tmp_path):
         load_config(str(tmp_path / "bytes"))
 
 
+def test_dotted_arguments_of_several_rewards_are_nested():
+    overrides = ["reward.functions={judge: 1, r.py:f: 2}", "reward.kwargs.judge.url=http://a/v1"]
+    overrides += ["reward.kwargs.r.py:f.k=1", "reward.kwargs.judge.model=m", "reward.kwargs.x.y=2"]
+    expected = {"judge": {"url": "http://a/v1", "model": "m"}, "r.py:f": {"k": 1}, "x.y": 2}
+    config = load_config(overrides=overrides)
+    assert config.reward.kwargs == expected
+    # With one function, a name may contain a dot.
+    config = load_config(overrides=["reward.function=f", "reward.kwargs.judge.url=x"])
+    assert config.reward.kwargs == {"judge.url": "x"}
+
+
 def test_all_mistakes_are_reported_at_once(tmp_path):
     yaml = "optim:\n  lr: fast\n  lr: faster\nactor_rollout_ref:\n  rollout: {n: 5}\n"
     overrides = ["rolout.n=1", "rollout.n=0", "foo", "val.temperature=0", "val.n=2"]

@@ -393,7 +393,7 @@ async def test_a_comparison_that_cannot_be_read(judge, model, scores):
 def test_mistakes_are_reported_before_any_request(kwargs, says):
     with pytest.raises(ConfigError) as caught:
         make_scorer(RewardConfig(function="judge", kwargs=kwargs))
-    assert says in str(caught.value)
+    assert says in str(caught.value) and "reward.kwargs" in str(caught.value)
 
 
 @pytest.mark.sglang
