@@ -38,7 +38,15 @@ PER_ENGINE = 256
 SYNC_SECONDS = 2.0
 """How often the record is flushed to disk. A killed process loses nothing; a power cut, this."""
 SETTINGS = (
-    *("data.agent_name", "files", "interaction.kwargs", "model.path", "model.template_kwargs"),
+    *(
+        "data.agent_name",
+        "data.prompt_key",
+        "data.untrusted",
+        "files",
+        "interaction.kwargs",
+        "model.path",
+        "model.template_kwargs",
+    ),
     *("rollout.budget_policy", "rollout.history_thinking", "rollout.max_tool_calls"),
     *("rollout.max_trajectory_tokens", "rollout.max_turn_tokens", "rollout.max_turns"),
     *("rollout.name", "rollout.tool_format", "tools.max_result_tokens", "tools.truncate"),
@@ -71,7 +79,11 @@ def generate(
     if output.suffix not in (".parquet", ".jsonl"):
         raise UserError(f"--output {output} must end in .parquet or .jsonl")
     if output.exists():
-        raise UserError(f"--output {output} already exists: choose a new file")
+        if not _is_complete(output):
+            raise UserError(f"--output {output} already exists: choose a new file")
+        _record_path(output).unlink()
+        typer.echo(f"{output} is complete: the command was killed when it had written it")
+        return
 
     from agentrl.cli.session import open_session
     from agentrl.config import file_names
@@ -148,6 +160,17 @@ class _Record:
 
 def _record_path(output: Path) -> Path:
     return output.with_name(f"{output.name}.partial.jsonl")
+
+
+def _is_complete(output: Path) -> bool:
+    """Return whether an output has all rows of its record, which is removed after it is written."""
+    from agentrl.data import read_rows
+
+    try:
+        rows = len(_record_path(output).read_bytes().splitlines()) - 1
+    except FileNotFoundError:
+        return False
+    return rows == len(read_rows(output))
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -186,7 +186,11 @@ def test_nothing_is_played_twice(run, folder, monkeypatch):
     assert "20 rows are in a.parquet.partial.jsonl already" in output
     assert sorted(played) == list(range(COUNT))
     assert len(read_rows(folder / "a.parquet")) == COUNT
-    assert "already exists" in run(*words)
+    record = folder / "a.parquet.partial.jsonl"
+    for lines, answer in ((COUNT, "already exists"), (COUNT + 1, "is complete")):
+        record.write_text("{}\n" * lines)  # a kill after the output was written leaves its record
+        assert answer in run(*words)
+    assert not record.exists()
     scores = run("eval", "--responses", "a.parquet")
     assert scores.splitlines()[1].split()[:3] == ["openai/gsm8k", str(COUNT), str(2 * COUNT)]
 
