@@ -347,9 +347,9 @@ def check_model_fits(plan: Plan, template: ChatTemplate, max_length: int) -> Non
     check_tool_format(plan, template, loops)
     if loops and not shows_tools(template):
         log.warning(
-            "%d rows have tools, but the chat template of %s does not show them: the policy sees a"
-            " tool only if the row's prompt describes it. agent_name=react shows tools as text",
-            loops.total(),
+            "%s with tools, but the chat template of %s does not show them: the policy sees a tool"
+            " only if the row's prompt describes it. agent_name=react shows tools as text",
+            plural(loops.total(), "row"),
             plan.config.model.path,
         )
 
@@ -371,7 +371,7 @@ def check_tool_format(plan: Plan, template: ChatTemplate, loops: Counter[str]) -
     detected = detect_format(template)
     if name == "auto" and not detected:
         problem = (
-            f"{loops.total()} rows show tools, but agentrl cannot parse the tool calls of"
+            f"{plural(loops.total(), 'row')} with tools, but agentrl cannot parse the tool calls of"
             f" {plan.config.model.path}: {explain_unknown_format(template)}"
         )
         if any(loop in SHIPPED_LOOPS for loop in loops):
@@ -424,15 +424,15 @@ def check_prompts(plan: Plan, template: ChatTemplate, max_length: int) -> Counte
     if refused:
         shown = "\n".join(refused[:20])
         raise TemplateError(
-            f"{len(refused)} of {compared_rows} compared rows cannot be encoded as the chat"
-            f" template of {plan.config.model.path} renders them. The first:\n{shown}\nChange or"
-            " remove such rows."
+            f"{len(refused)} of {plural(compared_rows, 'compared row')} cannot be encoded as the"
+            f" chat template of {plan.config.model.path} renders them. The first:\n{shown}\n"
+            "Change or remove such rows."
         )
     if too_long:
         shown = "\n".join(too_long[:20])
         raise DataError(
-            f"{len(too_long)} prompts are longer than the model's context of {max_length} tokens:\n"
-            f"{shown}\nShorten or remove these rows."
+            f"{plural(len(too_long), 'prompt')} too long for the model's context of"
+            f" {max_length} tokens:\n{shown}\nShorten or remove such rows."
         )
     return loops
 
@@ -646,7 +646,7 @@ def _describe_files(rows: Rows) -> Iterator[str]:
     if len(rows.files) > 1:
         for (file, indices), weight in zip(rows.files, rows.weights, strict=True):
             suffix = f", {weight:g} times per epoch" if weight != 1 else ""
-            yield f"  {len(indices):6d} rows of {file}{suffix}"
+            yield f"  {len(indices):6d} row{'s' * (len(indices) != 1)} of {file}{suffix}"
     checked = sample_rows(rows)
     if checked is not None:
         yield (
@@ -670,7 +670,7 @@ def _describe_extra_rollouts(config: Config) -> Iterator[str]:
     if a.filter_groups:
         yield (
             "  groups without a learning signal are replaced by further prompts: at most"
-            f" {a.max_gen_batches} x {d.gen_batch_size or d.batch_size} prompts per step"
+            f" {a.max_gen_batches} x {plural(d.gen_batch_size or d.batch_size, 'prompt')} per step"
         )
     if a.adv_estimator == "remax":
         yield "  plus one greedy rollout per prompt, the baseline of the others"

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def plural(count: int, noun: str) -> str:
-    """Return the number and the noun: `1 turn`, `2 turns`. The plural ends in s."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """Return the number and the noun: `1 turn`, `2,048 turns`. The plural ends in s."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -123,7 +123,7 @@ class Registry(Generic[T]):
         """Return the error message for a name that is not registered."""
         names = self.names()
         choices = ", ".join(names) if names else "none"
-        suggestion = did_you_mean(name, [*names, *self.aliases])
+        suggestion = did_you_mean(name, names)
         return f"no {self.kind} named {name!r}.{suggestion} Registered: {choices}"
 
     def names(self) -> list[str]:
@@ -258,6 +258,8 @@ def _decorator(kind: Registry[Callable[..., Any]], name: str) -> Callable[[F], F
 
 
 SHELF = "shelf:"
+USER_MODULE = "agentrl_user_"
+"""The names of the modules of user files begin with it."""
 YAML = (".yaml", ".yml")
 VERL, MCP = "agentrl.compat.verl", "agentrl.tools.mcp.source"
 """Modules that import this one. So they are imported only when a user file needs them."""
@@ -270,13 +272,44 @@ def shelf_folder() -> Path:
     return package_data if package_data.is_dir() else package.parent / "tools_registry"
 
 
-def where_to_load(*names: str) -> str:
+def where_to_load(*names: str, verls_base: str = "BaseTool") -> str:
     """Return how to load the file of a name that no loaded file defines.
 
     If a name is that of a shipped tool file, the advice contains `shelf:NAME`.
+
+    Args:
+        names: the unknown names.
+        verls_base: the name of verl's base class of such entries.
     """
     shipped = [n for n in names if n.isidentifier() and (shelf_folder() / f"{n}.py").is_file()]
-    return " ".join(["Load its file with --file", *(SHELF + name for name in shipped[:1])])
+    advice = " ".join(["Load its file with --file", *(SHELF + name for name in shipped[:1])])
+    return advice + explain_verl_classes(verls_base)
+
+
+def explain_verl_classes(base: str) -> str:
+    """Return how to load verl's classes in loaded Python files, which only YAML files register.
+
+    Args:
+        base: the name of verl's base class.
+
+    Returns:
+        A sentence that begins with ". ", or "" if no loaded file has such a class.
+    """
+    classes = [
+        f"{Path(module.__file__ or '').stem}.{cls.__name__}"
+        for name, module in list(sys.modules.items())
+        if name.startswith(USER_MODULE)
+        for cls in vars(module).values()
+        if isinstance(cls, type)
+        and cls.__module__ == module.__name__
+        and any(parent.__name__ == base for parent in cls.__mro__[1:])
+    ]
+    if not classes:
+        return ""
+    return (
+        f". Subclasses of verl's {base} ({', '.join(classes)}) are registered by a YAML file with"
+        f" class_name: {classes[0]}, which --file loads instead of the Python file (docs/verl.md)"
+    )
 
 
 def resolve_file(name: str) -> Path:
@@ -332,9 +365,8 @@ def load_file(name: str) -> Any:
     if path.suffix in YAML:
         return importlib.import_module(VERL).load_yaml(path)
     # The name is the same in every process, so that processes can unpickle each other's objects.
-    module_name = (
-        f"agentrl_user_{path.stem}_{blake2b(str(path).encode(), digest_size=8).hexdigest()}"
-    )
+    digest = blake2b(str(path).encode(), digest_size=8).hexdigest()
+    module_name = f"{USER_MODULE}{path.stem}_{digest}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)

@@ -38,6 +38,7 @@ from agentrl.errors import (
 )
 from agentrl.http.pool import leave_pool, waiting_requests
 from agentrl.open_files import raise_limit
+from agentrl.plural import plural
 from agentrl.rewards import Scorer
 from agentrl.tools import open_toolbox
 from agentrl.trajectory import Group, Sample, Scored, Trajectory
@@ -373,8 +374,10 @@ def _stop_if_too_many_dropped(dropped: Sequence[_Dropped], played: int) -> None:
     for cause in (rollout.cause for rollout in dropped):
         by_cause[re.sub(r"\S*\d\S*", "#", cause)].append(cause)
     most_common = sorted(by_cause.values(), key=len, reverse=True)[:3]
+    verb = "was" if len(dropped) == 1 else "were"
     raise RunStopped(
-        f"{len(dropped)} of {played} rollouts were dropped, more than {MAX_DROPPED:.0%}."
+        f"{len(dropped)} of {plural(played, 'rollout')} {verb} dropped, more than"
+        f" {MAX_DROPPED:.0%}."
         " Causes:\n" + "\n".join(f"  {len(causes)} x {causes[0]}" for causes in most_common)
     )
 

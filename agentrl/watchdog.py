@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO
 
 from agentrl.agent_loops.attempt import Attempt
+from agentrl.plural import plural
 
 
 class Watchdog:
@@ -84,7 +85,7 @@ class Watchdog:
         return "\n".join(
             [
                 f"watchdog: no progress for {self._seconds:.0f} s;"
-                f" {len(episodes)} episodes in flight:",
+                f" {plural(len(episodes), 'episode')} in flight:",
                 *(f"  {cause}" for cause in self._causes()),
                 *lines,
             ]

@@ -168,7 +168,7 @@ def test_compare_prints_differences_and_draws_a_picture(compare, store, tmp_path
 def test_compare_says_which_rows_are_not_shared(compare, store):
     store("a", validation([0.0], [1.0], [1.0]))
     store("b", validation([1.0], [1.0]))
-    assert "note: a has 3 rows and b 2, 2 in common" in compare("a", "b")
+    assert "note: a has 3 rows, b has 2; 2 are in both" in compare("a", "b")
     store("c", validation([1.0], [1.0], prompt="Another question?"))
     output = compare("a", "c")
     assert "error: a and c share no rows" in output and "agentrl eval --dataset" in output

@@ -242,7 +242,7 @@ def print_notes(plan: Plan) -> None:
     rows, size = plan.epoch_rows, plan.config.data.batch_size
     if 0 < rows < size:
         notes.append(
-            f"data.batch_size={size} is more than the {rows} rows of"
+            f"data.batch_size={size} is more than the {plural(rows, 'row')} of"
             f" {file_names(plan.config.data.train)}:"
             " a step plays some of them more than once"
         )

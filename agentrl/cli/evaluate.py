@@ -279,7 +279,8 @@ def compare(
         sizes = [len(v.groups) for v in (validations[0], validation)]
         if max(sizes) > int(shared):
             typer.echo(
-                f"note: {labels[0]} has {sizes[0]} rows and {label} {sizes[1]}, {shared} in common",
+                f"note: {labels[0]} has {plural(sizes[0], 'row')}, {label} has {sizes[1]};"
+                f" {shared} are in both",
                 err=True,
             )
     curves = {}

@@ -111,7 +111,7 @@ def read_config(
     if verls:
         from agentrl.compat.verl.config import translate
 
-        translation = translate(verls, overrides[1:])
+        translation = translate(verls, overrides[1:], flag_values)
         report = translation.report()
         load = partial(
             load_config,
@@ -338,7 +338,10 @@ def _refuse_mistakes(config: Config, mistakes: list[str], needs_model: bool) -> 
     file_problems = load_files(config)
     are_rows_set = any(m.startswith(("data.train=", "data.val=")) for m in mistakes)
     if not config.data.train and not config.data.val and not are_rows_set:
-        problems.append("no rows: set --dataset FILE (data.train), .parquet or .jsonl")
+        problems.append(
+            "no rows: set --dataset FILE (data.train), .parquet or .jsonl"
+            + _explain_old_run(config.trainer.output)
+        )
     if not needs_model:
         pass
     elif not config.model.path:
@@ -361,6 +364,12 @@ def _refuse_mistakes(config: Config, mistakes: list[str], needs_model: bool) -> 
     refuse([*mistakes, *(problem.replace("\n", "\n    ") for problem in problems)])
 
 
+def _explain_old_run(output: str) -> str:
+    """Return how to use the config of the run in a folder, or "" if there is none."""
+    file = Path(output).expanduser() / "config.yaml"
+    return f". To use the config of the run in {output}: --config {file}" if file.is_file() else ""
+
+
 unknown_options: ContextVar[tuple[str, ...]] = ContextVar("unknown_options", default=())
 """The messages about options that the running command does not have, for `read_config`."""
 
@@ -377,7 +386,7 @@ def take_unknown_options(app: Any, words: Sequence[str]) -> tuple[list[str], lis
         command reports them with the mistakes of its config.
 
     Raises:
-        ConfigError: another command has such options.
+        ConfigError: another command has such options, or options are missing.
     """
     from agentrl.errors import ConfigError
 
@@ -406,9 +415,21 @@ def take_unknown_options(app: Any, words: Sequence[str]) -> tuple[list[str], lis
         else:
             advice = _advice(name, value or "VALUE", command.name, options)
             mistakes.append(f"no option {name}. {advice}")
-    if mistakes and "--config" not in options:
+    missing = [] if {"--help", "-h"} & {*kept} else _find_missing_options(command, kept)
+    mistakes += missing
+    if missing or (mistakes and "--config" not in options):
         raise ConfigError("\n".join(mistakes))
     return kept, mistakes
+
+
+def _find_missing_options(command: Any, words: Sequence[str]) -> list[str]:
+    """Return a message for each required option of a command that its words do not have."""
+    names = {word.partition("=")[0] for word in words}
+    return [
+        f"{p.opts[0]} is missing: {p.help}"
+        for p in command.params
+        if p.param_type_name == "option" and p.required and not names & {*p.opts}
+    ]
 
 
 def _advice(name: str, value: str, command: str, options: set[str]) -> str:

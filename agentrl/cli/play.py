@@ -54,7 +54,8 @@ def play(
             raise DataError(f"no row of {files} has the agent loop {agent!r}")
         temperature = settings.rollout.temperature
         typer.echo(
-            f"{files}: {len(rows)} of {len(plan.train)} rows ({describe_sampling(temperature)})\n"
+            f"{files}: {len(rows)} of {plural(len(plan.train), 'row')}"
+            f" ({describe_sampling(temperature)})\n"
         )
         sampling = Sampling(temperature=temperature)
         for group in rollouts.collect(rows, n=1, sampling=sampling, step=0, tag="play"):

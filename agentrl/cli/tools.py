@@ -134,8 +134,9 @@ def list_(files: FilesArgument = None, file: FilesOption = None) -> None:
     for name in tools.names():
         tool: Tool = tools.get(name)
         kind = f"one object per {tool.scope}" if tool.is_class else "function"
-        limit = f", at most {tool.max_concurrency} calls at once" if tool.max_concurrency else ""
-        rate = f", at most {tool.rate_limit:g} calls per second" if tool.rate_limit else ""
+        calls = plural(tool.max_concurrency, "call")
+        limit = f", at most {calls} at once" if tool.max_concurrency else ""
+        rate = f", rate limit {tool.rate_limit:g} per second" if tool.rate_limit else ""
         injected = f", gets {', '.join(sorted(tool.injected))}" if tool.injected else ""
         typer.echo(f"{name}  ({kind}, {tool.timeout:g} s{limit}{rate}{injected})")
         for function in tool.functions:
@@ -180,6 +181,7 @@ def call(
     import sys
 
     from agentrl.errors import UserError
+    from agentrl.signatures import find_argument_problems
     from agentrl.tools import LocalToolbox
     from agentrl.trajectory import Sample, ToolCall, ToolResult
 
@@ -189,13 +191,17 @@ def call(
     if name not in names and len(names) > 1:
         raise UserError(f"the tool {name!r} offers several functions: call {' or '.join(names)}")
     function = name if name in names else names[0]
+    kwargs = _parse_object("--create-kwargs", create_kwargs)
+    if kwargs and not tool.is_class:
+        raise UserError(f"--create-kwargs: the tool {tool.name!r} is a function, not a class")
+    if tool.is_class:
+        problems = find_argument_problems(tool.target, kwargs, injected=tool.constructor_injected)
+        if problems:
+            raise UserError(
+                f"--create-kwargs: the constructor of the tool {tool.name!r}: {'; '.join(problems)}"
+            )
     sample = Sample(
-        "cli",
-        (),
-        tools=(tool.name,),
-        tools_kwargs={
-            tool.name: {"create_kwargs": _parse_object("--create-kwargs", create_kwargs)}
-        },
+        "cli", (), tools=(tool.name,), tools_kwargs={tool.name: {"create_kwargs": kwargs}}
     )
     tool_call = ToolCall(function, _parse_object("ARGUMENTS", arguments))
 
@@ -243,11 +249,13 @@ def _load(files: list[str]) -> None:
 def _check_not_empty(names: list[str], files: list[str]) -> None:
     """Raise `UserError` if there are no tools."""
     from agentrl.errors import UserError
+    from agentrl.registry import explain_verl_classes
 
     if not names:
         listed = ", ".join(files) or "no files"
         raise UserError(
             f"no @tool in {listed}. Give files with tools: --file my_tools.py or shelf:calculator"
+            f"{explain_verl_classes('BaseTool')}"
         )
 
 

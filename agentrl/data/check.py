@@ -173,7 +173,8 @@ def _check_interaction(sample: Sample, configured: Configured) -> Problems:
     if name not in registry.interactions:
         yield (
             "interaction",
-            registry.interactions.explain_unknown(name) + ". Load its file with --file",
+            f"{registry.interactions.explain_unknown(name)}."
+            f" {registry.where_to_load(verls_base='BaseInteraction')}",
         )
         return
     cls = registry.interactions.get(name)

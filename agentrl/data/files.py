@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from agentrl.errors import DataError
+from agentrl.plural import plural
 from agentrl.registry import did_you_mean
 
 KWARGS = ("extra_info", "tools_kwargs", "interaction_kwargs")
@@ -166,7 +167,7 @@ def _read_jsonl(file: Path) -> Iterator[Batch]:
                 yield Batch(_binary_array(kept), rows, {})
                 rows, kept, size = [], [], 0
     if wrong:
-        last_line = [f"and {len(wrong) - 20:,} more lines"] if len(wrong) > 20 else []
+        last_line = [f"and {plural(len(wrong) - 20, 'more line')}"] if len(wrong) > 20 else []
         raise DataError("\n".join([*wrong[:20], *last_line]))
     if rows:
         yield Batch(_binary_array(kept), rows, {})

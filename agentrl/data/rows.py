@@ -17,6 +17,7 @@ import orjson
 from agentrl import registry
 from agentrl.data.files import Row
 from agentrl.errors import DataError
+from agentrl.plural import plural
 from agentrl.trajectory import Message, Role, Sample
 
 INNER = ("tools_kwargs", "interaction_kwargs", "tool_selection", "need_tools_kwargs")
@@ -120,21 +121,17 @@ class Mistakes:
             return
         lines = []
         for (field, what), rows in list(self._rows.items())[:SHOWN]:
-            more = f" (and in {_count(len(rows) - 1, 'more row')})" if len(rows) > 1 else ""
+            more = f" (and in {plural(len(rows) - 1, 'more row')})" if len(rows) > 1 else ""
             lines.append(f"{self.origins.describe(rows[0])}, {field}: {what}{more}")
         hidden = len(self._rows) - len(lines)
         if hidden:
-            lines.append(f"and {_count(hidden, 'more different mistake')}")
+            lines.append(f"and {plural(hidden, 'more different mistake')}")
         if len(lines) == 1:
             raise DataError(lines[0])
         listed = "".join(f"\n  - {line}" for line in lines)
         are = "is" if len(self.rows) == 1 else "are"
-        wrong = f"{_count(len(self.rows), 'row')} {are} wrong (rows count from 0)"
+        wrong = f"{plural(len(self.rows), 'row')} {are} wrong (rows count from 0)"
         raise DataError(f"{wrong}:{listed}")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 class RowReader:

@@ -8,6 +8,7 @@ import numpy as np
 
 from agentrl.engine.base import Sampling
 from agentrl.errors import PromptTooLong, RequestRefused, UserError
+from agentrl.plural import plural
 
 
 def validate_row(
@@ -30,7 +31,7 @@ def validate_row(
     if not 0 < len(row) <= limit:
         kind = PromptTooLong if len(row) else RequestRefused
         raise kind(
-            f"{request}: {len(row)} tokens, but the number must be 1 to {limit}"
+            f"{request}: {plural(len(row), 'token')}, but the number must be 1 to {limit}"
             f" (the longest row of the model is {max_length})"
         )
     if row.min() < 0 or row.max() >= vocabulary:

@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import UserError
+from agentrl.plural import plural
 from agentrl.trajectory import Generation, float_array, token_array
 
 Answers = Sequence[str] | Mapping[str, Sequence[str]] | Callable[[str, int], str]
@@ -114,8 +115,8 @@ class Scripted(Sampler):
             texts = matches[0]
         if turn >= len(texts):
             raise UserError(
-                f"the script has {len(texts)} answers for episode {episode_id!r}, which requested"
-                f" turn {turn + 1}. The prompt ends: {prompt[-200:]!r}"
+                f"the script has {plural(len(texts), 'answer')} for episode {episode_id!r}, which"
+                f" requested turn {turn + 1}. The prompt ends: {prompt[-200:]!r}"
             )
         return texts[turn]
 

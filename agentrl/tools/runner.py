@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.errors import Infrastructure, ToolError, ToolServerError, UserCodeError
+from agentrl.plural import plural
 from agentrl.tools.payloads import (
     InvalidArguments,
     SlowArguments,
@@ -502,9 +503,9 @@ class Executors:
 
     def overload_error(self, tool: Tool) -> ToolServerError:
         """Return the error for a call that could not start in time."""
-        limits = [f"{self._limits.threads} threads"]
+        limits = [plural(self._limits.threads, "thread")]
         if tool.process:
-            limits = [f"{self._limits.processes} processes"]
+            limits = [f"processes: {self._limits.processes}"]
         if tool.max_concurrency:
             limits.append(f"max_concurrency={tool.max_concurrency}")
         if tool.rate_limit:

@@ -27,6 +27,7 @@ from typing import Any
 
 from agentrl import sandbox
 from agentrl.errors import ToolServerError
+from agentrl.plural import plural
 from agentrl.registry import tools
 from agentrl.tools.payloads import canonical_json, storable_messages, unknown_tool
 from agentrl.tools.runner import (
@@ -331,7 +332,8 @@ class ToolHost:
         self._check_not_draining()
         if self.calls_in_flight >= self._max_calls:
             raise Busy(
-                f"the tool server has {self.calls_in_flight} calls in flight, which is its maximum"
+                f"the tool server has {plural(self.calls_in_flight, 'call')} in flight, which is"
+                " its maximum"
             )
         self.calls_in_flight += 1
 
@@ -415,7 +417,7 @@ class ToolHost:
             self._closings[episode_id] = closing
             if len(self._closings) > MAX_CLOSED_EPISODES:
                 del self._closings[next(iter(self._closings))]
-        return closing if isinstance(closing, float) else await asyncio.shield(closing)
+        return await asyncio.shield(closing) if isinstance(closing, asyncio.Task) else closing
 
     async def _close(self, session: ToolSession, with_reward: bool) -> float:
         reward = await session.close(with_reward)

@@ -24,6 +24,7 @@ from agentrl.config.sections import BUDGETS
 from agentrl.data import row_order
 from agentrl.engine.base import Sampling
 from agentrl.metrics import rollout_metrics
+from agentrl.plural import plural
 from agentrl.rollout import Rollouts
 from agentrl.trainer.algorithms import dead_groups, estimate
 from agentrl.trainer.batch import Batch
@@ -129,8 +130,8 @@ class Collector:
             metrics = _filter_metrics(evicted, live, rounds)
         if groups and not any(live):
             log.warning(
-                "step %d: in all of %d groups the rollouts have equal rewards: there is nothing to"
-                " learn from",
+                "step %d: within each group (%d in all) the rollouts have equal rewards: there is"
+                " nothing to learn from",
                 step + 1,
                 len(groups),
             )
@@ -209,9 +210,9 @@ class DeadSteps:
         """Log how many steps were dead, if there was a warning or all were. Call it at the end."""
         if self._has_warned or 0 < self._steps == self._dead:
             log.warning(
-                f"%d of %d steps had no learning signal ({DEAD_STEP}): on average %s",
+                f"%d of %s had no learning signal ({DEAD_STEP}): on average %s",
                 self._dead,
-                self._steps,
+                plural(self._steps, "step"),
                 _explain(self._sums, self._dead),
             )
 

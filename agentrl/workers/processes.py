@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.registry import USER_MODULE
 from agentrl.workers import child
 from agentrl.workers.child_process import ChildProcess
 from agentrl.workers.loops import PerLoop
@@ -226,4 +227,4 @@ def locate_function(function: Callable[..., Any]) -> tuple[str, str, str]:
             " process, which imports it by its name. Define it at the top level of a separate file"
         )
     file = str(getattr(home, "__file__", ""))
-    return (file if module.startswith("agentrl_user_") else ""), module, name
+    return (file if module.startswith(USER_MODULE) else ""), module, name

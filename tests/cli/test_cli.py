@@ -105,9 +105,15 @@ def test_the_keys_of_aliases_exist():
         ("sft --learning-rate=1", "no option --learning-rate. Use --lr 1"),
         ("sft --seed 1 --recompute", "no option --recompute. Use optim.recompute=VALUE"),
         ("sft --optim.lr 1", "write config keys without dashes: optim.lr=1"),
+        ("sft --model tiny", "--dataset is missing: Rows with conversations, .parquet or .jsonl."),
+        (
+            "sft --model=tiny",
+            "--output is missing: The folder to create, for a model or an adapter.",
+        ),
+        ("generate --model tiny", "--output is missing: The file to write, .parquet or .jsonl."),
     ],
 )
-def test_unknown_options_of_commands_without_a_config(run_cli, words, advice):
+def test_unknown_and_missing_options(run_cli, words, advice):
     assert f"{advice}\n" in run_cli(*words.split())[1]
 
 
@@ -184,6 +190,18 @@ def test_keys_that_contradict_each_other_do_not_hide_a_missing_file(run_cli):
         "rollout.urls=[http://127.0.0.1:1]",
     )
     assert "rollout.sync" in err and "no such file: missing.jsonl" in err
+
+
+def test_a_run_without_its_config_names_it(run_cli, tmp_path):
+    (tmp_path / "config.yaml").touch()
+    _, err = run_cli("train", "--output", str(tmp_path))
+    assert f"use the config of the run in {tmp_path}: --config {tmp_path}/config.yaml\n" in err
+
+
+def test_a_misspelled_weight_is_one_mistake(run_cli, tmp_path):
+    words = "data.train=[{path: a.jsonl, weigth: 2}]", "--model", "tiny"
+    _, err = run_cli("check", *words)
+    assert "1 mistake" in err and "unknown name 'weigth'. Did you mean 'weight'?" in err
 
 
 def test_no_mistake_hides_another_one(run_cli, tmp_path, monkeypatch):
@@ -317,7 +335,7 @@ def test_check_refuses_rows_whose_calls_cannot_be_parsed(run_cli, rows, random_m
     )
     tokenizer.save_pretrained(model)
     _, err = run_cli(*check(rows, model))
-    assert err.startswith("error: 2 rows show tools, but agentrl cannot parse the tool calls of ")
+    assert err.startswith("error: 2 rows with tools, but agentrl cannot parse the tool calls of ")
     assert "in the format of Solar: '<|tool_call:begin|>probe<|tool_call:args|>" in err
     assert "agentrl reads: " in err and "hermes" in err and "agent_name=react" in err
     out, _ = run_cli(*check(rows, model), "rollout.tool_format=hermes")
@@ -335,7 +353,7 @@ def test_check_warns_about_tools_that_the_template_does_not_show(
 
     from transformers import AutoTokenizer
 
-    warning = "2 rows have tools, but the chat template"
+    warning = "2 rows with tools, but the chat template"
     out, _ = run_cli(*check(rows, random_model))
     assert "all checks passed" in out and warning not in caplog.text
     model = shutil.copytree(random_model, tmp_path / "model")

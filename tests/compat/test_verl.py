@@ -15,7 +15,7 @@ from agentrl.compat.verl.stand_in import _Finder
 from agentrl.config import RewardConfig
 from agentrl.data import load_checked
 from agentrl.errors import DataError, RegistryError, UserCodeError, UserError
-from agentrl.registry import load_file
+from agentrl.registry import load_file, where_to_load
 from agentrl.rewards import make_scorer
 from agentrl.rewards.base import Grader
 from agentrl.tools import LocalToolbox
@@ -137,6 +137,20 @@ def test_what_tools_may_not_return():
         convert_result(ToolResponse(image=["picture"]), "here")
     with pytest.raises(TypeError, match="tuple of 4"):
         convert_result(("x", 1, {}, 2), "here")
+
+
+def test_classes_that_no_yaml_file_registers_are_explained(tmp_path):
+    (tmp_path / "bare.py").write_text(
+        "from verl.interactions.base import BaseInteraction\n"
+        "from verl.tools.base_tool import BaseTool\n"
+        "class Post(BaseTool):\n    pass\n"
+        "class Teacher(BaseInteraction):\n    pass\n"
+    )
+    assert where_to_load("post") == "Load its file with --file"
+    load_file(str(tmp_path / "bare.py"))
+    assert "BaseTool (bare.Post) are registered by a YAML file" in where_to_load("post")
+    advice = where_to_load(verls_base="BaseInteraction")
+    assert "class_name: bare.Teacher, which --file loads instead" in advice
 
 
 def test_a_tool_may_have_messages_of_its_own(tmp_path):

@@ -94,6 +94,19 @@ def test_a_config_is_translated_and_reported(tmp_path):
     assert "  optim.weight_decay=0.01\n" in defaults
 
 
+def test_what_the_command_line_overrides_is_not_reported_as_taken(tmp_path):
+    words = ["rollout.n=4", "optim.weight_decay=0.1", "algorithm.mini_batch_size=8"]
+    report = translate(verl_yaml(tmp_path), words, {"model.path"}).report()
+    overridden = report.partition("overridden by the command line:\n")[2].partition("\n\n")[0]
+    assert overridden.splitlines() == [
+        "  model.path  (actor_rollout_ref.model.path=some/model)",
+        "  rollout.n  (actor_rollout_ref.rollout.n=8)",
+        "  algorithm.mini_batch_size  (actor_rollout_ref.actor.ppo_mini_batch_size=64)",
+    ]
+    rest = report.replace(overridden, "")
+    assert not any(f"  {word.partition('=')[0]}=" in rest for word in [*words, "model.path"])
+
+
 def test_several_files_and_names_of_columns(tmp_path):
     done = translated(
         tmp_path,

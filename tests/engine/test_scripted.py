@@ -74,7 +74,7 @@ def test_answers_by_episode_question_or_function():
 def test_a_script_that_is_too_short_is_an_error():
     engine = Scripted(["hi"], TOKENIZER)
     say(engine, "Hello")
-    with pytest.raises(UserError, match=r"1 answers for episode 'e', which requested turn 2"):
+    with pytest.raises(UserError, match=r"1 answer for episode 'e', which requested turn 2"):
         say(engine, "Hello")
     with pytest.raises(UserError, match=r"no answers for episode 'e'.*Keys: '3\*4'.*'Hello'"):
         say(Scripted({"3*4": ["12"]}, TOKENIZER), "Hello")

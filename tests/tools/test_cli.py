@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl.cli import app
-from agentrl.errors import AgentRLError, DataError, RegistryError, UserError
+from agentrl.errors import AgentRLError, RegistryError, UserError
 from agentrl.http import fetch_json
 
 ZOO = str(Path(__file__).parents[1] / "support" / "tool_zoo.py")
@@ -87,8 +87,13 @@ MISTAKES = [
     (("call", "notebook", "-f", ZOO), UserError, "several functions: call write or truth"),
     (
         ("call", "truth", "-f", ZOO, "--create-kwargs", '{"x": 1}'),
-        DataError,
-        "unknown argument 'x'",
+        UserError,
+        "^--create-kwargs: the constructor of the tool 'notebook': unknown argument 'x'",
+    ),
+    (
+        ("call", "calculator", "-f", CALCULATOR, "--create-kwargs", '{"x": 1}'),
+        UserError,
+        "^--create-kwargs: the tool 'calculator' is a function, not a class",
     ),
     (("serve", CALCULATOR, "--host", "0.0.0.0"), UserError, "so a token is required"),
     (

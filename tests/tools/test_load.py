@@ -201,7 +201,7 @@ async def test_calls_that_wait_beyond_the_deadline_are_infrastructure_errors(fil
         long_box, [first] = await opened(url, token, 1)
         running = asyncio.create_task(long_box.run([ToolCall("block", {"seconds": 1.5})], first, 0))
         await asyncio.sleep(0.3)
-        with pytest.raises(ToolServerError, match="has 1 calls in flight, which is its maximum"):
+        with pytest.raises(ToolServerError, match="has 1 call in flight, which is its maximum"):
             await box.run([ToolCall("answer", {})], "impatient", 0)
         [result] = await running
         assert result.content == "held"

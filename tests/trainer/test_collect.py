@@ -126,7 +126,7 @@ def test_without_live_groups_the_batch_has_dead_groups_and_a_warning(caplog):
     played = collect(table, 6, **keys, **FILTER)
     assert rows_of(played.groups) == [0, 1] and rows_of(played.evicted) == [2, 3, 4, 5]
     assert played.metrics()["training/filter_groups/live"] == 0
-    assert "in all of 6 groups" in caplog.text
+    assert "each group (6 in all)" in caplog.text
 
 
 def test_dropped_groups_are_neither_dead_nor_live():

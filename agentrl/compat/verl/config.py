@@ -58,6 +58,8 @@ class Translation:
     """The settings in agentrl's keys."""
     taken: list[str] = field(default_factory=list)
     """Lines on settings with the same meaning."""
+    overridden: list[str] = field(default_factory=list)
+    """Lines on settings whose key the command line sets by agentrl's name."""
     changed: list[str] = field(default_factory=list)
     """Lines on settings with another meaning."""
     dropped: list[str] = field(default_factory=list)
@@ -71,6 +73,7 @@ class Translation:
         """Return the lines under headings."""
         parts = {
             "taken": self.taken,
+            "overridden by the command line": self.overridden,
             "changed": self.changed,
             "no counterpart": self.dropped,
             "verl's defaults, which the config does not set": self.defaults,
@@ -82,18 +85,21 @@ class Translation:
         ).rstrip()
 
 
-def translate(file: str, overrides: Sequence[str] = ()) -> Translation:
+def translate(
+    file: str, overrides: Sequence[str] = (), overridden: Collection[str] = ()
+) -> Translation:
     """Translate a config of verl's.
 
     Args:
         file: the YAML file, for Hydra.
         overrides: texts `a.b.c=1`, which override the file: verl's keys, or agentrl's own.
+        overridden: further keys of agentrl's that the translation does not decide.
     """
     done = Translation()
     given = read_config(file, done.mistakes)
     verls_key = {ours: verls for verls, ours in reversed(RENAMED.items())}
     own: list[Setting] = []
-    computed_from: set[str] = set()
+    set_by_ours: dict[str, Setting | None] = {}
     for setting in read_overrides(overrides, done.mistakes):
         path = setting.path
         is_verls = path in SHARED or (path not in FIELDS and bool(explain_key(path)))
@@ -102,11 +108,13 @@ def translate(file: str, overrides: Sequence[str] = ()) -> Translation:
             # Values that are computed from it should agree with it.
             path = verls_key.get(path, "")
         if is_verls or (path and path not in VALUES):
+            if not is_verls:
+                set_by_ours[path] = given.get(path)
             given[path] = replace(setting, path=path)
-            computed_from.add("" if is_verls else path)
     # verl reads only the values that it needs, so `???` in the others is no mistake.
     given = {p: s for p, s in given.items() if s.value != "???" or known_key(p) not in UNNEEDED}
-    _Translator(resolve(given, done.mistakes), done, computed_from).run()
+    overridden = {*overridden, *(setting.path for setting in own)}
+    _Translator(resolve(given, done.mistakes), done, set_by_ours, overridden).run()
     done.settings += own
     return done
 
@@ -114,13 +122,21 @@ def translate(file: str, overrides: Sequence[str] = ()) -> Translation:
 class _Translator:
     """Translates the settings of one config."""
 
-    def __init__(self, given: Mapping[str, Setting], done: Translation, own: Collection[str] = ()):
+    def __init__(
+        self,
+        given: Mapping[str, Setting],
+        done: Translation,
+        set_by_ours: Mapping[str, Setting | None] | None = None,
+        overridden: Collection[str] = (),
+    ):
         """Prepare the translation.
 
         Args:
             given: the settings by key.
             done: gets the results.
-            own: the keys of `given` that the user set by agentrl's name. The config checks them.
+            set_by_ours: the keys of `given` whose value the user set by agentrl's name, and the
+                setting that it replaces. The config checks these values.
+            overridden: the keys of agentrl's that the user set by agentrl's name.
         """
         self.given = {p: s for p, s in given.items() if s.value not in (None, {}, [])}
         clip = f"{ACTOR}.clip_ratio"
@@ -128,7 +144,8 @@ class _Translator:
             if clip in self.given and path in given and given[path].value is None:
                 self.given[path] = replace(self.given[clip], path=path)
         self.done = done
-        self._own = own
+        self._set_by_ours = set_by_ours or {}
+        self._overridden = overridden
         self._dropped: dict[str, list[str]] = {}
         self._reported: set[str] = set()
 
@@ -179,7 +196,7 @@ class _Translator:
         value = self.get(path)
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
             return value
-        if path not in self._own:
+        if path not in self._set_by_ours:
             self._mistake(path, "must be a number")
         return 1
 
@@ -233,7 +250,11 @@ class _Translator:
         source = given[0].source if given else "verl's default"
         self.done.settings.append(Setting(ours, value, source))
         line = assignment(ours, value)
-        if given:
+        if ours in self._overridden:
+            settings = [self._set_by_ours.get(setting.path, setting) for setting in given]
+            if replaced := [_shown(setting) for setting in settings if setting]:
+                self.done.overridden.append(f"{ours}  ({', '.join(replaced)})")
+        elif given:
             origin = ", ".join(map(_shown, given))
             lines.append(f"{line}  ({origin}){why}" if origin != line else f"{line}{why}")
         elif value != FIELDS[ours].get_default(call_default_factory=True):
