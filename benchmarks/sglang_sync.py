@@ -222,18 +222,22 @@ class Bench:
 
 
 def _timed_sends(engine: SGLangEngine) -> list[float]:
-    """Return a list that collects the seconds of each send, without flush and check."""
+    """Return a list that collects the seconds of each update until it is loaded, without checks."""
     seconds: list[float] = []
-    send: Callable[[Update], int] = engine.sender.send
+    begin, load = engine.begin_update, engine.loader.load
+    began = 0.0
 
-    def timed(update: Update) -> int:
+    def timed_begin() -> None:
+        nonlocal began
         began = time.perf_counter()
-        try:
-            return send(update)
-        finally:
-            seconds.append(time.perf_counter() - began)
+        begin()
 
-    engine.sender.send = timed  # type: ignore[method-assign]
+    def timed_load(*args: Any) -> None:
+        load(*args)
+        seconds.append(time.perf_counter() - began)
+
+    engine.begin_update = timed_begin  # type: ignore[method-assign]
+    engine.loader.load = timed_load  # type: ignore[method-assign]
     return seconds
 
 

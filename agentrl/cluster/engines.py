@@ -63,7 +63,7 @@ def colocated_slots(
                 " machine. Make trainer.n_gpus_per_node a multiple of it"
             )
         gpus = [gpu for rank in share for gpu in rank.gpus]
-        result.append(_slot_on(share[0].node, gpus, shares_gpu=True))
+        result.append(_slot_on(share[0].node, gpus, tuple(range(first, first + each))))
     return result
 
 
@@ -84,20 +84,19 @@ def separate_slots(config: RolloutConfig) -> tuple[list[EngineSlot], ResourcePoo
     )
     options = [pool.options(bundle) | {"num_gpus": each} for bundle in range(config.engines)]
     return [
-        EngineSlot(list(range(each)), is_local=False, run=partial(_start_in_actor, o, ()))
-        for o in options
+        EngineSlot(list(range(each)), run=partial(_start_in_actor, o, ())) for o in options
     ], pool
 
 
-def _slot_on(node: str, gpus: Sequence[str], *, shares_gpu: bool = False) -> EngineSlot:
-    """Return a slot on a machine, with GPUs that Ray has assigned to ranks."""
+def _slot_on(node: str, gpus: Sequence[str], ranks: tuple[int, ...] = ()) -> EngineSlot:
+    """Return a slot on a machine, with GPUs that Ray has assigned to these ranks."""
     options = {
         "num_cpus": 0,
         "num_gpus": 0,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
     }
     run = partial(_start_in_actor, options, tuple(gpus))
-    return EngineSlot(list(range(len(gpus))), shares_gpu=shares_gpu, is_local=False, run=run)
+    return EngineSlot(list(range(len(gpus))), ranks=ranks, run=run)
 
 
 def _start_in_actor(

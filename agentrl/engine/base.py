@@ -72,9 +72,9 @@ class Update:
     adapter: Callable[[Path], None] | None = None
     """Writes the LoRA adapter into an existing folder, as PEFT does. None if the weights themselves
     are trained."""
-    write: Callable[[Path, Any], int] | None = None
-    """Writes the weights as safetensors into an existing folder, in a dtype or (None) their own,
-    and returns the number of bytes. Set if the weights are in other processes."""
+    send: Callable[[Any], Any] | None = None
+    """Sends the weights along a `Route`, and returns what was `Sent`. Set if the weights are in
+    other processes, which send them."""
 
 
 class Sampler(Protocol):

@@ -35,6 +35,7 @@ from torch import Tensor
 from agentrl.config import Config
 from agentrl.engine.base import Update
 from agentrl.engine.remote.files import transfer_folder
+from agentrl.engine.remote.senders import Route
 from agentrl.errors import RunStopped
 from agentrl.registry import policy_losses
 from agentrl.trainer.algorithms import target_metrics
@@ -337,7 +338,8 @@ class Learner:
     def make_update(self, version: int) -> Update:
         """Return the current policy in the form that an engine takes."""
         adapter = self.ranks.save_adapter if self.has_lora else None
-        return Update(version, self.export, adapter, self.ranks.write_weights)
+        send = self.ranks.send_weights if self.rank is None else None
+        return Update(version, self.export, adapter, send)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the named tensors of the plain model for an engine; see `Policy.export`.
@@ -348,7 +350,9 @@ class Learner:
             yield from self.rank.policy.export()
             return
         with transfer_folder() as folder:
-            self.ranks.write_weights(Path(folder))
+            sent = self.ranks.send_weights(Route(0, folder=Path(folder)))
+            if sent.errors:
+                raise RunStopped(*sent.errors.values())
             for file in sorted(Path(folder).glob("*.safetensors")):
                 with safe_open(file, "pt") as weights:
                     yield from ((name, weights.get_tensor(name)) for name in weights.keys())  # noqa: SIM118

@@ -206,23 +206,28 @@ class Policy:
                     state_dict=adapters,
                 )
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
+    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that an engine needs to sample from this policy, by name.
 
         With LoRA these are the adapted weights, each merged from the unchanged base: adding to the
         base in place and subtracting again would accumulate rounding errors. Without LoRA these are
         all weights. The names are those of the plain model. The tensors may share memory with the
         model: use them before the next update.
+
+        Args:
+            dtype: the dtype of the tensors; None: their own. A shard is converted before it is
+                gathered.
         """
         if self.peft is None:
-            yield from ((n, full_tensor(p.detach())) for n, p in self.model.named_parameters())
+            for name, p in self.model.named_parameters():
+                yield name, full_tensor(p.detach().to(dtype or p.dtype))
             return
         for name, module in self.model.named_modules():
             if isinstance(module, LoraLayer):
                 with torch.no_grad():
                     weight = _base_weight(module)
                     merged = full_tensor(weight) + full_tensor(module.get_delta_weight(ACTOR))  # type: ignore
-                yield f"{name}.weight", merged.to(weight.dtype)
+                yield f"{name}.weight", merged.to(weight.dtype).to(dtype or weight.dtype)
 
     def save_pretrained(self, folder: Path) -> None:
         """Save to a folder that transformers loads; with LoRA to one that PEFT loads.

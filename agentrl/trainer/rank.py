@@ -19,7 +19,8 @@ from transformers.utils import logging
 
 from agentrl.config import Config
 from agentrl.engine.local.load import load_causal_lm
-from agentrl.engine.remote.files import check_folder_visible, write_weights
+from agentrl.engine.remote.files import check_folder_visible
+from agentrl.engine.remote.senders import Route, Sent, WeightsSender
 from agentrl.trainer.dispatch import BROADCAST, SPLIT, Placement, RankGroup, dispatch
 from agentrl.trainer.losses import (
     ESTIMATORS,
@@ -109,6 +110,7 @@ class Rank:
         self.policy = self._load_policy()
         self.critic: Critic | None = None
         self._reference: Policy | None = None
+        self._weights_sender = WeightsSender()
         lora = config.model.lora_rank > 0
         if lora:
             self._add_adapter(ACTOR)
@@ -303,14 +305,15 @@ class Rank:
     # --- saving and exporting --------------------------------------------------------------------
 
     @dispatch(BROADCAST)
-    def write_weights(self, folder: Path, dtype: torch.dtype | None = None) -> int:
-        """Write the tensors of `Policy.export` as safetensors, and return their size in bytes."""
-        if is_rank_zero():
-            check_folder_visible(folder)
-            return write_weights(self.policy.export(), folder, dtype)
-        for _ in self.policy.export():  # all ranks take part in gathering
-            pass
-        return 0
+    def send_weights(self, route: Route) -> Sent:
+        """Send the tensors of `Policy.export`; see `WeightsSender.send`.
+
+        Raises:
+            ConfigError: rank 0 does not see the folder of the route.
+        """
+        if route.folder is not None and is_rank_zero():
+            check_folder_visible(route.folder)
+        return self._weights_sender.send(self.policy.export(route.dtype), route)
 
     @dispatch(BROADCAST)
     def save_adapter(self, folder: Path) -> None:

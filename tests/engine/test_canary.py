@@ -3,15 +3,18 @@
 import asyncio
 import json
 from array import array
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from support.trainer_fixtures import config
+from support.updates import sent_of
 
-from agentrl.engine.remote.senders import SGLangDiskSender
+from agentrl.engine.remote.files import transfer_folder
+from agentrl.engine.remote.loaders import SGLangFileLoader
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import RunStopped
 from agentrl.trainer.learner import Learner
@@ -217,26 +220,28 @@ ROW_IDS = array("i", range(20, 84))
 ONE = "model.layers.1.mlp.up_proj.weight"
 
 
-class Faulty(SGLangDiskSender):
-    """A sender that may send wrong weights. The server reports the right version nevertheless."""
+class Faulty(SGLangFileLoader):
+    """A loader that may load wrong weights. The server reports the right version nevertheless."""
 
     fault = ""
 
     def __init__(self, admin):
         super().__init__(admin)
-        self.sent = {}
+        self.loaded = {}
 
-    def send(self, update):
-        now = {name: tensor.clone() for name, tensor in update.weights()}
-        weights, self.sent = self.wrong(now), now
-        return super().send(replace(update, weights=lambda: iter(weights.items()), write=None))
+    def load(self, version, sent, folder):
+        now = {name: t for file in sorted(folder.iterdir()) for name, t in load_file(file).items()}
+        weights, self.loaded = self.wrong(now), now
+        with transfer_folder() as other:
+            sent_of(weights.items(), Path(other))
+            super().load(version, sent, other)
 
     def wrong(self, now):
         if self.fault == "off":  # an update cannot be empty: send a tensor that does not change
             name = next(iter(now))
-            return {name: self.sent[name]}
+            return {name: self.loaded[name]}
         if self.fault == "stale":
-            return self.sent
+            return self.loaded
         if self.fault == "noise":
             return now | {ONE: now[ONE] + 0.01 * torch.randn(now[ONE].shape)}
         return now
@@ -252,7 +257,7 @@ def world(sglang_server, tiny_model):
         key=sglang_server.token,
         admin_key=sglang_server.admin_token,
         process=sglang_server,
-        sender=Faulty,
+        loader=Faulty,
     )
     with asyncio.Runner() as runner:
         yield (
@@ -292,10 +297,10 @@ def test_an_update_that_did_not_arrive_stops_the_run(world, fault):
     learn(learner, 1)
     publisher.publish(1)
     learn(learner, 2)
-    engine.sender.fault = fault
+    engine.loader.fault = fault
     with pytest.raises(RunStopped, match=r"version 2 .* still samples from an earlier version"):
         publisher.publish(2)
-    engine.sender.fault = ""
+    engine.loader.fault = ""
     assert publisher.publish(3)["canary/drift"] > 100 * publisher.noise
 
 
@@ -304,7 +309,7 @@ def test_noise_in_one_tensor_stops_the_run(world):
     learner, engine, publisher = world
     publisher.publish(0)
     learn(learner, 1)
-    engine.sender.fault = "noise"
+    engine.loader.fault = "noise"
     with pytest.raises(RunStopped, match=r"version 1 .* nats a token"):
         publisher.publish(1)
 
@@ -313,6 +318,6 @@ def test_noise_in_one_tensor_stops_the_run(world):
 def test_a_sender_that_sends_nothing_stops_the_run(world, monkeypatch):
     _, engine, publisher = world
     publisher.publish(0)
-    monkeypatch.setattr(engine.sender, "send", lambda update: 1)
+    monkeypatch.setattr(engine.loader, "load", lambda *_: None)
     with pytest.raises(RunStopped, match=r"did not accept version 1 .* weights were '1' .* '0'"):
         publisher.publish(1)

@@ -23,9 +23,9 @@ from agentrl.config import load_config
 from agentrl.demo import TINY_SETTINGS
 from agentrl.demo.recipe import CALCULATOR
 from agentrl.engine.base import Sampling
-from agentrl.engine.remote import files
 from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.engine.remote.pool import EnginePool
+from agentrl.engine.remote.senders import Route, Sent, WeightsSender
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import EngineDead, EngineError, PromptTooLong, RunStopped
 from agentrl.http import fetch_json
@@ -302,15 +302,15 @@ async def test_publishing_changes_what_is_sampled(engine, model, tiny_tokenizer)
     close(mixed.logprobs, expected)
 
 
-async def test_weights_in_many_files_are_the_same_weights(
-    engine, model, tiny_tokenizer, monkeypatch
-):
+async def test_weights_in_many_files_are_the_same_weights(engine, model, tiny_tokenizer, tmp_path):
     prompt = question(tiny_tokenizer)
     scores = await engine.score(prompt)
     await asyncio.to_thread(engine.publish, update(without_end(model), 1))
     assert await engine.score(prompt) != scores
-    monkeypatch.setattr(files, "FILE_BYTES", 1)
-    await asyncio.to_thread(engine.publish, update(weights(model), 2))
+    route = Route(2, folder=tmp_path, bucket_bytes=1)
+    sent = WeightsSender().send(weights(model), route)
+    assert len(list(tmp_path.iterdir())) == len(sent.names)
+    await asyncio.to_thread(engine.finish_update, 2, sent, tmp_path)
     assert await engine.score(prompt) == scores
 
 
@@ -340,17 +340,16 @@ def in_group(pid, group):
         return False
 
 
-def test_an_update_without_effect_is_noticed(engine, model):
-    flush, send = engine.flush_cache, engine.sender.send
+def test_an_update_without_effect_is_noticed(engine, model, tmp_path):
+    flush, load = engine.flush_cache, engine.loader.load
     engine.flush_cache = lambda: None
     with pytest.raises(EngineError, match="127 tokens of the old weights are still in the cache"):
         engine.publish(update(weights(model), 1))
-    engine.flush_cache, engine.sender.send = flush, lambda update: 1
+    engine.flush_cache, engine.loader.load = flush, lambda *_: None
     with pytest.raises(EngineError, match=r"weights were '5' when .* and '1'"):
         engine.publish(update(weights(model), 5))
-    engine.sender.send = send
     with pytest.raises(EngineError, match="update_weights_from_disk: status 400"):
-        engine.publish(update([], 6))
+        load(6, Sent(), tmp_path)
 
 
 async def paused(engine, mode, turn):

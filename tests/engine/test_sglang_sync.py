@@ -14,6 +14,8 @@ import sys
 import time
 from array import array
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from threading import Timer
 
@@ -25,13 +27,13 @@ from hypothesis import strategies as st
 from support.updates import update
 from transformers import AutoModelForCausalLM
 
-from agentrl.engine.base import Update
-from agentrl.engine.remote import buckets as buckets_module
+from agentrl.engine.remote import senders as senders_module
 from agentrl.engine.remote.admin import AdminClient
-from agentrl.engine.remote.buckets import IpcSender, NcclSender, make_buckets, serialize
+from agentrl.engine.remote.buckets import make_buckets, serialize
 from agentrl.engine.remote.launch import SGLangLaunch
+from agentrl.engine.remote.loaders import MemoryLoader
+from agentrl.engine.remote.senders import Route, Target, WeightsSender
 from agentrl.engine.remote.sglang import SGLangEngine
-from agentrl.errors import EngineError
 
 F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64
 
@@ -168,14 +170,14 @@ def weights(model, by=0.0):
 ROW = array("i", range(3, 60))
 
 
-def engine(server, model, sender):
+def engine(server, model, loader):
     return SGLangEngine(
         server.url,
         vocabulary=model.config.vocab_size,
         key=server.token,
         admin_key=server.admin_token,
         process=server,
-        sender=sender,
+        loader=loader,
     )
 
 
@@ -189,32 +191,47 @@ def scores(model, weights):
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
 
 
-SENDERS = {
-    "ipc": lambda admin, size: IpcSender(admin, bucket_bytes=size),
-    "gloo": lambda admin, size: NcclSender(admin, backend="gloo", bucket_bytes=size),
-}
+WAYS = {"ipc": {"ranks": (0,)}, "gloo": {"backend": "gloo"}}
+
+
+def target_of(server, way):
+    return Target(server.url, server.token, server.admin_token, **WAYS[way])
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("way", SENDERS)
+@pytest.mark.parametrize("way", WAYS)
 async def test_weights_arrive_in_one_bucket_or_in_many(sglang_server, model, way):
     scored_rows = []
-    for version, (size, by) in enumerate([(2**30, 0.0), (1, 0.01), (20_000, 0.01)], 1):
-        sent = weights(model, by)
-        there = engine(sglang_server, model, lambda c, s=size: SENDERS[way](c, s))
-        with closing(there.sender):
-            assert there.publish(update(sent, version)) == sum(t.nbytes for _, t in sent)
+    there = engine(sglang_server, model, partial(MemoryLoader, **WAYS[way]))
+    with closing(WeightsSender()) as sender:
+        for version, (size, by) in enumerate([(2**30, 0.0), (1, 0.01), (20_000, 0.01)], 1):
+            pairs = weights(model, by)
+            route = Route(version, (there.loader.target,), bucket_bytes=size)
+            there.begin_update()
+            sent = sender.send(pairs, route)
+            assert sent.size == sum(t.nbytes for _, t in pairs) and not sent.errors
+            there.finish_update(version, sent, None)
             row = torch.tensor(await there.score(ROW))[1:]
-        torch.testing.assert_close(row, scores(model, sent), atol=2e-5, rtol=0)
-        scored_rows.append(row)
+            torch.testing.assert_close(row, scores(model, pairs), atol=2e-5, rtol=0)
+            scored_rows.append(row)
     assert torch.equal(scored_rows[1], scored_rows[2])
     assert (scored_rows[0] - scored_rows[1]).abs().max() > 1e-2
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("way", SENDERS)
-def test_only_the_last_bucket_has_the_version(admin, model, way):
-    sender = SENDERS[way](admin, 20_000)
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_publishes_by_memory(sglang_server, model, way):
+    there = engine(sglang_server, model, partial(MemoryLoader, **WAYS[way]))
+    for version in (60, 61):
+        pairs = weights(model, version / 1000)
+        assert there.publish(update(pairs, version)) == sum(t.nbytes for _, t in pairs)
+        assert there.version == version
+    there._distributor.close()
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("way", WAYS)
+def test_only_the_last_bucket_has_the_version(sglang_server, admin, model, way):
     versions = []
 
     def watched():
@@ -222,78 +239,79 @@ def test_only_the_last_bucket_has_the_version(admin, model, way):
             versions.append(admin.ask("/model_info")["weight_version"])
             yield named
 
-    with closing(sender):
-        sender.send(update(weights(model), 70))
-        sender.send(update(watched(), 71))
+    with closing(WeightsSender()) as sender:
+        target = target_of(sglang_server, way)
+        sender.send(weights(model), Route(70, (target,), bucket_bytes=20_000))
+        sender.send(watched(), Route(71, (target,), bucket_bytes=20_000))
     assert set(versions) == {"70"}
     assert admin.ask("/model_info")["weight_version"] == "71"
 
 
 @pytest.mark.sglang
-def test_a_group_serves_many_updates_and_leaves_nothing(admin, model):
-    sender = SENDERS["gloo"](admin, 2**30)
-    sender.send(update(weights(model), 80))
-    group = sender.group
-    sender.send(update(weights(model), 81))
-    assert sender.group is group
+def test_a_group_serves_many_updates_and_leaves_nothing(sglang_server, admin, model):
+    sender, target = WeightsSender(), target_of(sglang_server, "gloo")
+    sender.send(weights(model), Route(80, (target,)))
+    group = sender._broadcast.group
+    sender.send(weights(model), Route(81, (target,)))
+    assert sender._broadcast.group is group
     assert not torch.distributed.is_initialized()
     sender.close()
     sender.close()
     body = {"group_name": group.name}
     status, answer = admin.send("/destroy_weights_update_group", body)
     assert status == 400 and b"does not exist" in answer
-    sender.send(update(weights(model), 82))
+    sender.send(weights(model), Route(82, (target,)))
     assert admin.ask("/model_info")["weight_version"] == "82"
     sender.close()
 
 
-def quickly(call):
-    """Run what must fail, and soon."""
+def fail_soon(sender, pairs, route):
+    """Return the error of sending what must fail, and soon."""
     start = time.monotonic()
-    with pytest.raises(EngineError) as caught:
-        call()
+    sent = sender.send(pairs, route)
     assert time.monotonic() - start < 30
-    return caught.value
+    (error,) = sent.errors.values()
+    return error
 
 
 @pytest.mark.sglang
-def test_a_server_that_refuses_a_group_is_an_error_at_once(admin, model, monkeypatch):
-    monkeypatch.setattr(buckets_module, "GRACE_SECONDS", 0.5)
-    sender = NcclSender(admin, backend="gloo")
-    manage = admin.manage
-    admin.manage = lambda path, body, **k: manage(path, body | {"backend": "none"}, **k)
-    error = quickly(lambda: sender.send(update(weights(model), 90)))
-    assert "/init_weights_update_group" in str(error)
-    admin.manage = manage
-    sender.send(update(weights(model), 91))
+def test_a_server_that_refuses_a_group_is_an_error_at_once(
+    sglang_server, admin, model, monkeypatch
+):
+    monkeypatch.setattr(senders_module, "LEAVE_SECONDS", 0.5)
+    target = target_of(sglang_server, "gloo")
+    refused = replace(target, admin_key="wrong")
+    with closing(WeightsSender()) as sender:
+        error = fail_soon(sender, weights(model), Route(90, (refused,)))
+        assert "/init_weights_update_group: status 401" in error
+        assert not sender.send(weights(model), Route(91, (target,))).errors
     assert admin.ask("/model_info")["weight_version"] == "91"
-    sender.close()
 
 
 @pytest.mark.sglang
 def test_a_server_that_answers_without_the_broadcast_does_not_hang_the_sender(
-    admin, model, monkeypatch
+    sglang_server, model, monkeypatch
 ):
-    """A server that says no before it takes part leaves our end waiting for it."""
-    monkeypatch.setattr(buckets_module, "GRACE_SECONDS", 0.5)
-    sender = NcclSender(admin, backend="gloo")
-    sender.send(update(weights(model), 95))
-    manage = admin.manage
-
-    def elsewhere(path, body, **k):
-        return manage("/no_such_endpoint", body, **k)
-
-    admin.manage = elsewhere
-    error = quickly(lambda: sender.send(update(weights(model), 96)))
-    assert "/no_such_endpoint: status" in str(error)
-    assert sender.group is None
-
-
-def test_an_unreachable_server_is_an_error_at_once():
-    sender = NcclSender(AdminClient("http://127.0.0.1:1"), backend="gloo")
-    error = quickly(lambda: sender.send(update([("a", torch.ones(3))], 1)))
-    assert "127.0.0.1:1" in str(error)
+    """A server that refuses before it takes part leaves our end waiting for it."""
+    monkeypatch.setattr(senders_module, "LEAVE_SECONDS", 0.5)
+    sender, target = WeightsSender(), target_of(sglang_server, "gloo")
+    sender.send(weights(model), Route(95, (target,)))
+    manage = AdminClient.manage
+    with monkeypatch.context() as patch:
+        elsewhere = lambda admin, path, body, **k: manage(admin, "/no_such_endpoint", body, **k)  # noqa: E731
+        patch.setattr(AdminClient, "manage", elsewhere)
+        error = fail_soon(sender, weights(model), Route(96, (target,)))
+    assert "/no_such_endpoint: status" in error
+    assert not sender.send(weights(model), Route(97, (target,))).errors
     sender.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_unreachable_server_is_an_error_at_once(way):
+    target = Target("http://127.0.0.1:1", **WAYS[way])
+    with closing(WeightsSender()) as sender:
+        error = fail_soon(sender, [("a", torch.ones(3))], Route(1, (target,)))
+    assert "127.0.0.1:1" in error
 
 
 @pytest.mark.sglang
@@ -301,8 +319,7 @@ def test_an_unreachable_server_is_an_error_at_once():
 def test_a_server_that_dies_during_a_broadcast_is_an_error(sglang_python, model, tiny_model):
     server = SGLangLaunch(str(tiny_model), python=sglang_python, dtype="float32").start()
     try:
-        admin = AdminClient(server.url, key=server.token, admin_key=server.admin_token)
-        sender = NcclSender(admin, backend="gloo", bucket_bytes=1)
+        target = target_of(server, "gloo")
 
         def halted():
             for i, named in enumerate(weights(model)):
@@ -312,8 +329,8 @@ def test_a_server_that_dies_during_a_broadcast_is_an_error(sglang_python, model,
                     Timer(2, os.killpg, (server.pid, signal.SIGKILL)).start()
                 yield named
 
-        quickly(lambda: sender.send(Update(1, halted)))
+        with closing(WeightsSender()) as sender:
+            fail_soon(sender, halted(), Route(1, (target,), bucket_bytes=1))
         assert not server.running
-        sender.close()
     finally:
         server.stop()

@@ -9,15 +9,15 @@ from typing import cast
 
 import pytest
 import torch
-from support.updates import update
+from support.updates import sent_of
 
 from agentrl.config import load_config
 from agentrl.engine.remote import guard
 from agentrl.engine.remote.admin import AdminClient, refusal
 from agentrl.engine.remote.client import PolicyVersion
 from agentrl.engine.remote.launch import VLLMLaunch
-from agentrl.engine.remote.open import parameter_names, vllm_sender
-from agentrl.engine.remote.senders import VLLMAdapterSender, VLLMDiskSender
+from agentrl.engine.remote.loaders import VLLMAdapterLoader, VLLMFileLoader
+from agentrl.engine.remote.open import parameter_names, vllm_loader
 from agentrl.engine.remote.vllm import (
     Completions,
     Generate,
@@ -271,14 +271,14 @@ def test_lora_goes_as_an_adapter(random_model):
         )
 
     base = str(random_model)
-    assert vllm_sender(config("model.lora_rank=4"), base, cpu=True) is VLLMAdapterSender
+    assert vllm_loader(config("model.lora_rank=4"), base, cpu=True) is VLLMAdapterLoader
     with pytest.raises(ConfigError, match=r"rollout\.lora=adapter"):
-        vllm_sender(config("model.lora_rank=4", "rollout.lora=merge"), base, cpu=True)
-    whole = vllm_sender(config(), base, cpu=False)(cast(AdminClient, None))
+        vllm_loader(config("model.lora_rank=4", "rollout.lora=merge"), base, cpu=True)
+    whole = vllm_loader(config(), base, cpu=False)(cast(AdminClient, None))
     assert "model.layers.0.self_attn.q_proj.weight" in parameter_names(base)
-    assert isinstance(whole, VLLMDiskSender) and not whole.stale_head
-    tied = vllm_sender(config(), base, cpu=True)(cast(AdminClient, None))
-    assert isinstance(tied, VLLMDiskSender) and tied.stale_head
+    assert isinstance(whole, VLLMFileLoader) and not whole.stale_head
+    tied = vllm_loader(config(), base, cpu=True)(cast(AdminClient, None))
+    assert isinstance(tied, VLLMFileLoader) and tied.stale_head
 
 
 # -- the guard ---------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ def test_a_guard_without_a_key_does_not_start(tmp_path):
         guarded(tmp_path, key="")
 
 
-def test_a_server_whose_weights_cannot_be_checked_is_logged_once(caplog):
+def test_a_server_whose_weights_cannot_be_checked_is_logged_once(caplog, tmp_path):
     class Admin:
         url = "http://server"
 
@@ -343,7 +343,7 @@ def test_a_server_whose_weights_cannot_be_checked_is_logged_once(caplog):
         def send(self, path, body):
             return 404, b""
 
-    sender = VLLMDiskSender(Admin(), frozenset({"model.norm.weight"}))  # type: ignore[arg-type]
+    loader = VLLMFileLoader(Admin(), frozenset({"model.norm.weight"}))  # type: ignore[arg-type]
     for version in (1, 2):
-        sender.send(update([("model.norm.weight", torch.ones(4))], version))
+        loader.load(version, sent_of([("model.norm.weight", torch.ones(4))]), tmp_path)
     assert caplog.text.count("http://server has no checksums of its weights") == 1

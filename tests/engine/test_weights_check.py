@@ -3,13 +3,16 @@
 import orjson
 import pytest
 import torch
-from support.updates import update
+from hypothesis import given
+from hypothesis import strategies as st
+from support.updates import sent_of, update
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.launch import SGLangLaunch
+from agentrl.engine.remote.senders import COMPARED_ROWS, NOT_COMPARED
 from agentrl.engine.remote.sglang import SGLangEngine
-from agentrl.engine.remote.weights_check import NOT_COMPARED, ROWS, WeightsChecker, _digest
+from agentrl.engine.remote.weights_check import WeightsChecker
 from agentrl.errors import EngineError
 
 BF16 = torch.bfloat16
@@ -67,7 +70,7 @@ def proof(server):
 def publish(server, checker, version, sent, arrives=None):
     """Send some weights, of which others arrive."""
     server.load((sent if arrives is None else arrives).items())
-    checker.check(update(sent.items(), version))
+    checker.check(version, sent_of(sent.items()))
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -117,7 +120,7 @@ def test_changes_after_the_first_rows_are_not_detected():
     arrives = dict(sent)
     name = "model.embed_tokens.weight"
     arrives[name] = sent[name].clone()
-    arrives[name][ROWS:] += 1
+    arrives[name][COMPARED_ROWS:] += 1
     publish(server, proof(server), 1, sent, arrives)
 
 
@@ -171,12 +174,23 @@ def test_one_number_of_one_tensor_counts():
 def test_the_digest_depends_on_the_places_of_the_values():
     rows = torch.arange(12.0).reshape(3, 4)
     changed = [rows, rows[[1, 0, 2]], rows[:, [1, 0, 2, 3]], rows.T.reshape(3, 4), -rows]
-    same_dtype = {_digest(update([("w", t)], 1)) for dtype in (torch.float32, BF16)
-                  for t in [r.to(dtype) for r in changed]}  # fmt: skip
-    assert len(same_dtype) == 10
+    made = {digest(t.to(dtype)) for dtype in (torch.float32, BF16) for t in changed}
+    assert len(made) == 10
     vectors = [torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0]), torch.tensor(3.0)]
-    assert len({_digest(update([("w", v)], 1)) for v in vectors}) == 3
-    assert _digest(update([("w", rows)], 1)) == _digest(update([("w", rows.clone())], 2))
+    assert len({digest(v) for v in vectors}) == 3
+    assert digest(rows) == digest(rows.clone())
+
+
+def digest(tensor):
+    return sent_of([("w", tensor)]).digest
+
+
+@given(st.integers(1, 3), st.integers(0, 9_999), st.integers(0, 9_999))
+def test_the_digest_of_a_large_tensor_changes_with_two_values_that_change_places(seed, i, j):
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(seed))
+    swapped = values.clone()
+    swapped[i], swapped[j] = values[j], values[i]
+    assert (digest(values) == digest(swapped)) == torch.equal(values, swapped)
 
 
 def test_a_server_without_checksums_is_asked_once():
@@ -229,11 +243,16 @@ def test_weights_of_a_real_llama_server_are_checked(sglang_python, random_model,
             engine.publish(update(sent, version))
         admin = AdminClient(server.url, key=server.token, admin_key=server.admin_token)
         for name, tensor in sent:  # what is never compared is what the server gives wrongly
-            rows = admin.manage("/get_weights_by_name", {"name": name, "truncate_size": ROWS})
-            same = torch.equal(torch.tensor(rows), tensor[:ROWS])
+            rows = admin.manage(
+                "/get_weights_by_name", {"name": name, "truncate_size": COMPARED_ROWS}
+            )
+            same = torch.equal(torch.tensor(rows), tensor[:COMPARED_ROWS])
             assert same or any(part in name for part in NOT_COMPARED), name
-        send = engine.sender.send
-        engine.sender.send = lambda u: send(update([("lm_head.weight", sent[0][1])], u.version))
+        load = engine.loader.load
+        other = tmp_path / "other"
+        other.mkdir()
+        sent_of([("lm_head.weight", sent[0][1])], other)
+        engine.loader.load = lambda version, sent, folder: load(version, sent, other)
         with pytest.raises(EngineError, match=r"version 3 .* the server holds other values"):
             engine.publish(update([(n, t + 1) for n, t in sent], 3))
     finally:

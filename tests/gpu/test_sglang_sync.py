@@ -15,17 +15,15 @@ from threading import Timer
 
 import pytest
 import torch
-from support.updates import update
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from agentrl.demo.arithmetic import rows
 from agentrl.demo.recipe import train_tokenizer
-from agentrl.engine.base import Update
 from agentrl.engine.remote.admin import AdminClient
-from agentrl.engine.remote.buckets import IpcSender, NcclSender
 from agentrl.engine.remote.launch import SGLangLaunch
+from agentrl.engine.remote.loaders import MemoryLoader
+from agentrl.engine.remote.senders import Route, Target, WeightsSender
 from agentrl.engine.remote.sglang import SGLangEngine
-from agentrl.errors import EngineError
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="no GPU")]
@@ -153,21 +151,25 @@ def keys(server):
     return {"key": server.token, "admin_key": server.admin_token}
 
 
-async def check(server, policies, gpu, sender):
-    """A policy in one bucket, another in one and in many: the server says what they say."""
+async def check(server, policies, gpu, **target):
+    """A policy in one bucket, another in one and in many: the server's scores are transformers'."""
     scored_rows = []
     ways = [(2**30, 0), (2**30, 1), (1, 1), (100_000, 1), (100_000, 0)]
-    for version, (size, policy) in enumerate(ways, 1):
-        engine = SGLangEngine(
-            server.url,
-            vocabulary=policies[0].config.vocab_size,
-            process=server,
-            sender=partial(sender, bucket_bytes=size),
-            **keys(server),
-        )
-        with closing(engine.sender):
-            sent = engine.publish(update(weights(policies[policy], gpu), version))
-            assert sent == sum(2 * p.numel() for p in policies[policy].parameters())
+    engine = SGLangEngine(
+        server.url,
+        vocabulary=policies[0].config.vocab_size,
+        process=server,
+        loader=partial(MemoryLoader, **target),
+        **keys(server),
+    )
+    with closing(WeightsSender()) as sender:
+        for version, (size, policy) in enumerate(ways, 1):
+            route = Route(version, (engine.loader.target,), bucket_bytes=size)
+            engine.begin_update()
+            sent = sender.send(weights(policies[policy], gpu), route)
+            assert not sent.errors
+            assert sent.size == sum(2 * p.numel() for p in policies[policy].parameters())
+            engine.finish_update(version, sent, None)
             scored_rows.append(torch.tensor(await engine.score(ROW))[1:])
     first, other = scores(policies[0], gpu), scores(policies[1], gpu)
     assert (scored_rows[0] - first).abs().mean() < 0.05
@@ -177,20 +179,28 @@ async def check(server, policies, gpu, sender):
         assert torch.equal(scored_rows[again], scored_rows[as_before])
 
 
+def target_of(server, **target):
+    return Target(server.url, server.token, server.admin_token, **target)
+
+
 async def test_ipc(on_first, policies):
-    await check(on_first, policies, 0, IpcSender)
+    await check(on_first, policies, 0, ranks=(0,))
 
 
 def test_ipc_takes_no_memory_for_good(on_first, policies):
     admin = AdminClient(on_first.url, process=on_first, **keys(on_first))
     tensors = weights(policies[0], 0)
-    sender = IpcSender(admin, bucket_bytes=100_000)
+    sender, target = WeightsSender(), target_of(on_first, ranks=(0,))
+
+    def send(version):
+        assert not sender.send(tensors, Route(version, (target,), bucket_bytes=100_000)).errors
+
     for version in (1, 2):
-        sender.send(update(tensors, version))
+        send(version)
     torch.cuda.synchronize()
     ours, (free, _) = torch.cuda.memory_allocated(0), torch.cuda.mem_get_info(0)
     for version in range(3, 23):
-        sender.send(update(tensors, version))
+        send(version)
     assert torch.cuda.memory_allocated(0) == ours
     assert free - torch.cuda.mem_get_info(0)[0] < 2**26
     assert admin.ask("/model_info")["weight_version"] == "22"
@@ -198,26 +208,26 @@ def test_ipc_takes_no_memory_for_good(on_first, policies):
 
 @two_gpus
 async def test_ipc_with_another_numbering_of_gpus(on_second, policies):
-    await check(on_second, policies, 1, IpcSender)
+    await check(on_second, policies, 1, ranks=(0,))
 
 
 @two_gpus
 async def test_nccl(on_second, policies):
-    await check(on_second, policies, 0, NcclSender)
+    await check(on_second, policies, 0)
 
 
 @two_gpus
 def test_a_default_group_is_neither_used_nor_disturbed(on_second, policies):
     admin = AdminClient(on_second.url, process=on_second, **keys(on_second))
-    sender = NcclSender(admin)
+    sender, target = WeightsSender(), target_of(on_second)
     device = torch.device("cuda:0")
     torch.distributed.init_process_group(
         "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1, device_id=device
     )
     try:
         with closing(sender):
-            sender.send(update(weights(policies[0], 0), 50))
-            sender.send(update(weights(policies[1], 0), 51))
+            for version, policy in ((50, policies[0]), (51, policies[1])):
+                assert not sender.send(weights(policy, 0), Route(version, (target,))).errors
         ones = torch.ones(3, device=device)
         torch.distributed.all_reduce(ones)
         assert ones.tolist() == [1, 1, 1]
@@ -228,20 +238,20 @@ def test_a_default_group_is_neither_used_nor_disturbed(on_second, policies):
 
 @two_gpus
 async def test_ipc_to_a_model_on_two_gpus(one_server, policies):
-    await check(one_server.on(0, 1), policies, 0, partial(IpcSender, tp=2))
+    await check(one_server.on(0, 1), policies, 0, processes=2, ranks=(0, 0))
 
 
 @three_gpus
 async def test_nccl_to_a_model_on_two_gpus(one_server, policies):
-    await check(one_server.on(1, 2), policies, 0, partial(NcclSender, tp=2))
+    await check(one_server.on(1, 2), policies, 0, processes=2)
 
 
-def send_to_the_dying(url, server_keys, pid, folder, after):
+def send_to_the_dying(target, pid, folder, after):
     """In a process of its own, which torch and NCCL may want to end: it must end well."""
     policy = AutoModelForCausalLM.from_pretrained(folder)
-    sender = NcclSender(AdminClient(url, **server_keys), bucket_bytes=1)
+    sender = WeightsSender()
     if after:
-        sender.send(update(weights(policy, 0), 1))
+        assert not sender.send(weights(policy, 0), Route(1, (target,), bucket_bytes=1)).errors
 
     def halted():
         for i, named in enumerate(weights(policy, 0)):
@@ -252,12 +262,9 @@ def send_to_the_dying(url, server_keys, pid, folder, after):
             yield named
 
     start = time.monotonic()
-    try:
-        sender.send(Update(2, halted))
-    except EngineError as e:
-        print(f"after {time.monotonic() - start:.1f} s: {e}", flush=True)
-    else:
-        raise AssertionError("sent to a server that is dead")
+    sent = sender.send(halted(), Route(2, (target,), bucket_bytes=1))
+    assert sent.errors, "sent to a server that is dead"
+    print(f"after {time.monotonic() - start:.1f} s: {sent.errors}", flush=True)
     sender.close()
     assert time.monotonic() - start < 60
     # The GPU is free of what waited.
@@ -270,7 +277,7 @@ def send_to_the_dying(url, server_keys, pid, folder, after):
 def test_a_server_that_dies_is_an_error_in_bounded_time(folder, one_server, after):
     one_server.stop()
     with server_on(folder, 1) as server:
-        arguments = (server.url, keys(server), server.pid, folder, after)
+        arguments = (target_of(server), server.pid, folder, after)
         child = get_context("spawn").Process(target=send_to_the_dying, args=arguments)
         child.start()
         child.join(180)

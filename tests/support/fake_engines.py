@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
+from pathlib import Path
+
+import torch
 
 from agentrl.engine.base import Sampling, Update
+from agentrl.engine.remote.loaders import MemoryLoader
 from agentrl.engine.remote.pool import EnginePool
+from agentrl.engine.remote.senders import Sent
 from agentrl.engine.remote.supervisor import RecoveryPolicy
 from agentrl.errors import EngineDead, EngineError
 from agentrl.trajectory import Generation, float_array, token_array
@@ -30,15 +35,23 @@ class FakeLearner:
 
         def read():
             self.misread |= self.learning
-            yield "w", self.weights
+            yield "w", torch.tensor([float(self.weights)])
 
         return Update(version, read)
+
+
+class FakeLoader(MemoryLoader):
+    """A fake engine reads its weights from the rows that are kept for checks."""
+
+    def __init__(self):
+        self.target = None
 
 
 class FakeEngine:
     """A server and its client in one object. Tests change its behavior by its attributes."""
 
     max_length = 100
+    loader, dtype = FakeLoader(), None
 
     def __init__(self, opener: FakeOpener):
         self.opener, self.url = opener, f"http://fake:{opener.index}"
@@ -112,14 +125,16 @@ class FakeEngine:
         self.check_alive()
         self.asleep = True
 
-    def publish(self, update: Update) -> int:
+    def begin_update(self) -> None:
         self.check_alive()
         if self.refuses:
             raise self.refuses.pop(0)
-        [(_, self.weights)] = update.weights()
-        self.version, self.claims, self.asleep = update.version, None, False
-        self.published.append(update.version)
-        return 4
+
+    def finish_update(self, version: int, sent: Sent, folder: Path | None) -> None:
+        self.check_alive()
+        self.weights = int(sent.rows["w"])
+        self.version, self.claims, self.asleep = version, None, False
+        self.published.append(version)
 
     def close(self) -> None:
         self.closed = self.dead = True

@@ -50,7 +50,7 @@ class AdminClient:
                 client checks whether the process has ended.
         """
         self.url, self.process = url, process
-        self.key, self._admin_key = key, admin_key or key
+        self.key, self.admin_key = key, admin_key or key
 
     def ask(self, path: str, body: Any = None, *, seconds: float = ADMIN_SECONDS) -> Any:
         """Send a GET, or a POST if there is a body; return the parsed answer.
@@ -72,7 +72,7 @@ class AdminClient:
 
     def send(self, path: str, body: Any, *, seconds: float = ADMIN_SECONDS) -> tuple[int, bytes]:
         """Send a request as `manage` does, and return the status and the body of any answer."""
-        return self._fetch(path, body, self._admin_key, seconds)
+        return self._fetch(path, body, self.admin_key, seconds)
 
     def _parse_or_raise(self, path: str, status: int, content: bytes, *, json: bool = True) -> Any:
         try:

@@ -12,13 +12,18 @@ from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
+
+import torch
 
 from agentrl.engine.base import Engine, Sampling, Update
 from agentrl.engine.checks import check_sampling, validate_row
 from agentrl.engine.remote.admin import AdminClient, reading, refusal
+from agentrl.engine.remote.distributor import Distributor
 from agentrl.engine.remote.launch import ServerHandle, raise_if_dead
-from agentrl.engine.remote.senders import AdapterSender, Sender
+from agentrl.engine.remote.loaders import AdapterLoader, Loader
+from agentrl.engine.remote.senders import Sent
 from agentrl.errors import EngineError, InvalidEngineResponse
 from agentrl.http import HttpClient
 from agentrl.trajectory import Generation, token_array
@@ -55,8 +60,10 @@ class RemoteEngine(Engine):
     shorter prompt is never cached."""
     admin: AdminClient
     """The blocking client of the server."""
-    sender: Sender
-    """It sends the policy to the server."""
+    loader: Loader
+    """It makes the server load the policy."""
+    dtype: torch.dtype | None = None
+    """The dtype of the server's weights, in which they are sent; None: do not cast."""
     process: ServerHandle | None
     """The process of the server, if agentrl started it."""
     _policy_version: PolicyVersion
@@ -66,7 +73,7 @@ class RemoteEngine(Engine):
         url: str,
         *,
         vocabulary: int,
-        sender: Callable[[AdminClient], Sender],
+        loader: Callable[[AdminClient], Loader],
         key: str = "",
         admin_key: str = "",
         process: ServerHandle | None = None,
@@ -77,7 +84,7 @@ class RemoteEngine(Engine):
             url: the URL of the server.
             vocabulary: the size of the model's vocabulary; token ids outside of it would crash the
                 server.
-            sender: returns the sender of the policy.
+            loader: returns the loader of the policy.
             key: the API key of the server.
             admin_key: the key of its management endpoints; "" if it is the same as `key`.
             process: the process of the server, if agentrl started it: `close` ends it.
@@ -92,7 +99,8 @@ class RemoteEngine(Engine):
             url, token=admin_key or key, error=EngineError, reserved=True
         )
         self.admin = AdminClient(url, key=key, admin_key=admin_key, process=process)
-        self.sender = sender(self.admin)
+        self.loader = loader(self.admin)
+        self._distributor = Distributor()
         self._uses_seeds = False
         with reading(self.name, url):
             self._connect()
@@ -148,7 +156,7 @@ class RemoteEngine(Engine):
         self._check_sampling(sampling, where)
         limit = min(sampling.max_tokens, self.max_length - len(prompt_ids))
         body = self._body(prompt_ids, sampling, limit, seed % 2**63 if self._uses_seeds else None)
-        policy_version, adapter_fields = self._policy_version, self.sender.request_fields()
+        policy_version, adapter_fields = self._policy_version, self.loader.request_fields()
         answer = await self._ask(body | adapter_fields, where, deadline, episode_id)
         generation = self._read_turn(answer, limit, policy_version, where, adapter_fields)
         if max(generation.token_ids) >= self._vocabulary:
@@ -167,28 +175,53 @@ class RemoteEngine(Engine):
         if temperature != 1:
             raise EngineError(f"{self.name} scores rows only at temperature 1, not {temperature:g}")
         self._check_row(token_ids, "score")
-        body = self._score_body(token_ids) | self.sender.request_fields()
+        body = self._score_body(token_ids) | self.loader.request_fields()
         answer = await self._ask(body, "score", time.monotonic() + SCORE_SECONDS, "score")
         return self._read_scores(answer, token_ids, "score")
 
     # -- EngineControl -----------------------------------------------------------------------------
 
     def publish(self, update: Update) -> int:
-        """Send the policy, and check that the server has loaded it and samples from it.
-
-        After new weights, the next answer must carry their version and use no cached tokens. After
-        a new adapter, the server must list the adapter, and every request names it.
+        """Send the policy to this server alone; see `Distributor`.
 
         Raises:
             ConfigError: the policy cannot be sent to this server; nothing was sent.
             EngineError: the server does not load the policy, or does not sample from it.
         """
-        if not isinstance(self.sender, AdapterSender):
-            return self._replace_weights(update)
-        sent = self._send(update)
-        self._policy_version = PolicyVersion(self._policy_version.weights, update.version)
-        self.probe()
-        return sent
+        size, errors = self._distributor.publish([self], update)
+        for error in errors.values():
+            raise error
+        return size
+
+    def begin_update(self) -> None:
+        """Prepare the server for an update.
+
+        Raises:
+            ConfigError: the policy cannot be sent to this server; nothing has changed.
+            EngineError: the server cannot load an update now.
+        """
+        self.loader.check()
+        self._prepare()
+
+    def finish_update(self, version: int, sent: Sent, folder: Path | None) -> None:
+        """Load what was sent, and check that the server samples from it.
+
+        After new weights, the next answer must carry their version and use no cached tokens. After
+        a new adapter, the server must list the adapter, and every request names it.
+
+        Args:
+            version: the version of the policy.
+            sent: the weights that were sent; empty for an adapter.
+            folder: the folder with files or the adapter, if the server loads one.
+
+        Raises:
+            ConfigError: the server cannot load this policy, and still has the one before.
+            EngineError: the server does not load the policy, or does not sample from it.
+        """
+        self._load(version, sent, folder)
+        if isinstance(self.loader, AdapterLoader):
+            self._policy_version = PolicyVersion(self._policy_version.weights, version)
+            self.probe()
 
     def close(self) -> None:
         """End the server if agentrl started it, else unload the adapters that were sent to it.
@@ -198,7 +231,8 @@ class RemoteEngine(Engine):
         # Stop the process first: nothing may wait for a server that hangs.
         if self.process is not None:
             self.process.stop()
-        self.sender.close()
+        self.loader.close()
+        self._distributor.close()
 
     def probe(self) -> Generation:
         """Let the server sample a token after a fixed prompt, which it then caches.
@@ -206,7 +240,7 @@ class RemoteEngine(Engine):
         Raises:
             EngineError: the server samples no token, or not from the published version.
         """
-        adapter_fields, where = self.sender.request_fields(), f"{self.url}: a probe"
+        adapter_fields, where = self.loader.request_fields(), f"{self.url}: a probe"
         row = [0] * min(self.probe_tokens, self.max_length - 1)
         body = self._body(row, Sampling(temperature=0.0), 1) | adapter_fields
         answer = self.admin.ask(self._path, body)
@@ -253,9 +287,6 @@ class RemoteEngine(Engine):
             if time.monotonic() < deadline:
                 await raise_if_dead(self.process)
             raise type(e)(f"{where}: {e}") from None
-
-    def _send(self, update: Update) -> int:
-        return self.sender.send(update)
 
     def _check_cache_is_empty(self) -> None:
         """Check that the next answer is of the published version, and uses no cached tokens.
@@ -318,8 +349,12 @@ class RemoteEngine(Engine):
         """Return the logprobs of a whole row; the first token's is 0."""
 
     @abstractmethod
-    def _replace_weights(self, update: Update) -> int:
-        """Send weights, and check that the server samples from them; return the bytes."""
+    def _prepare(self) -> None:
+        """Prepare the server for an update."""
+
+    @abstractmethod
+    def _load(self, version: int, sent: Sent, folder: Path | None) -> None:
+        """Load an update. After new weights, also check that the server samples from them."""
 
 
 def sampling_params(sampling: Sampling) -> dict[str, Any]:

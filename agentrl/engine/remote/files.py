@@ -1,21 +1,13 @@
-"""Weights as safetensors in a folder that servers read."""
+"""Folders that pass weights from process to process."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from typing import Any
 
-from safetensors import safe_open
-from safetensors.torch import save_file
-
-from agentrl.engine.base import Update
 from agentrl.errors import ConfigError
 from agentrl.workers.owned_folder import OwnedFolder
-
-FILE_BYTES = 2 * 2**30
 
 
 def transfer_folder() -> TemporaryDirectory[str]:
@@ -53,48 +45,3 @@ def check_folder_visible(path: Path, where: str = "this machine") -> None:
             f"weights are passed through files in {gettempdir()} of the run's machine, but {where}"
             f" does not see {path}. Set TMPDIR to a folder on a file system that all machines see"
         )
-
-
-def write_update(update: Update, folder: Path) -> int:
-    """Write the weights of an update, or let the processes that hold them write them.
-
-    Returns:
-        The number of bytes.
-    """
-    if update.write is not None:
-        return update.write(folder, None)
-    return write_weights(update.weights(), folder)
-
-
-def write_weights(weights: Iterable[tuple[str, Any]], folder: Path, dtype: Any = None) -> int:
-    """Write named tensors to files. At most `FILE_BYTES` and one tensor are in memory at a time.
-
-    Args:
-        weights: named floating-point tensors.
-        folder: an existing folder.
-        dtype: the dtype to write; None keeps the dtype of each tensor.
-
-    Returns:
-        The number of bytes.
-    """
-    tensors: dict[str, Any] = {}
-    size = total = files = 0
-    for name, tensor in weights:
-        tensor = tensor if dtype is None else tensor.to(dtype)
-        tensors[name] = tensor.contiguous()
-        size += tensor.nbytes
-        if size >= FILE_BYTES:
-            save_file(tensors, folder / f"{files:05d}.safetensors")
-            tensors, total, size, files = {}, total + size, 0, files + 1
-    if tensors:
-        save_file(tensors, folder / f"{files:05d}.safetensors")
-    return total + size
-
-
-def tensor_names(folder: Path) -> set[str]:
-    """Return the names of the tensors in a folder."""
-    names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            names |= set(opened.keys())
-    return names

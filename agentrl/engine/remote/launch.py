@@ -177,10 +177,9 @@ class EngineSlot:
 
     gpus: Sequence[int] = ()
     """The indices of the server's GPUs, as torch counts them on that machine; none: a CPU."""
-    shares_gpu: bool = False
-    """True if the learner also uses the first of these GPUs."""
-    is_local: bool = True
-    """True if the learner's weights are in the memory of this process, or on a GPU that it sees."""
+    ranks: tuple[int, ...] = ()
+    """For each of these GPUs the rank of the learner that also uses it, or whose GPU the server can
+    read; none: the learner uses other GPUs."""
     run: Callable[[StartServer], tuple[ServerHandle, bool]] = start_here
     """Starts a server there, and returns a handle for this process."""
 

@@ -12,15 +12,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.config import Config
 from agentrl.engine.remote.admin import AdminClient
-from agentrl.engine.remote.buckets import IpcSender, NcclSender
 from agentrl.engine.remote.client import RemoteEngine
 from agentrl.engine.remote.launch import EngineSlot, SGLangLaunch, VLLMLaunch
-from agentrl.engine.remote.senders import (
-    Sender,
-    SGLangAdapterSender,
-    SGLangDiskSender,
-    VLLMAdapterSender,
-    VLLMDiskSender,
+from agentrl.engine.remote.loaders import (
+    Loader,
+    MemoryLoader,
+    SGLangAdapterLoader,
+    SGLangFileLoader,
+    VLLMAdapterLoader,
+    VLLMFileLoader,
 )
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.engine.remote.vllm import VLLMEngine
@@ -29,7 +29,7 @@ from agentrl.errors import ConfigError, EngineError
 TOKEN, ADMIN_TOKEN = "AGENTRL_ENGINE_TOKEN", "AGENTRL_ENGINE_ADMIN_TOKEN"
 """Environment variables with the keys of servers that already run."""
 
-MakeSender = Callable[[AdminClient], Sender]
+MakeLoader = Callable[[AdminClient], Loader]
 
 
 def make_openers(
@@ -100,7 +100,10 @@ def _local_slots(config: Config, cpu: bool) -> list[EngineSlot]:
             f" {gpu_count}. Set rollout.sleep=none"
         )
     starts = range(first, gpu_count, tp_size)
-    return [EngineSlot(list(range(k, k + tp_size)), shares_gpu=k == 0) for k in starts]
+    return [
+        EngineSlot(list(range(k, k + tp_size)), ranks=(0,) * tp_size if k == 0 else ())
+        for k in starts
+    ]
 
 
 def _check_without_gpu(config: Config) -> None:
@@ -148,14 +151,14 @@ def _start(config: Config, base: str, slot: EngineSlot, dtype: torch.dtype) -> R
     }
     if r.name == "vllm":
         launch = VLLMLaunch(base, **common)
-        sender = vllm_sender(config, base, cpu=not slot.gpus)
-        connect = partial(VLLMEngine, sender=sender, uses_seeds=r.deterministic)
+        loader = vllm_loader(config, base, cpu=not slot.gpus)
+        connect = partial(VLLMEngine, loader=loader, uses_seeds=r.deterministic)
     else:
-        sender = sglang_sender(config, slot)
-        sleep = r.sleep if slot.shares_gpu else "none"
-        targets = _lora_targets(config) if sender is SGLangAdapterSender else ()
+        loader = sglang_loader(config, slot)
+        sleep = r.sleep if slot.ranks else "none"
+        targets = _lora_targets(config) if loader is SGLangAdapterLoader else ()
         launch = SGLangLaunch(base, lora_targets=targets, sleep=sleep, **common)
-        connect = partial(SGLangEngine, sender=sender, sleep=sleep)
+        connect = partial(SGLangEngine, loader=loader, sleep=sleep)
     process, on_policy = slot.run(launch.start_for_trainer)
     if r.name == "sglang":
         # A server that computes as the trainer does keeps its float32 embeddings and norms.
@@ -184,13 +187,13 @@ def _attach(config: Config, base: str, url: str, dtype: torch.dtype) -> RemoteEn
     options: dict[str, Any] = {"vocabulary": _vocabulary(base), "key": key}
     try:
         if r.name == "vllm":
-            sender = vllm_sender(config, base, cpu=False)
-            return VLLMEngine(url, sender=sender, uses_seeds=r.deterministic, **options)
+            loader = vllm_loader(config, base, cpu=False)
+            return VLLMEngine(url, loader=loader, uses_seeds=r.deterministic, **options)
         adapter = config.model.lora_rank > 0 and r.lora != "merge"
         if adapter and r.lora == "auto":
             adapter = bool(AdminClient(url, key=key).ask("/server_info").get("enable_lora"))
-        sender = SGLangAdapterSender if adapter else SGLangDiskSender
-        return SGLangEngine(url, dtype=dtype, admin_key=admin_key, sender=sender, **options)
+        loader = SGLangAdapterLoader if adapter else SGLangFileLoader
+        return SGLangEngine(url, dtype=dtype, admin_key=admin_key, loader=loader, **options)
     except EngineError as e:
         keys = f"{TOKEN} ({'set' if key else 'not set'})"
         if r.name == "sglang":
@@ -213,40 +216,35 @@ def _lora_targets(config: Config) -> Sequence[str]:
 # -- how the policy is sent ------------------------------------------------------------------------
 
 
-def sglang_sender(config: Config, slot: EngineSlot) -> MakeSender:
-    """Return the function that makes the sender for an SGLang server that agentrl started.
+def sglang_loader(config: Config, slot: EngineSlot) -> MakeLoader:
+    """Return the function that makes the loader for an SGLang server that agentrl started.
 
     Raises:
         ConfigError: the configured transport is not possible.
     """
-    r, gpus, shares_gpu = config.rollout, slot.gpus, slot.shares_gpu
+    r, gpus = config.rollout, slot.gpus
     if config.model.lora_rank and (r.lora == "adapter" or (r.lora == "auto" and gpus)):
         if not gpus:
             raise ConfigError(
                 "rollout.lora=adapter: SGLang supports no adapters on a CPU. Set rollout.lora=merge"
             )
-        return SGLangAdapterSender
+        return SGLangAdapterLoader
     sync = r.sync
     if sync == "auto":
-        sync = "disk" if not gpus or not slot.is_local else "ipc" if shares_gpu else "nccl"
+        sync = "disk" if not gpus else "ipc" if slot.ranks else "nccl"
     if sync == "disk":
-        return SGLangDiskSender
-    if not slot.is_local:
-        raise ConfigError(
-            f"rollout.sync={sync}: the weights are in other processes, and are sent to servers"
-            " through files. Set rollout.sync=auto"
-        )
-    if not gpus or shares_gpu != (sync == "ipc"):
+        return SGLangFileLoader
+    if not gpus or bool(slot.ranks) != (sync == "ipc"):
         device = "a CPU" if not gpus else f"GPU {gpus[0]}, which is "
-        owner = "" if not gpus else "the trainer's" if shares_gpu else "not the trainer's"
+        owner = "" if not gpus else "the trainer's" if slot.ranks else "not the trainer's"
         raise ConfigError(
             f"rollout.sync={sync}: a server is on {device}{owner}. Set rollout.sync=auto"
         )
-    return partial(IpcSender if sync == "ipc" else NcclSender, tp=len(gpus))
+    return partial(MemoryLoader, processes=len(gpus), ranks=slot.ranks)
 
 
-def vllm_sender(config: Config, base: str, *, cpu: bool) -> MakeSender:
-    """Return the function that makes the sender for a vLLM server. LoRA is sent as an adapter.
+def vllm_loader(config: Config, base: str, *, cpu: bool) -> MakeLoader:
+    """Return the function that makes the loader for a vLLM server. LoRA is sent as an adapter.
 
     Raises:
         ConfigError: `rollout.lora` is `merge`.
@@ -257,9 +255,9 @@ def vllm_sender(config: Config, base: str, *, cpu: bool) -> MakeSender:
                 "rollout.lora=merge: vLLM needs all weights at once, not only those that LoRA"
                 " adapts. Set rollout.lora=adapter"
             )
-        return VLLMAdapterSender
+        return VLLMAdapterLoader
     tied = AutoConfig.from_pretrained(base).get_text_config().tie_word_embeddings
-    return partial(VLLMDiskSender, names=parameter_names(base), stale_head=cpu and bool(tied))
+    return partial(VLLMFileLoader, names=parameter_names(base), stale_head=cpu and bool(tied))
 
 
 def parameter_names(base: str) -> frozenset[str]:

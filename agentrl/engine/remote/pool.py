@@ -157,15 +157,21 @@ class EnginePool(Engine):
 
         If an engine fails while another one succeeds, the policy is sent to it again.
         """
+        deadline = time.monotonic() + SCORE_SECONDS
+        candidates = [(replica, replica.engine) for replica in self._candidates(set())]
+        answers = await asyncio.gather(
+            *(self._send(r, lambda e: e.score(token_ids), deadline) for r, _ in candidates),
+            return_exceptions=True,
+        )
         result: list[array[float]] = []
         failed: list[tuple[Replica, RemoteEngine, EngineError]] = []
-        deadline = time.monotonic() + SCORE_SECONDS
-        for replica in self._candidates(set()):
-            engine = replica.engine
-            try:
-                result.append(await self._send(replica, lambda e: e.score(token_ids), deadline))
-            except EngineError as e:
-                failed.append((replica, engine, e))
+        for (replica, engine), answer in zip(candidates, answers, strict=True):
+            if isinstance(answer, EngineError):
+                failed.append((replica, engine, answer))
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                result.append(answer)
         if not result:
             if failed:
                 raise failed[-1][2]

@@ -1,243 +1,640 @@
-"""Send the policy to a server: weights through files, or a LoRA adapter with a name.
+"""Send weights from the processes that hold them to servers: by memory, by broadcast, or in files.
 
-The module `buckets` sends weights within one machine.
+`WeightsSender.send` packs the weights into buckets, and its senders take one bucket after another:
+
+- `IpcSender` gives the servers on the learner's own GPUs a handle of the bucket in memory.
+- `BroadcastSender` broadcasts it to the servers on other GPUs, by NCCL.
+- `FileSender` writes it to a file, which any server can read.
+
+While a bucket is sent, the next one is gathered. If the weights are sharded, all ranks of the
+learner call `send` at the same time: each rank gathers every bucket, and serves the servers on its
+own GPU. Rank 0 broadcasts and writes files.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
+import base64
+import hashlib
+import os
+import socket
+import time
 import uuid
-from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from threading import Event
+from typing import Any, Protocol
+from urllib.parse import urlsplit
 
-from agentrl.engine.base import Update
-from agentrl.engine.remote.admin import ADMIN_SECONDS, AdminClient
-from agentrl.engine.remote.files import tensor_names, transfer_folder, write_update
-from agentrl.engine.remote.launch import MAX_ADAPTERS
-from agentrl.engine.remote.weights_check import check_norms
-from agentrl.errors import ConfigError, EngineError, InvalidEngineResponse
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixStore, Store
 
-log = logging.getLogger("agentrl")
+from agentrl.engine.remote.admin import AdminClient, in_thread
+from agentrl.engine.remote.buckets import BUCKET_BYTES, Bucket, make_buckets, serialize
+from agentrl.errors import EngineError
+from agentrl.workers.variables import environment_variables
 
-SEND_SECONDS = 1800.0
-"""The time limit for a server to load weights or an adapter."""
+FLATTENED = "flattened_bucket"
+"""The server's name of the format in which a bucket is one tensor of bytes."""
+BASE_SECONDS, BYTES_PER_SECOND = 20.0, 1e9
+"""A server must take N bytes within `BASE_SECONDS + N / BYTES_PER_SECOND`."""
+JOIN_SECONDS = 120.0
+"""The time limit for servers to join a group."""
+LEAVE_SECONDS = 10.0
+"""The time limit for leaving a group, and for a server that left a broadcast to report why."""
+JOIN_VARIABLES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""By default, torch ends the whole process when a peer of a group is lost."""
+
+COMPARED_TENSORS = 3
+"""The number of tensors whose first rows a server is asked for."""
+COMPARED_ROWS = 8
+MAX_COMPARED_SIZE = 2**21
+"""The largest tensor to compare: SGLang converts all of it to a list, then takes the first rows."""
+NOT_COMPARED = ("k_proj", "v_proj")
+"""Parts of names of tensors that are not compared. SGLang cuts these out of a fused tensor, at
+wrong positions if the width of a model's heads is not its hidden size divided by the number of
+heads."""
+NORM = "norm.weight"
+"""The end of the names of norms. vLLM holds them as they are in the files: not fused, not split."""
+DIGEST_WIDTH = 4096
 
 
-class Sender(ABC):
-    """A way to send the policy to one server."""
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server that takes weights through memory."""
 
-    def __init__(self, admin: AdminClient):
-        """Store the client of the server; send nothing yet."""
-        self._admin = admin
+    url: str
+    key: str = ""
+    admin_key: str = ""
+    processes: int = 1
+    """The number of the server's processes that share a model."""
+    ranks: tuple[int, ...] = ()
+    """For each of these processes the learner's rank whose memory it reads. Empty: the server is on
+    other GPUs, and rank 0 broadcasts to it."""
+    backend: str = "nccl"
+    """The backend of the broadcast: nccl, or gloo if all tensors are on CPUs."""
 
-    @abstractmethod
-    def send(self, update: Update) -> int:
-        """Send the policy. When this returns, the server has loaded it.
+    @property
+    def admin(self) -> AdminClient:
+        """Return a client of the server."""
+        return AdminClient(self.url, key=self.key, admin_key=self.admin_key)
 
-        Returns:
-            The number of bytes that were sent.
 
-        Raises:
-            EngineError: the server did not load the policy.
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where the weights of a version are sent. It can be pickled."""
+
+    version: int
+    targets: tuple[Target, ...] = ()
+    folder: Path | None = None
+    """An empty folder to write the weights to, for servers that read files."""
+    dtype: torch.dtype | None = None
+    """The dtype in which weights are sent; None: their own."""
+    bucket_bytes: int = BUCKET_BYTES
+
+
+@dataclass(slots=True)
+class Sent:
+    """The result of sending weights."""
+
+    size: int = 0
+    """The number of bytes of all tensors."""
+    names: list[str] = field(default_factory=list)
+    """The names of the tensors."""
+    digest: str = ""
+    """A text that changes if weights change. It is compared with earlier digests only."""
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    """The first `COMPARED_ROWS` rows of some tensors, on the CPU."""
+    norms: dict[str, Tensor] = field(default_factory=dict)
+    """The weights of the model's norms, on the CPU."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """Why weights did not arrive, by the URL of the target, or by the folder."""
+
+
+class Sender(Protocol):
+    """A way to send weights, on one rank."""
+
+    errors: dict[str, str]
+    """Why weights did not arrive, by URL or folder."""
+
+    def take(self, bucket: Bucket, version: int) -> None:
+        """Send a bucket; return when the servers have read it. Failures are added to `errors`.
+
+        The version is sent with the last bucket. Until then, and after a failure, a server samples
+        from mixed weights and reports the old version.
         """
 
-    def request_fields(self) -> dict[str, Any]:
-        """Return the fields that make a request use the policy that was sent last.
-
-        Empty if the server samples from its own weights.
-        """
-        return {}
-
-    def close(self) -> None:  # noqa: B027
-        """Remove everything that was sent, also from a server that agentrl did not start."""
+    def commit(self) -> None:
+        """Finish after the last bucket."""
 
 
-class SGLangDiskSender(Sender):
-    """Sends all weights through files, to any SGLang server that can read them."""
+class WeightsSender:
+    """Sends the weights of this process, which may be one rank of several."""
 
-    def send(self, update: Update) -> int:
-        """Send all weights. Tensors that are not in the update keep their values."""
-        with transfer_folder() as folder:
-            size = write_update(update, Path(folder))
-            # Do not flush the cache with the update: SGLang crashes if the cache is in use then.
-            body = {
-                "model_path": folder,
-                "weight_version": str(update.version),
-                "flush_cache": False,
-            }
-            self._admin.manage("/update_weights_from_disk", body, seconds=SEND_SECONDS)
-        return size
+    def __init__(self) -> None:
+        """Send nothing yet."""
+        self._broadcast: BroadcastSender | None = None
+        self._ranks: Any = None
+        """A gloo group of all ranks, for small objects. It is separate from the groups that gather
+        weights, because both are used at the same time."""
 
-
-class VLLMDiskSender(Sender):
-    """Sends all weights through files, to a server in vLLM's development mode."""
-
-    def __init__(self, admin: AdminClient, names: frozenset[str], *, stale_head: bool = False):
-        """Store the options; send nothing yet.
+    def send(self, weights: Iterable[tuple[str, Tensor]], route: Route) -> Sent:
+        """Send weights; all ranks call it at the same time, with equal arguments.
 
         Args:
-            admin: the client of the server.
-            names: the names of all tensors of the model.
-            stale_head: whether the server runs on a CPU and ties the head to the embeddings. There,
-                vLLM keeps a packed copy of the head that an update does not change.
+            weights: named tensors, at least one. They are gathered while they are read.
+            route: where to send them.
+
+        Returns:
+            The numbers are complete on rank 0 only. A failure of a server or of the disk is in
+            `errors`.
         """
-        super().__init__(admin)
-        self._names = names
-        self.stale_head = stale_head
-        self._has_warned = False
-        """True if the log says already that the server's weights are not checked."""
-
-    def send(self, update: Update) -> int:
-        """Send all weights. The server must be paused, without turns in flight.
-
-        Raises:
-            ConfigError: weights cannot be sent to this server, or a tensor is missing. vLLM loads
-                whole layers (q, k and v are one layer): the parts of a layer that are not in the
-                files become uninitialized memory.
-            EngineError: the server does not load the weights, or holds other weights afterwards.
-        """
-        if self.stale_head:
-            raise ConfigError(
-                "rollout.name=vllm on a CPU cannot train all weights of this model: its head is"
-                " tied to its embeddings, and vLLM would keep using the old head. Train LoRA"
-                " (model.lora_rank), or set rollout.name=sglang"
-            )
-        with transfer_folder() as folder:
-            size = write_update(update, Path(folder))
-            if missing := sorted(self._names - tensor_names(Path(folder))):
-                raise ConfigError(
-                    f"vLLM needs all weights at once, but {len(missing)} of {len(self._names)} are"
-                    f" not published ({missing[0]}, ...). Send LoRA as an adapter:"
-                    " rollout.lora=adapter"
-                )
-            body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-            self._admin.manage("/collective_rpc", body, seconds=SEND_SECONDS)
-        if not check_norms(self._admin, update) and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "%s has no checksums of its weights, so it is not checked that it holds those that"
-                " were sent",
-                self._admin.url,
-            )
-        return size
-
-
-class AdapterSender(Sender):
-    """Sends only LoRA, to a server that was started with `--enable-lora`.
-
-    A server applies an adapter only to requests that name it, and reports no error if a request
-    names none. It also uses the name to distinguish cached prefixes. So every adapter has a unique
-    name, only `request_fields` returns it, and every request contains those fields.
-    """
-
-    request_field: ClassVar[str]
-    """The field of a request that contains the name of an adapter."""
-    kept_folders: ClassVar[int]
-    """The number of adapter folders that are kept after loading."""
-
-    def __init__(self, admin: AdminClient):
-        """Store the client of the server; send nothing yet."""
-        super().__init__(admin)
-        # A server may hold adapters of other runs, so the names of this run are unique.
-        self._name_prefix = f"agentrl-{uuid.uuid4().hex[:8]}-"
-        self._send_count = 0
-        self._adapters: list[str] = []
-        self._folders: list[TemporaryDirectory[str]] = []
-
-    def send(self, update: Update) -> int:
-        """Send the adapter; check that the server lists it, and no longer lists the old ones."""
-        assert update.adapter is not None, "only a policy with LoRA has an adapter"
-        self._sync_with_server()
-        while len(self._adapters) >= MAX_ADAPTERS:
-            self._unload(self._adapters[0])
-        # Use a new name each time: if an answer was lost, the adapter of the old name is unknown.
-        self._send_count += 1
-        name = f"{self._name_prefix}{update.version}-{self._send_count}"
-        self._folders.append(transfer_folder())
+        rank, size = _own_rank()
+        sent, summary = Sent(), _Summary()
+        senders = self._open_senders(route, rank, size)
         try:
-            folder = Path(self._folders[-1].name)
-            update.adapter(folder)
-            self._manage("load", {"lora_name": name, "lora_path": str(folder)})
-            size = sum(file.stat().st_size for file in folder.iterdir())
+            with ThreadPoolExecutor(1, "send-weights") as background:
+                taken: Future[None] | None = None
+                for bucket in make_buckets(_cast(weights, route.dtype), limit=route.bucket_bytes):
+                    summary.add(bucket)
+                    if bucket.flat.is_cuda:  # other threads have other streams
+                        torch.cuda.current_stream(bucket.flat.device).synchronize()
+                    if taken is not None:
+                        taken.result()
+                    taken = background.submit(_take, senders, bucket, route.version)
+                    sent.size += bucket.bytes.nbytes
+                    # The sender's thread frees the memory as soon as the bucket is sent.
+                    del bucket
+                assert taken is not None
+                taken.result()
         finally:
-            self._clear_folders(self.kept_folders)
-        self._adapters.append(name)
-        self._check_listed()
-        return size
-
-    def request_fields(self) -> dict[str, Any]:
-        """Return the field with the name of the newest adapter."""
-        return {self.request_field: self._adapters[-1]} if self._adapters else {}
+            for sender in senders:
+                sender.commit()
+        summary.finish(sent)
+        for sender in senders:
+            sent.errors |= sender.errors
+        if self._broadcast is not None and self._broadcast.errors:
+            self._broadcast = None
+        return sent
 
     def close(self) -> None:
-        """Unload the adapters of this run, which a server that agentrl did not start would keep."""
-        with contextlib.suppress(EngineError):
-            while self._adapters:
-                self._unload(self._adapters[0])
-        self._clear_folders(0)
+        """Leave the group of the broadcast. It takes a limited time."""
+        if self._broadcast is not None:
+            self._broadcast.close()
+            self._broadcast = None
 
-    @abstractmethod
-    def _manage(self, verb: str, body: dict[str, str]) -> None:
-        """Make the server load or unload an adapter."""
+    def _open_senders(self, route: Route, rank: int, size: int) -> list[Sender]:
+        senders: list[Sender] = []
+        readers = [target for target in route.targets if target.ranks]
+        if readers:
+            if size > 1 and self._ranks is None:
+                self._ranks = dist.new_group(backend="gloo")
+            senders.append(IpcSender(readers, rank, self._ranks))
+        if rank == 0:
+            if receivers := [target for target in route.targets if not target.ranks]:
+                senders.append(self._open_broadcast(receivers))
+            if route.folder is not None:
+                senders.append(FileSender(route.folder))
+        return senders
 
-    def _unload(self, name: str) -> None:
-        self._manage("unload", {"lora_name": name})
-        self._adapters.remove(name)
+    def _open_broadcast(self, targets: Sequence[Target]) -> BroadcastSender:
+        """Return the sender whose group has these servers. A group's members never change."""
+        if self._broadcast is None or self._broadcast.targets != tuple(targets):
+            self.close()
+            self._broadcast = BroadcastSender(targets)
+        return self._broadcast
 
-    def _sync_with_server(self) -> None:
-        """Make the list of adapters of this object and that of the server equal.
 
-        An answer may have been lost, or the server restarted.
+def _own_rank() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _cast(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
+) -> Iterable[tuple[str, Tensor]]:
+    for name, tensor in weights:
+        yield name, tensor.detach().to(dtype or tensor.dtype)
+
+
+def _take(senders: Sequence[Sender], bucket: Bucket, version: int) -> None:
+    """Let all senders take a bucket: at the same time, if it is on a GPU.
+
+    On a CPU they take turns, because `IpcSender` moves the bucket to shared memory.
+    """
+    if len(senders) == 1 or not bucket.flat.is_cuda:
+        for sender in senders:
+            sender.take(bucket, version)
+        return
+    for future in [in_thread(partial(sender.take, bucket, version)) for sender in senders]:
+        future.result()
+
+
+def _call_all(calls: Mapping[str, Callable[[], object]]) -> dict[str, str]:
+    """Make calls at the same time; return the error of each one that failed, by its key."""
+    errors = {}
+    for key, future in {key: in_thread(call) for key, call in calls.items()}.items():
+        try:
+            future.result()
+        except Exception as e:  # A failure of one server must not end the ranks.
+            errors[key] = _describe(e)
+    return errors
+
+
+def _describe(error: BaseException) -> str:
+    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+
+
+def _time_limit(bucket: Bucket) -> float:
+    return BASE_SECONDS + bucket.bytes.nbytes / BYTES_PER_SECOND
+
+
+def _fields(bucket: Bucket, version: int) -> dict[str, Any]:
+    """Return the fields of a request that do not depend on the transport."""
+    return {
+        "load_format": FLATTENED,
+        # SGLang crashes if the cache is flushed while paused turns use it.
+        "flush_cache": False,
+        "weight_version": str(version) if bucket.last else None,
+    }
+
+
+class IpcSender:
+    """Lets servers read the memory of the ranks on whose devices they run.
+
+    agentrl must have started the servers, because a pickle can run code.
+    """
+
+    def __init__(self, targets: Sequence[Target], rank: int = 0, ranks: Any = None):
+        """Send nothing yet.
+
+        Args:
+            targets: servers, each with the ranks whose memory it reads.
+            rank: this process's rank.
+            ranks: the gloo group of all ranks; None: this process is the only one.
         """
-        server_adapters = self._list_adapters()
-        self._adapters = [adapter for adapter in self._adapters if adapter in server_adapters]
-        for extra in server_adapters - set(self._adapters):
-            self._manage("unload", {"lora_name": extra})
+        self._targets, self._rank, self._ranks = targets, rank, ranks
+        self._reads_several = any(set(target.ranks) != {target.ranks[0]} for target in targets)
+        self.errors: dict[str, str] = {}
 
-    def _check_listed(self) -> None:
-        """Check that the server lists exactly the adapters of this object.
+    def take(self, bucket: Bucket, version: int) -> None:
+        targets = [target for target in self._targets if target.url not in self.errors]
+        pickles: dict[tuple[str, int], str] = {}
+        try:
+            for target in targets:
+                for process, rank in enumerate(target.ranks):
+                    # One pickle per process, because torch counts the readers of the memory.
+                    if rank == self._rank:
+                        data = base64.b64encode(serialize(bucket)).decode()
+                        pickles[target.url, process] = data
+        except Exception as e:
+            self.errors |= {t.url: _describe(e) for t in targets if self._rank in t.ranks}
+        if self._reads_several:
+            pickles = self._merge(pickles)
+        # The first rank of a server posts for the others.
+        self.errors |= _call_all(
+            {
+                target.url: partial(self._post, target, pickles, bucket, version)
+                for target in targets
+                if target.ranks[0] == self._rank and target.url not in self.errors
+            }
+        )
+        if self._reads_several:
+            # The bucket of every rank must exist until the server has read it.
+            self.errors = self._merge(self.errors)
+
+    def commit(self) -> None:
+        self.errors = self._merge(self.errors)
+        if torch.cuda.is_initialized():
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()  # the servers on these GPUs need the memory
+
+    def _post(
+        self,
+        target: Target,
+        pickles: Mapping[tuple[str, int], str],
+        bucket: Bucket,
+        version: int,
+    ) -> None:
+        """Give a server the pickles of all its processes.
 
         Raises:
-            EngineError: the lists differ.
+            EngineError: the server did not read them, or a rank could not pickle its bucket.
         """
-        if (server_adapters := self._list_adapters()) != set(self._adapters):
-            raise EngineError(
-                f"{self._admin.url}: its adapters are {sorted(server_adapters)}, not"
-                f" {sorted(self._adapters)}"
-            )
-
-    def _list_adapters(self) -> set[str]:
-        """Return the adapters of this run that the server has."""
-        answer = self._admin.ask("/v1/models")
         try:
-            names = [str(model["id"]) for model in answer["data"]]
-        except (LookupError, TypeError) as e:
-            raise InvalidEngineResponse(f"{self._admin.url}/v1/models: not a list: {e}") from e
-        return {name for name in names if name.startswith(self._name_prefix)}
+            own = [pickles[target.url, process] for process in range(len(target.ranks))]
+        except KeyError:
+            raise EngineError(f"{target.url}: a rank has no handle of its bucket") from None
+        body = {"serialized_named_tensors": own} | _fields(bucket, version)
+        target.admin.manage("/update_weights_from_tensor", body, seconds=_time_limit(bucket))
 
-    def _clear_folders(self, kept_folders: int) -> None:
-        while len(self._folders) > kept_folders:
-            self._folders.pop(0).cleanup()
-
-
-class SGLangAdapterSender(AdapterSender):
-    """Sends adapters to SGLang, which reads an adapter's folder once."""
-
-    request_field, kept_folders = "lora_path", 0
-
-    def _manage(self, verb: str, body: dict[str, str]) -> None:
-        seconds = SEND_SECONDS if verb == "load" else ADMIN_SECONDS
-        self._admin.manage(f"/{verb}_lora_adapter", body, seconds=seconds)
+    def _merge(self, own: dict[Any, str]) -> dict[Any, str]:
+        """Return the union of the dicts of all ranks; all call it at the same time."""
+        if self._ranks is None:
+            return own
+        all_dicts: list[Any] = [None] * dist.get_world_size(self._ranks)
+        dist.all_gather_object(all_dicts, own, group=self._ranks)
+        return {key: value for part in all_dicts for key, value in part.items()}
 
 
-class VLLMAdapterSender(AdapterSender):
-    """Sends adapters to vLLM, which reads the folder of an unloaded adapter again."""
+class FileSender:
+    """Writes each bucket to a file."""
 
-    request_field, kept_folders = "model", 2 * MAX_ADAPTERS
+    def __init__(self, folder: Path):
+        """Write nothing yet.
 
-    def _manage(self, verb: str, body: dict[str, str]) -> None:
-        path = f"/v1/{verb}_lora_adapter"
-        self._admin.manage(path, body, seconds=SEND_SECONDS, json=False)  # Not JSON.
+        Args:
+            folder: an existing folder.
+        """
+        self._folder, self._files = folder, 0
+        self.errors: dict[str, str] = {}
+
+    def take(self, bucket: Bucket, version: int) -> None:
+        if self.errors:
+            return
+        on_cpu = Bucket(bucket.flat.cpu(), bucket.names, bucket.shapes, bucket.last)
+        file = self._folder / f"{self._files:05d}.safetensors"
+        try:
+            save_file(dict(on_cpu.tensors()), file)
+        except (OSError, SafetensorError) as e:
+            self.errors[str(self._folder)] = f"cannot write {file}: {e}"
+        self._files += 1
+
+    def commit(self) -> None: ...
+
+
+class BroadcastSender:
+    """Broadcasts to all processes of some servers, which form one group with this process.
+
+    The group exists from the first bucket to `close`, or to a failure. A failure of one server
+    leaves the others with mixed weights, so all of them fail.
+    """
+
+    def __init__(self, targets: Sequence[Target]):
+        """Send nothing yet.
+
+        Args:
+            targets: servers with the same backend.
+        """
+        # NCCL fails with "invalid argument" if processes have different values; servers have 0.
+        # NCCL reads the variable once, so set it before anything in this process uses NCCL.
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+        self.targets = tuple(targets)
+        self.errors: dict[str, str] = {}
+        self.group: BroadcastGroup | None = None
+
+    def take(self, bucket: Bucket, version: int) -> None:
+        if self.errors:
+            return
+        try:
+            if self.group is None:
+                self._join()
+            self._broadcast(bucket, version)
+        except EngineError as e:
+            self._fail(e)
+
+    def commit(self) -> None: ...
+
+    def close(self) -> None:
+        """Leave the group. It takes a limited time, whatever happened to the servers."""
+        if self.group is None:
+            return
+        body = {"group_name": self.group.name}
+        with suppress(EngineError):
+            # All processes of an NCCL group must leave it together.
+            self._run(
+                dict.fromkeys(self.targets, ("/destroy_weights_update_group", body)),
+                self.group.shutdown,
+                LEAVE_SECONDS,
+            )
+        self._abort()
+
+    def _join(self) -> None:
+        """Create the group.
+
+        Raises:
+            EngineError: a server did not join.
+        """
+        size = 1 + sum(target.processes for target in self.targets)
+        name, backend = f"agentrl-{uuid.uuid4().hex[:8]}", self.targets[0].backend
+        address = _own_address(self.targets)
+        self.group = group = BroadcastGroup(name, backend, size, address)
+        requests, first = {}, 1
+        for target in self.targets:
+            body = {
+                "master_address": address,
+                "master_port": group.port,
+                "rank_offset": first,
+                "world_size": size,
+                "group_name": name,
+                "backend": backend,
+            }
+            requests[target] = "/init_weights_update_group", body
+            first += target.processes
+        with environment_variables(JOIN_VARIABLES):
+            self._run(requests, group.open, JOIN_SECONDS)
+
+    def _broadcast(self, bucket: Bucket, version: int) -> None:
+        group, data = self.group, bucket.bytes
+        assert group is not None
+        body = _fields(bucket, version) | {
+            "names": bucket.names,
+            "dtypes": [str(bucket.flat.dtype).removeprefix("torch.")] * len(bucket.names),
+            "shapes": [list(shape) for shape in bucket.shapes],
+            "group_name": group.name,
+        }
+        self._run(
+            dict.fromkeys(self.targets, ("/update_weights_from_distributed", body)),
+            lambda: group.broadcast(data),
+            _time_limit(bucket),
+        )
+
+    def _run(
+        self,
+        requests: Mapping[Target, tuple[str, dict[str, Any]]],
+        own_part: Callable[[], object],
+        seconds: float,
+    ) -> None:
+        """Send a request to each server and run this process's part at the same time.
+
+        Raises:
+            EngineError: a part failed (a server's reason comes first), or took longer than
+                `seconds`.
+        """
+        calls = {
+            in_thread(partial(target.admin.manage, path, body, seconds=seconds)): target
+            for target, (path, body) in requests.items()
+        }
+        action = in_thread(own_part)
+        wait([*calls, action], timeout=seconds, return_when=FIRST_EXCEPTION)
+        if action.done() and action.exception() is not None:
+            wait(calls, timeout=LEAVE_SECONDS, return_when=FIRST_EXCEPTION)
+        for call in [*calls, action]:
+            if call.done() and (error := call.exception()) is not None:
+                raise EngineError(f"sending weights: {_describe(error)}") from error
+        if slow := [target.url for call, target in calls.items() if not call.done()]:
+            raise EngineError(f"sending weights: {', '.join(slow)}: not done after {seconds:g} s")
+        if not action.done():
+            raise EngineError(f"sending weights: not done after {seconds:g} s")
+
+    def _fail(self, error: EngineError) -> None:
+        """Abort the group, and record the error for all servers."""
+        self.errors = {target.url: str(error) for target in self.targets}
+        self._abort()
+
+    def _abort(self) -> None:
+        """Abort the group. Its pending operations end, or continue to block their threads."""
+        group, self.group = self.group, None
+        if group is not None:
+            wait([in_thread(group.abort)], timeout=LEAVE_SECONDS)
+
+
+def _own_address(targets: Sequence[Target]) -> str:
+    """Return the address of this machine that all servers can reach; loopback if all are here."""
+    hosts = {urlsplit(target.url).hostname or "" for target in targets}
+    addresses = set()
+    for host in hosts:
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, 9))  # sends nothing; it chooses the interface
+                addresses.add(probe.getsockname()[0])
+        except OSError as e:
+            raise EngineError(f"{host}: no route to this server: {e}") from e
+    outside = sorted(address for address in addresses if not address.startswith("127."))
+    return outside[0] if outside else "127.0.0.1"
+
+
+class BroadcastGroup:
+    """This process's end of a group, as rank 0. SGLang creates the other ends in the same way.
+
+    It does not use the group registry of `torch.distributed`: it needs no default group, and it
+    does not affect code that creates or destroys one later.
+    """
+
+    def __init__(self, name: str, backend: str, size: int, address: str = "127.0.0.1"):
+        """Listen for the other processes.
+
+        Args:
+            name: a name that no other group of the servers has.
+            backend: nccl or gloo.
+            size: the size of the group.
+            address: the address of the interface on which to listen. NCCL chooses the interface for
+                the data itself (`NCCL_SOCKET_IFNAME`).
+        """
+        self.name, self._backend, self._size = name, backend, size
+        self._is_aborted = Event()
+        self._group: Any = None
+        # The socket that torch creates would listen on all interfaces, at a fixed port.
+        listener = socket.create_server((address, 0))
+        self.port: int = listener.getsockname()[1]
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            address,
+            self.port,
+            size,
+            is_master=True,
+            timeout=timedelta(seconds=JOIN_SECONDS),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    def open(self) -> None:
+        """Wait until all processes of the servers have joined the group."""
+        # These are the keys that `torch.distributed` uses for a group that SGLang creates.
+        backends = BackendConfig(Backend(self._backend))  # type: ignore[arg-type]
+        device = next(iter(backends.device_backend_map))
+        store: Store = self._store
+        for prefix in (self.name, f"{self.name}/", f"{device}/"):
+            store = PrefixStore(prefix, store)
+        # The timeout exceeds all time limits of this module, so that these apply.
+        timeout = timedelta(hours=1)
+        if self._backend == "gloo":
+            group = dist.ProcessGroupGloo(store, 0, self._size, timeout)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            options.group_name = self.name  # type: ignore[assignment]
+            group = dist.ProcessGroupNCCL(store, 0, self._size, options)
+        group._set_sequence_number_for_group()
+        self._group = group
+
+    def broadcast(self, data: Tensor) -> None:
+        """Broadcast a tensor; return when the others have it, or when the group is aborted."""
+        if data.is_cuda:
+            torch.cuda.set_device(data.device)  # The device is a property of the thread.
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.asyncOp = True
+        work = self._group.broadcast([data], options)
+        # Poll, because a wait for a GPU cannot be interrupted.
+        while not work.is_completed():
+            if self._is_aborted.is_set():
+                return
+            time.sleep(0.0005)
+        work.wait()
+
+    def shutdown(self) -> None:
+        """Leave the group together with the others. NCCL needs this instead of `abort`."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()
+
+    def abort(self) -> None:
+        """Leave the group at once. Call it in its own thread only: it may block."""
+        self._is_aborted.set()
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+
+class _Summary:
+    """Collects what is compared with the weights that servers report, one bucket at a time.
+
+    The digest of a bucket is made of two sums of its bits, in rows of `DIGEST_WIDTH`: the sums of
+    the rows, weighted by their position, and those of the columns. So it also changes if values
+    only change places.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._sums: list[Tensor] = []
+        self._rows: dict[str, Tensor] = {}
+        self._norms: dict[str, Tensor] = {}
+
+    def add(self, bucket: Bucket) -> None:
+        self._names += bucket.names
+        self._sums.append(_sum_bits(bucket))
+        for name, tensor in bucket.tensors():
+            if tensor.dim() and 0 < tensor.numel() <= MAX_COMPARED_SIZE:
+                if not any(part in name for part in NOT_COMPARED):
+                    self._rows[name] = tensor[:COMPARED_ROWS].clone()
+                if name.endswith(NORM):
+                    self._norms[name] = tensor.clone()
+
+    def finish(self, sent: Sent) -> None:
+        """Write the results into `sent`."""
+        sent.names = self._names
+        numbers = [sums.tolist() for sums in self._sums]
+        sent.digest = hashlib.sha256(repr((self._names, numbers)).encode()).hexdigest()
+        step = max(1, len(self._rows) // COMPARED_TENSORS)
+        names = list(self._rows)[::step][:COMPARED_TENSORS]  # spread over the model
+        sent.rows = {name: self._rows[name].cpu() for name in names}
+        sent.norms = {name: tensor.cpu() for name, tensor in self._norms.items()}
+
+
+def _sum_bits(bucket: Bucket) -> Tensor:
+    """Return the weighted sums of a bucket's bits: (3,) int64, on its device."""
+    data = bucket.bytes
+    bits = data.view(torch.int16) if data.numel() % 2 == 0 else data
+    whole = len(bits) // DIGEST_WIDTH * DIGEST_WIDTH
+    table, rest = bits[:whole].view(-1, DIGEST_WIDTH), bits[whole:]
+    # Two passes: weighting each value would need a copy of four times the size.
+    sums = [table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64), rest.long()]
+    return torch.stack([(s * torch.arange(1, len(s) + 1, device=s.device)).sum() for s in sums])

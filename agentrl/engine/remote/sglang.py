@@ -11,14 +11,13 @@ import math
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from agentrl.engine.base import Sampling, Update
+from agentrl.engine.base import Sampling
 from agentrl.engine.remote.admin import ADMIN_SECONDS, AdminClient, reading, refusal
 from agentrl.engine.remote.client import (
     PolicyVersion,
@@ -27,7 +26,8 @@ from agentrl.engine.remote.client import (
     sampling_params,
     token_versions,
 )
-from agentrl.engine.remote.senders import Sender, SGLangDiskSender
+from agentrl.engine.remote.loaders import Loader, SGLangFileLoader
+from agentrl.engine.remote.senders import Sent
 from agentrl.engine.remote.weights_check import WeightsChecker
 from agentrl.errors import EngineError
 from agentrl.trajectory import Generation, float_array, token_array
@@ -55,7 +55,7 @@ class SGLangEngine(RemoteEngine):
         url: str,
         *,
         dtype: torch.dtype | None = None,
-        sender: Callable[[AdminClient], Sender] = SGLangDiskSender,
+        loader: Callable[[AdminClient], Loader] = SGLangFileLoader,
         sleep: Literal["none", "kv_cache", "all"] = "none",
         **options: Any,
     ):
@@ -64,17 +64,17 @@ class SGLangEngine(RemoteEngine):
         Args:
             url: the URL of the server.
             dtype: the dtype of the server's weights, to which updates are cast; None: do not cast.
-            sender: returns the sender of the policy.
+            loader: returns the loader of the policy.
             sleep: the memory that the server releases while the trainer works.
             **options: see `RemoteEngine`. Without the admin key, SGLang aborts no request.
 
         Raises:
             EngineError: no server answers, or it is not SGLang.
         """
-        self._dtype = dtype
+        self.dtype = dtype
         self._memory, self._released = MEMORY_TAGS[sleep], set[str]()
         self._aborts: set[asyncio.Task[None]] = set()
-        super().__init__(url, sender=sender, **options)
+        super().__init__(url, loader=loader, **options)
 
     def _connect(self) -> None:
         self._weights_checker = WeightsChecker(self.admin)
@@ -170,31 +170,23 @@ class SGLangEngine(RemoteEngine):
             )
         return super().probe()
 
-    def _replace_weights(self, update: Update) -> int:
-        write = update.write
-        update = replace(
-            update,
-            weights=partial(self._cast, update),
-            write=write and (lambda folder, _: write(folder, self._dtype)),
-        )
-        self._weights_checker.record_first()
-        size = self._send(update)
-        self._policy_version = PolicyVersion(str(update.version), update.version)
-        self.flush_cache()
-        self._check_cache_is_empty()
-        self._weights_checker.check(update)
-        return size
-
-    def _cast(self, update: Update) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights in the server's dtype, rounded as the server would."""
-        for name, tensor in update.weights():
-            yield name, tensor.to(self._dtype or tensor.dtype)
-
-    def _send(self, update: Update) -> int:
+    def _prepare(self) -> None:
+        if not self._loads_adapter:
+            self._weights_checker.record_first()
         self._resume_memory("weights")
-        size = super()._send(update)
+
+    def _load(self, version: int, sent: Sent, folder: Path | None) -> None:
+        self.loader.load(version, sent, folder)
         self._resume_memory("kv_cache")
-        return size
+        if not self._loads_adapter:
+            self._policy_version = PolicyVersion(str(version), version)
+            self.flush_cache()
+            self._check_cache_is_empty()
+            self._weights_checker.check(version, sent)
+
+    @property
+    def _loads_adapter(self) -> bool:
+        return self.loader.source == "adapter"
 
     def _resume_memory(self, tag: str) -> None:
         if tag in self._released:

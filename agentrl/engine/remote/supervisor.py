@@ -16,22 +16,20 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NoReturn
-
-from safetensors import SafetensorError
 
 from agentrl.engine.base import Update
 from agentrl.engine.remote.admin import in_thread
 from agentrl.engine.remote.client import RemoteEngine
+from agentrl.engine.remote.distributor import Distributor, as_engine_errors
 from agentrl.errors import (
-    AgentRLError,
     EngineDead,
     EngineError,
     EngineOverloaded,
-    InvalidEngineResponse,
 )
 
 log = logging.getLogger("agentrl")
@@ -178,6 +176,7 @@ class Supervisor:
         self.restarts = self.sent = 0
         """The number of restarts, and of bytes of weights that were sent, in total."""
         self._recovery = recovery
+        self._distributor = Distributor()
         self._update: Update | None = None
         self._weights = threading.Condition()
         self._lock = threading.Lock()
@@ -282,12 +281,16 @@ class Supervisor:
         """Wait until nothing reads the learner's weights. Then the trainer may change them."""
         with self._weights:
             self._asleep = True
-            for replica in self.replicas:
-                if not replica.breaker.is_open:
-                    self._try(replica, lambda e: e.sleep())
+            calls = [
+                in_thread(partial(self._put_to_sleep, replica))
+                for replica in self.replicas
+                if not replica.breaker.is_open
+            ]
+            for call in calls:
+                call.result()
 
     def publish(self, update: Update) -> int:
-        """Send the policy to all replicas that can load it, one after the other.
+        """Send the policy to all replicas that can load it, at the same time.
 
         If no replica can load it, wait for the replicas that are being repaired, but not for those
         that refused it.
@@ -307,11 +310,7 @@ class Supervisor:
                     for replica in self.replicas
                     if replica.awaits_weights or not replica.breaker.is_open
                 ]
-                refused = {
-                    replica for replica in candidates if not self._publish_to(replica, update)
-                }
-                # If no replica loaded it, none may sample from older weights.
-                self.version = update.version
+                refused = self._publish_to(candidates, update)
             finally:
                 self._publishing = False
                 self._weights.notify_all()
@@ -333,6 +332,7 @@ class Supervisor:
                 if replica.recovery_thread is not None
             ]
         with contextlib.ExitStack() as stack:
+            stack.callback(self._distributor.close)
             for replica, engine in zip(self.replicas, engines, strict=True):
                 stack.callback(replica.cancel_requests)
                 stack.callback(engine.close)
@@ -363,25 +363,29 @@ class Supervisor:
                 return False
             raise EngineError(f"no engine loaded version {update.version}.\n{self._causes()}")
 
-    def _publish_to(self, replica: Replica, update: Update) -> bool:
-        """Send the update to one replica; return False and exclude it if that fails."""
-        engine = replica.engine
-        try:
-            self._send(replica, update)
-        except EngineError as e:
-            self.exclude(replica, engine, e, broken=is_dead(engine, e), stale=True)
-            return False
-        # From now on this replica is usable, and those with older weights are not.
+    def _publish_to(self, replicas: Sequence[Replica], update: Update) -> set[Replica]:
+        """Send the update to replicas; return those that failed, which are excluded."""
+        engines = {replica.engine: replica for replica in replicas}
+        size, errors = self._distributor.publish(list(engines), update)
+        self.sent += size
+        # From now on the replicas that have loaded it are usable. If none has, none may sample from
+        # older weights.
         self.version = update.version
-        self._admit(replica)
-        return True
+        for engine, replica in engines.items():
+            if engine not in errors:
+                replica.sent_update = update
+                self._admit(replica)
+        dead = [in_thread(partial(is_dead, engine, error)) for engine, error in errors.items()]
+        for (engine, error), broken in zip(errors.items(), dead, strict=True):
+            self.exclude(engines[engine], engine, error, broken=broken.result(), stale=True)
+        return {engines[engine] for engine in errors}
 
-    def _try(self, replica: Replica, call: Callable[[RemoteEngine], None]) -> None:
-        """Call a function with an engine; exclude the replica if the function fails."""
+    def _put_to_sleep(self, replica: Replica) -> None:
+        """Let an engine sleep; exclude it if that fails."""
         engine = replica.engine
         try:
             with as_engine_errors(engine):
-                call(engine)
+                engine.sleep()
         except EngineError as e:
             self.exclude(replica, engine, e, broken=True, stale=True)
 
@@ -508,8 +512,15 @@ class Supervisor:
         return True
 
     def _send(self, replica: Replica, update: Update) -> None:
-        with as_engine_errors(replica.engine):
-            self.sent += replica.engine.publish(update)
+        """Send the update to one replica.
+
+        Raises:
+            EngineError: it did not load the update.
+        """
+        size, errors = self._distributor.publish([replica.engine], update)
+        for error in errors.values():
+            raise error
+        self.sent += size
         replica.sent_update = update
 
     def _admit(self, replica: Replica) -> None:
@@ -547,26 +558,6 @@ def open_all(openers: Sequence[Opener]) -> list[RemoteEngine]:
 def _close_opened(opened: Future[RemoteEngine]) -> None:
     if opened.exception() is None:
         opened.result().close()
-
-
-@contextlib.contextmanager
-def as_engine_errors(engine: RemoteEngine) -> Iterator[None]:
-    """Raise other exceptions of an engine's client as engine errors.
-
-    Otherwise they would stop the run.
-
-    Raises:
-        InvalidEngineResponse: an answer, or the data to send, was not what the client expected.
-        EngineError: a file or a socket failed.
-    """
-    try:
-        yield
-    except AgentRLError:
-        raise
-    except (OSError, SafetensorError) as e:
-        raise EngineError(f"{engine.url}: {type(e).__name__}: {e}") from e
-    except (AttributeError, LookupError, TypeError, ValueError) as e:
-        raise InvalidEngineResponse(f"{engine.url}: {type(e).__name__}: {e}") from e
 
 
 def is_dead(engine: RemoteEngine, error: EngineError) -> bool:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from agentrl.engine.base import Sampling, Update
+from agentrl.engine.base import Sampling
 from agentrl.engine.remote.admin import ADMIN_SECONDS, reading, refusal
 from agentrl.engine.remote.client import (
     PolicyVersion,
@@ -22,7 +23,7 @@ from agentrl.engine.remote.client import (
     token_versions,
 )
 from agentrl.engine.remote.launch import raise_if_dead
-from agentrl.engine.remote.senders import SEND_SECONDS
+from agentrl.engine.remote.senders import Sent
 from agentrl.errors import ConfigError, EngineError, UserError
 from agentrl.trajectory import Generation, float_array, token_array
 
@@ -31,6 +32,9 @@ UNNAMED_VERSION = "default"
 """The version of weights whose version was never set."""
 TEMPERATURES = (0.01, 2.0)
 """The range of temperatures. vLLM refuses higher ones, and silently raises lower ones."""
+LONG_SECONDS = 600.0
+"""The time limit of the first request, which compiles kernels, and of a pause, which waits for the
+turns in flight."""
 MISSING_STATUSES = (403, 404, 405)
 """The statuses of an endpoint that is disabled or unknown."""
 NO_LOGPROB = -9999.0
@@ -182,7 +186,7 @@ class VLLMEngine(RemoteEngine):
         """
         body = self._body([0], Sampling(temperature=1.0, top_k=1), LOGPROB_TOKENS)
         # The first request of a server may take long, because it compiles kernels.
-        answer = self.admin.ask(self._path, body, seconds=SEND_SECONDS)
+        answer = self.admin.ask(self._path, body, seconds=LONG_SECONDS)
         values = self._read_turn(
             answer, LOGPROB_TOKENS, self._policy_version, f"{self.url}: a probe", {}
         )
@@ -195,24 +199,28 @@ class VLLMEngine(RemoteEngine):
 
     # -- EngineControl -----------------------------------------------------------------------------
 
-    def _replace_weights(self, update: Update) -> int:
-        """Replace the weights once the turns in flight have ended.
+    def _prepare(self) -> None:
+        """Wait for the end of the turns in flight, if the weights will be replaced.
 
         If the server does not load them, it stays paused, because its weights are unknown then.
         """
-        self._manage("/pause?mode=wait", SEND_SECONDS)
+        if self.loader.source == "files":
+            self._manage("/pause?mode=wait", LONG_SECONDS)
+
+    def _load(self, version: int, sent: Sent, folder: Path | None) -> None:
+        if self.loader.source == "adapter":
+            self.loader.load(version, sent, folder)
+            return
         try:
-            size = self._send(update)
-        except ConfigError:  # Nothing was sent.
+            self.loader.load(version, sent, folder)
+        except ConfigError:  # Nothing was loaded.
             self._manage("/resume")
             raise
-        weights = str(update.version)
-        self._set_weight_version(weights)
+        self._set_weight_version(str(version))
         self._manage("/reset_prefix_cache")
-        self._policy_version = PolicyVersion(weights, update.version)
+        self._policy_version = PolicyVersion(str(version), version)
         self._manage("/resume")
         self._check_cache_is_empty()
-        return size
 
     def _current_weight_version(self) -> str:
         """Return the version of the weights that the server reports."""

@@ -13,29 +13,16 @@ vLLM may offer `/weight_checker`, the checksum of the bytes of each tensor.
 from __future__ import annotations
 
 import hashlib
-from itertools import islice
 from typing import Any
 
 import orjson
 import torch
 from torch import Tensor
 
-from agentrl.engine.base import Update
 from agentrl.engine.remote.admin import AdminClient
+from agentrl.engine.remote.senders import COMPARED_ROWS, Sent
 from agentrl.errors import EngineError
 
-COMPARED = 3
-"""The number of tensors that are compared by value."""
-ROWS = 8
-"""The number of first rows that are compared."""
-MAX_ELEMENTS = 2**21
-"""The largest tensor to compare: SGLang converts all of it to a list, then takes the first rows."""
-NOT_COMPARED = ("k_proj", "v_proj")
-"""Parts of names of tensors that are not compared. SGLang cuts these out of a fused tensor, at
-wrong positions if the width of a model's heads is not its hidden size divided by the number of
-heads."""
-NORM = "norm.weight"
-"""The end of the names of norms. vLLM holds them as they are in the files: not fused, not split."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes in which a server may hold a tensor."""
 
@@ -48,63 +35,56 @@ class WeightsChecker:
         self._admin = admin
         self._by_name = self._by_checksum = True
         self._checksum: str | None = None
-        self._digest: int | None = None
+        self._digest: str | None = None
 
     def record_first(self) -> None:
         """Record the checksum of the weights that the server has before the first update."""
         if self._by_checksum and self._digest is None:
             self._checksum = self._ask_checksum()
 
-    def check(self, update: Update) -> None:
-        """Check that the server holds the weights of an update.
+    def check(self, version: int, sent: Sent) -> None:
+        """Check that the server holds the weights of a version that were sent to it.
 
         Raises:
             EngineError: the server holds other weights.
         """
         if self._by_name:
-            self._compare(update)
+            self._compare(version, sent)
         if self._by_checksum:
-            self._check_checksum(update)
+            self._check_checksum(version, sent)
 
-    def _compare(self, update: Update) -> None:
+    def _compare(self, version: int, sent: Sent) -> None:
         """Compare the values of some tensors, spread over the model."""
-        names = [
-            name
-            for name, tensor in update.weights()
-            if tensor.numel() <= MAX_ELEMENTS and not any(part in name for part in NOT_COMPARED)
-        ]
-        compared_names = set(names[:: max(1, len(names) // COMPARED)][:COMPARED])
-        for name, tensor in islice(
-            ((n, t) for n, t in update.weights() if n in compared_names), COMPARED
-        ):
+        for name, rows in sent.rows.items():
             status, content = self._admin.send(
-                "/get_weights_by_name", {"name": name, "truncate_size": ROWS}
+                "/get_weights_by_name", {"name": name, "truncate_size": COMPARED_ROWS}
             )
             server_weights = orjson.loads(content) if status == 200 and content else None
             if server_weights is None:  # Not a model of the Llama family.
                 self._by_name = False
                 return
-            if not _is_same(server_weights, tensor[:ROWS]):
+            if not _is_same(server_weights, rows):
                 raise EngineError(
-                    f"{self._admin.url}: version {update.version} was published, but the server"
+                    f"{self._admin.url}: version {version} was published, but the server"
                     f" holds other values of {name}"
                 )
 
-    def _check_checksum(self, update: Update) -> None:
+    def _check_checksum(self, version: int, sent: Sent) -> None:
         """Check that the checksum changes if and only if the weights that are sent change."""
-        digest, checksum = _digest(update), self._ask_checksum()
+        checksum = self._ask_checksum()
         if self._digest is not None and checksum is not None:
-            sent_changed, server_changed = digest != self._digest, checksum != self._checksum
+            sent_changed = sent.digest != self._digest
+            server_changed = checksum != self._checksum
             if sent_changed != server_changed:
                 raise EngineError(
-                    f"{self._admin.url}: version {update.version} was published, and its weights"
+                    f"{self._admin.url}: version {version} was published, and its weights"
                     + (
                         " differ from the last ones, but the server's are as they were"
                         if sent_changed
                         else " are the last ones, but the server's have changed"
                     )
                 )
-        self._digest, self._checksum = digest, checksum
+        self._digest, self._checksum = sent.digest, checksum
 
     def _ask_checksum(self) -> str | None:
         status, content = self._admin.send("/weights_checker", {"action": "checksum"})
@@ -117,34 +97,14 @@ class WeightsChecker:
 
 def _is_same(server_weights: list[Any], sent: Tensor) -> bool:
     """Return whether the numbers equal the tensor, in a dtype that the server may use."""
-    expected = sent.detach().float().cpu()
+    expected = sent.float()
     server_tensor = torch.tensor(server_weights, dtype=torch.float32)
     if server_tensor.shape != expected.shape:
         return False
     return any(torch.equal(server_tensor, expected.to(d).float()) for d in DTYPES)
 
 
-def _digest(update: Update) -> int:
-    """Return a number that changes if weights change; other weights rarely have the same number.
-
-    For each tensor it is a hash of two sums: the sums of the bits of each row, weighted by the
-    row's position, and those of each column. So it also changes if values only change places. It is
-    compared with earlier digests of this function only, never with a server's.
-    """
-    total = 0
-    for name, tensor in update.weights():
-        flat = tensor.detach().contiguous().reshape(-1)
-        bits = flat.view(torch.int16).reshape(len(tensor) if tensor.dim() else 1, -1)
-        sums = []
-        for axis in (1, 0):  # Two passes: weighting each value needs a copy of four times the size.
-            totals = bits.sum(axis, dtype=torch.int64)
-            positions = torch.arange(1, len(totals) + 1, device=totals.device)
-            sums.append(int((totals * positions).sum()))
-        total ^= hash((name, *sums))
-    return total
-
-
-def check_norms(admin: AdminClient, update: Update) -> bool:
+def check_norms(admin: AdminClient, version: int, sent: Sent) -> bool:
     """Compare vLLM's checksums of the model's norms with those of the tensors that were sent.
 
     Returns:
@@ -160,12 +120,12 @@ def check_norms(admin: AdminClient, update: Update) -> bool:
     for name, digest in orjson.loads(content)["checksums"].items():
         server_digests.setdefault(name.rpartition(":")[2], set()).add(digest)
     has_compared = False
-    for name, tensor in update.weights():
-        if not name.endswith(NORM) or name not in server_digests:
+    for name, tensor in sent.norms.items():
+        if name not in server_digests:
             continue
         if not server_digests[name] <= _digests(tensor) or len(server_digests[name]) > 1:
             raise EngineError(
-                f"{admin.url}: version {update.version} was published, but the server holds"
+                f"{admin.url}: version {version} was published, but the server holds"
                 f" other values of {name}"
             )
         has_compared = True
@@ -174,8 +134,7 @@ def check_norms(admin: AdminClient, update: Update) -> bool:
 
 def _digests(tensor: Tensor) -> set[str]:
     """Return the SHA-256 of a tensor's bytes, in every dtype that a server may use."""
-    on_cpu = tensor.detach().cpu().contiguous()
     return {
-        hashlib.sha256(on_cpu.to(precision).view(torch.uint8).numpy().tobytes()).hexdigest()
+        hashlib.sha256(tensor.to(precision).view(torch.uint8).numpy().tobytes()).hexdigest()
         for precision in DTYPES
     }

@@ -1,0 +1,265 @@
+"""How one server loads the policy: from memory, from files, or a LoRA adapter with a name.
+
+The weights themselves are sent by `senders`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import uuid
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from agentrl.engine.remote.admin import ADMIN_SECONDS, AdminClient
+from agentrl.engine.remote.launch import MAX_ADAPTERS
+from agentrl.engine.remote.senders import Sent, Target
+from agentrl.engine.remote.weights_check import check_norms
+from agentrl.errors import ConfigError, EngineError, InvalidEngineResponse
+
+log = logging.getLogger("agentrl")
+
+LOAD_SECONDS, FILE_BYTES_PER_SECOND = 60.0, 1e8
+"""A server must load N bytes of files within `LOAD_SECONDS + N / FILE_BYTES_PER_SECOND`."""
+
+
+class Loader(ABC):
+    """Makes one server load the policy."""
+
+    source: ClassVar[Literal["memory", "files", "adapter"]]
+    """What the server loads: weights that `target` receives, files with weights, or an adapter."""
+    target: Target | None = None
+    """The server as a target of weights in memory."""
+
+    def __init__(self, admin: AdminClient):
+        """Store the client of the server; load nothing yet."""
+        self._admin = admin
+
+    def check(self) -> None:  # noqa: B027
+        """Check that weights can be sent to this server.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+
+    @abstractmethod
+    def load(self, version: int, sent: Sent, folder: Path | None) -> None:
+        """Load the policy. When this returns, the server has loaded it.
+
+        Args:
+            version: the version of the policy.
+            sent: the weights that were sent; empty for an adapter.
+            folder: the folder with the files or the adapter; None: the weights came by memory.
+
+        Raises:
+            EngineError: the server did not load it.
+        """
+
+    def request_fields(self) -> dict[str, Any]:
+        """Return the fields that make a request use the policy that was loaded last.
+
+        Empty if the server samples from its own weights.
+        """
+        return {}
+
+    def close(self) -> None:  # noqa: B027
+        """Remove everything that was loaded, also from a server that agentrl did not start."""
+
+
+class MemoryLoader(Loader):
+    """Weights come to an SGLang server through memory or by broadcast, with their version."""
+
+    source = "memory"
+
+    def __init__(
+        self, admin: AdminClient, *, processes: int = 1, ranks: tuple[int, ...] = (), **options: Any
+    ):
+        """Make the target. agentrl must have started the server.
+
+        Args:
+            admin: the client of the server.
+            processes: the number of the server's processes that share a model.
+            ranks: see `Target`.
+            **options: see `Target`.
+        """
+        super().__init__(admin)
+        self.target = Target(admin.url, admin.key, admin.admin_key, processes, ranks, **options)
+
+    def load(self, version: int, sent: Sent, folder: Path | None) -> None:
+        """Do nothing: the server loaded the weights when it received them."""
+
+
+class SGLangFileLoader(Loader):
+    """Loads all weights from files, into any SGLang server that can read them.
+
+    Tensors that are not in the files keep their values.
+    """
+
+    source = "files"
+
+    def load(self, version: int, sent: Sent, folder: Path | None) -> None:
+        # Do not flush the cache with the update: SGLang crashes if the cache is in use then.
+        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": False}
+        self._admin.manage("/update_weights_from_disk", body, seconds=_load_seconds(sent))
+
+
+class VLLMFileLoader(Loader):
+    """Loads all weights from files, into a server in vLLM's development mode."""
+
+    source = "files"
+
+    def __init__(self, admin: AdminClient, names: frozenset[str], *, stale_head: bool = False):
+        """Store the options; load nothing yet.
+
+        Args:
+            admin: the client of the server.
+            names: the names of all tensors of the model.
+            stale_head: whether the server runs on a CPU and ties the head to the embeddings. There,
+                vLLM keeps a packed copy of the head that an update does not change.
+        """
+        super().__init__(admin)
+        self._names = names
+        self.stale_head = stale_head
+        self._has_warned = False
+        """True if the log says already that the server's weights are not checked."""
+
+    def check(self) -> None:
+        if self.stale_head:
+            raise ConfigError(
+                "rollout.name=vllm on a CPU cannot train all weights of this model: its head is"
+                " tied to its embeddings, and vLLM would keep using the old head. Train LoRA"
+                " (model.lora_rank), or set rollout.name=sglang"
+            )
+
+    def load(self, version: int, sent: Sent, folder: Path | None) -> None:
+        """Load all weights. The server must be paused, without turns in flight.
+
+        Raises:
+            ConfigError: a tensor is missing. vLLM loads whole layers (q, k and v are one layer):
+                the parts of a layer that are not in the files become uninitialized memory.
+            EngineError: the server does not load the weights, or holds other weights afterwards.
+        """
+        if missing := sorted(self._names.difference(sent.names)):
+            raise ConfigError(
+                f"vLLM needs all weights at once, but {len(missing)} of {len(self._names)} are"
+                f" not published ({missing[0]}, ...). Send LoRA as an adapter:"
+                " rollout.lora=adapter"
+            )
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        self._admin.manage("/collective_rpc", body, seconds=_load_seconds(sent))
+        if not check_norms(self._admin, version, sent) and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%s has no checksums of its weights, so it is not checked that it holds those that"
+                " were sent",
+                self._admin.url,
+            )
+
+
+def _load_seconds(sent: Sent) -> float:
+    return LOAD_SECONDS + sent.size / FILE_BYTES_PER_SECOND
+
+
+class AdapterLoader(Loader):
+    """Loads only LoRA, to a server that was started with `--enable-lora`.
+
+    A server applies an adapter only to requests that name it, and reports no error if a request
+    names none. It also uses the name to distinguish cached prefixes. So every adapter has a unique
+    name, only `request_fields` returns it, and every request contains those fields.
+    """
+
+    source = "adapter"
+    request_field: ClassVar[str]
+    """The field of a request that contains the name of an adapter."""
+    kept_folders: ClassVar[int]
+    """The number of adapter folders that must exist after loading."""
+
+    def __init__(self, admin: AdminClient):
+        """Store the client of the server; load nothing yet."""
+        super().__init__(admin)
+        # A server may hold adapters of other runs, so the names of this run are unique.
+        self._name_prefix = f"agentrl-{uuid.uuid4().hex[:8]}-"
+        self._load_count = 0
+        self._adapters: list[str] = []
+
+    def load(self, version: int, sent: Sent, folder: Path | None) -> None:
+        """Load the adapter; check that the server lists it, and no longer lists the old ones."""
+        self._sync_with_server()
+        while len(self._adapters) >= MAX_ADAPTERS:
+            self._unload(self._adapters[0])
+        # Use a new name each time: if an answer was lost, the adapter of the old name is unknown.
+        self._load_count += 1
+        name = f"{self._name_prefix}{version}-{self._load_count}"
+        self._manage("load", {"lora_name": name, "lora_path": str(folder)})
+        self._adapters.append(name)
+        self._check_listed()
+
+    def request_fields(self) -> dict[str, Any]:
+        """Return the field with the name of the newest adapter."""
+        return {self.request_field: self._adapters[-1]} if self._adapters else {}
+
+    def close(self) -> None:
+        """Unload the adapters of this run, which a server that agentrl did not start would keep."""
+        with contextlib.suppress(EngineError):
+            while self._adapters:
+                self._unload(self._adapters[0])
+
+    @abstractmethod
+    def _manage(self, verb: str, body: dict[str, str]) -> None:
+        """Make the server load or unload an adapter."""
+
+    def _unload(self, name: str) -> None:
+        self._manage("unload", {"lora_name": name})
+        self._adapters.remove(name)
+
+    def _sync_with_server(self) -> None:
+        """Make the list of adapters of this object and that of the server equal.
+
+        An answer may have been lost, or the server restarted.
+        """
+        server_adapters = self._list_adapters()
+        self._adapters = [adapter for adapter in self._adapters if adapter in server_adapters]
+        for extra in server_adapters - set(self._adapters):
+            self._manage("unload", {"lora_name": extra})
+
+    def _check_listed(self) -> None:
+        """Check that the server lists exactly the adapters of this object.
+
+        Raises:
+            EngineError: the lists differ.
+        """
+        if (server_adapters := self._list_adapters()) != set(self._adapters):
+            raise EngineError(
+                f"{self._admin.url}: its adapters are {sorted(server_adapters)}, not"
+                f" {sorted(self._adapters)}"
+            )
+
+    def _list_adapters(self) -> set[str]:
+        """Return the adapters of this run that the server has."""
+        answer = self._admin.ask("/v1/models")
+        try:
+            names = [str(model["id"]) for model in answer["data"]]
+        except (LookupError, TypeError) as e:
+            raise InvalidEngineResponse(f"{self._admin.url}/v1/models: not a list: {e}") from e
+        return {name for name in names if name.startswith(self._name_prefix)}
+
+
+class SGLangAdapterLoader(AdapterLoader):
+    """Loads adapters into SGLang, which reads an adapter's folder once."""
+
+    request_field, kept_folders = "lora_path", 0
+
+    def _manage(self, verb: str, body: dict[str, str]) -> None:
+        seconds = LOAD_SECONDS if verb == "load" else ADMIN_SECONDS
+        self._admin.manage(f"/{verb}_lora_adapter", body, seconds=seconds)
+
+
+class VLLMAdapterLoader(AdapterLoader):
+    """Loads adapters into vLLM, which reads the folder of an unloaded adapter again."""
+
+    request_field, kept_folders = "model", 2 * MAX_ADAPTERS
+
+    def _manage(self, verb: str, body: dict[str, str]) -> None:
+        path = f"/v1/{verb}_lora_adapter"
+        self._admin.manage(path, body, seconds=LOAD_SECONDS, json=False)  # Not JSON.

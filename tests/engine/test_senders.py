@@ -1,0 +1,192 @@
+"""Weights are gathered once and reach all servers at the same time, from one rank or from many."""
+
+import time
+from contextlib import closing
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.exact_rank import ExactRank
+from support.fake_sglang import FakeSGLang
+from support.processes import Processes
+from support.trainer_fixtures import config, tiny_folder
+
+from agentrl.engine.base import Update
+from agentrl.engine.remote import distributor as distributor_module
+from agentrl.engine.remote import senders as senders_module
+from agentrl.engine.remote.admin import AdminClient
+from agentrl.engine.remote.distributor import Distributor
+from agentrl.engine.remote.loaders import MemoryLoader, SGLangFileLoader
+from agentrl.engine.remote.senders import Route, Target, WeightsSender
+from agentrl.trainer.rank import LocalRankGroup
+
+WEIGHTS = [(f"layers.{i}.weight", torch.randn(8, 8)) for i in range(12)]
+
+
+@pytest.fixture
+def fake():
+    with closing(FakeSGLang()) as server:
+        yield server
+
+
+class Engine:
+    """A client that only forwards the steps of an update, with the steps of a slow server."""
+
+    dtype = None
+
+    def __init__(self, url, loader, seconds=0.0):
+        self.url, self.seconds = url, seconds
+        self.loader = loader(AdminClient(url))
+        self.version = None
+
+    def begin_update(self):
+        time.sleep(self.seconds)
+
+    def finish_update(self, version, sent, folder):
+        time.sleep(self.seconds)
+        self.loader.load(version, sent, folder)
+        self.version = version
+
+
+def memory(admin):
+    return MemoryLoader(admin, ranks=(0,))
+
+
+class Weights:
+    """Weights that count how often they are gathered."""
+
+    def __init__(self):
+        self.gathers = 0
+
+    def update(self, version):
+        def gather():
+            self.gathers += 1
+            yield from WEIGHTS
+
+        return Update(version, gather)
+
+
+@pytest.mark.parametrize("loader", [memory, SGLangFileLoader], ids=["memory", "files"])
+def test_32_servers_take_about_as_long_as_one(fake, loader):
+    fake.seconds, fake.reads_weights = 0.2, False
+    weights, seconds = Weights(), {}
+    for count in (1, 32):
+        engines = [Engine(fake.url(1 + k), loader, 0.2) for k in range(count)]
+        with closing(Distributor()) as distributor:
+            start = time.monotonic()
+            size, errors = distributor.publish(engines, weights.update(count))
+            seconds.setdefault(count, []).append(time.monotonic() - start)
+        assert not errors and size == 12 * 64 * 4
+        assert all(engine.version == count for engine in engines)
+    assert weights.gathers == 2, "once for each publication"
+    assert min(seconds[32]) < 2 * min(seconds[1]), "benchmarks/publish.py measures this"
+
+
+def test_a_server_that_refuses_affects_no_other(fake):
+    fake.refusing = {"127.0.0.2"}
+    engines = [Engine(fake.url(n), memory) for n in (1, 2, 3)]
+    with closing(Distributor()) as distributor:
+        _, errors = distributor.publish(engines, Weights().update(7))
+    assert list(errors) == [engines[1]] and "out of memory" in str(errors[engines[1]])
+    assert [engine.version for engine in engines] == [7, None, 7]
+    assert fake.versions == {"127.0.0.1": ["7"], "127.0.0.3": ["7"]}
+
+
+def test_a_server_that_hangs_fails_after_its_time_and_is_named_before(fake, monkeypatch, caplog):
+    monkeypatch.setattr(senders_module, "BASE_SECONDS", 1.5)
+    monkeypatch.setattr(distributor_module, "SLOW_SECONDS", 0.3)
+    fake.hanging = {"127.0.0.2"}
+    engines = [Engine(fake.url(n), memory) for n in (1, 2)]
+    start = time.monotonic()
+    with closing(Distributor()) as distributor:
+        _, errors = distributor.publish(engines, Weights().update(7))
+    assert 1 < time.monotonic() - start < 8
+    assert list(errors) == [engines[1]] and "127.0.0.2" in str(errors[engines[1]])
+    assert caplog.text.count("version 7 of the policy is not on every engine after 0.3 s") == 1
+
+
+def test_the_log_names_the_servers_that_are_slow(fake, monkeypatch, caplog):
+    monkeypatch.setattr(distributor_module, "SLOW_SECONDS", 0.3)
+    engines = [Engine(fake.url(1), memory), Engine(fake.url(2), memory, 0.6)]
+    with closing(Distributor()) as distributor:
+        distributor.publish(engines, Weights().update(7))
+    assert f"waiting for {engines[1].url}" in caplog.text and engines[0].url not in caplog.text
+
+
+def test_weights_that_cannot_be_gathered_leave_nothing_waiting(fake):
+    def broken():
+        yield from WEIGHTS[:3]
+        raise RuntimeError("the gather failed")
+
+    route = Route(1, (Target(fake.url(), ranks=(0,)),), bucket_bytes=300)
+    with closing(WeightsSender()) as sender, pytest.raises(RuntimeError, match="the gather failed"):
+        sender.send(broken(), route)
+    assert not fake.versions, "the version comes with the last bucket only"
+
+
+def test_what_is_sent_next_is_gathered_while_a_bucket_is_sent(fake):
+    """12 tensors of 50 ms each, in 12 buckets of 100 ms: together 1.2 s, not 1.8 s."""
+    fake.seconds = 0.1
+
+    def slow():
+        for pair in WEIGHTS:
+            time.sleep(0.05)
+            yield pair
+
+    route = Route(1, (Target(fake.url(), ranks=(0,)),), bucket_bytes=256)
+    start = time.monotonic()
+    WeightsSender().send(slow(), route)
+    assert len(fake.requests) == 12
+    assert time.monotonic() - start < 1.75
+
+
+# -- several ranks ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_folder(tmp_path_factory.mktemp("ranks") / "model")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder):
+    with closing(Processes(2, ExactRank, folder)) as group:
+        yield group
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("bucket_bytes", [1, 4000, 2**20])
+def test_two_ranks_send_what_one_rank_sends(fake, folder, two_ranks, tmp_path, lora, bucket_bytes):
+    """Server 1 reads rank 0, server 2 rank 1, and server 3 has a process on each."""
+    cfg = config(model__lora_rank=lora)
+    one = LocalRankGroup(ExactRank(folder))
+    one.begin(cfg)
+    expected = dict(one.rank.policy.export(torch.float32))
+    two_ranks.begin(cfg)
+    targets = [
+        Target(fake.url(n), ranks=ranks, processes=len(ranks))
+        for n, ranks in enumerate([(0,), (1,), (0, 1)], 1)
+    ]
+    route = Route(5, tuple(targets), tmp_path, torch.float32, bucket_bytes)
+    sent = two_ranks.send_weights(route)
+    assert not sent.errors
+    assert sent.size == sum(t.nbytes for t in expected.values())
+    files = {n: t for file in tmp_path.glob("*.safetensors") for n, t in load_file(file).items()}
+    for received in (files, *(fake.weights[f"127.0.0.{n}"] for n in (1, 2, 3))):
+        assert received.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(received[name], tensor, atol=1e-7, rtol=0)
+    assert fake.versions == {f"127.0.0.{n}": ["5"] for n in (1, 2, 3)}
+
+
+def test_a_server_of_another_rank_that_fails_does_not_end_the_ranks(fake, two_ranks):
+    two_ranks.begin(config())
+    fake.refusing = {"127.0.0.2"}
+    targets = tuple(
+        Target(fake.url(n), ranks=ranks) for n, ranks in enumerate([(0,), (1,), (1, 0)], 1)
+    )
+    sent = two_ranks.send_weights(Route(1, targets, bucket_bytes=4000))
+    assert list(sent.errors) == [targets[1].url] and "out of memory" in sent.errors[targets[1].url]
+    fake.refusing = set()
+    assert not two_ranks.send_weights(Route(2, targets, bucket_bytes=4000)).errors
+    assert fake.versions["127.0.0.2"] == ["2"]
