@@ -39,9 +39,15 @@ def take_channel() -> BinaryIO:
 
 
 def send(channel: BinaryIO, message: bytes) -> None:
-    """Write one message in the format that `ChildProcess` reads."""
-    channel.write(len(message).to_bytes(4, "little") + message)
-    channel.flush()
+    """Write one message in the format that `ChildProcess` reads.
+
+    End this process if the parent has ended, since nobody reads the message.
+    """
+    try:
+        channel.write(len(message).to_bytes(4, "little") + message)
+        channel.flush()
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(0)
 
 
 def receive(channel: BinaryIO) -> bytes:

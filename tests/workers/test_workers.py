@@ -257,3 +257,14 @@ def test_a_group_ends_with_a_parent_that_is_killed(fork):
         if fork:
             os.kill(forked, signal.SIGKILL)
         parent.stdout.close()
+
+
+def test_a_child_without_a_parent_ends_silently():
+    """SIGTERM may end the parent while its children still start."""
+    code = (
+        "import socket\nfrom agentrl.workers import child\n"
+        "ours, parents = socket.socketpair()\nchannel = ours.makefile('rwb')\nparents.close()\n"
+        "child.send(channel, b'ready')\nprint('still there')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
