@@ -388,7 +388,7 @@ def _restarts_rows(changes: Sequence[Change]) -> bool:
 
 def _describe(change: Change) -> str:
     if change.key == "rows":
-        return "data.train has other rows"
+        return "data.train has other rows, or files with other weights or in another order"
     old, new = ("not set" if v is None else json.dumps(v) for v in (change.old, change.new))
     return f"{change.key}: {old} -> {new}"
 

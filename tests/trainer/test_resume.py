@@ -121,7 +121,10 @@ def test_a_key_that_changes_what_is_learned_needs_a_fork(tmp_path):
     with pytest.raises(ConfigError) as error:
         start(tmp_path / "a", rows="abd", rollout={"n": 16}, optim={"lr": 1.0})
     lines = str(error.value).splitlines()
-    assert lines[1:3] == ["  rollout.n: 8 -> 16", "  data.train has other rows"]
+    assert lines[1:3] == [
+        "  rollout.n: 8 -> 16",
+        "  data.train has other rows, or files with other weights or in another order",
+    ]
     assert "optim.lr" not in str(error.value)
     assert f"trainer.resume={folder} with another --output" in lines[-1]
     assert "trainer.resume=never: this deletes" in lines[-1]
