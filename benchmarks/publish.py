@@ -69,7 +69,7 @@ def measure(shape: str, case: str, args: Any) -> None:
             **case_keys(case, args.gpus, args.device == "cpu"),
             "data.train": str(DATASETS / "arithmetic_train.parquet"),
             "data.batch_size": args.batch,
-            "data.default_agent": "single_turn",
+            "data.agent_name": "single_turn",
             "model.path": str(model),
             "rollout.n": 4,
             "rollout.max_turn_tokens": args.turn,
@@ -78,7 +78,6 @@ def measure(shape: str, case: str, args: Any) -> None:
             "trainer.output": output,
             "trainer.total_steps": args.steps,
             "trainer.save_freq": 0,
-            "trainer.save_trajectories": False,
         }
         config = load_config(None, args.keys, preset=keys)
         began = time.perf_counter()
