@@ -262,15 +262,15 @@ def compare(
     differences = [["", "rows", *(f"{name} [95 % interval]" for name in values)]]
     for label, validation in zip(labels[1:], validations[1:], strict=True):
         try:
-            found = [paired_difference(validations[0], validation, v) for v in values.values()]
+            paired = [paired_difference(validations[0], validation, v) for v in values.values()]
         except DataError:
             raise UserError(
                 f"{runs[0]} and {label} share no rows: no id with the same prompt, loop and ground"
                 " truth is in both. Evaluate both on one file: agentrl eval --dataset FILE --model"
                 " RUN --output FOLDER"
             ) from None
-        cells = [f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]" for d in found]
-        differences.append([f"{label} - {labels[0]}", str(found[0].rows), *cells])
+        cells = [f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]" for d in paired]
+        differences.append([f"{label} - {labels[0]}", str(paired[0].rows), *cells])
     typer.echo("\npaired differences on the rows that both have:")
     typer.echo("\n".join(_aligned(differences, 1)))
     for label, validation, (_, shared, *_) in zip(

@@ -93,31 +93,31 @@ def read_config(
     from agentrl.plan import load_files
 
     keys = {flag_of(key).removeprefix("--").replace("-", "_"): key for key in FIELDS}
-    overrides, meant, misplaced = _take_misplaced_words(overrides or [])
-    flag_values = meant | {keys[name]: value for name, value in flags.items() if value}
+    overrides, intended, misplaced = _take_misplaced_words(overrides or [])
+    flag_values = intended | {keys[name]: value for name, value in flags.items() if value}
     for key in ("data.train", "data.val"):
         if isinstance(files := flag_values.get(key), list):
             flag_values[key] = _rows_of(files)
-    known = [*unknown_options.get(), *misplaced]
+    known_mistakes = [*unknown_options.get(), *misplaced]
     report = ""
     try:
-        verls = _verl_config(config, overrides)
+        verl_file = _verl_config(config, overrides)
     except ConfigError as e:  # The meaning of other keys depends on the file.
-        loaded, mistakes = load_config(flags=flag_values, mistakes=[*known, str(e)])
+        loaded, mistakes = load_config(flags=flag_values, mistakes=[*known_mistakes, str(e)])
         mistakes += load_files(loaded)
         if len(mistakes) > 1:
             refuse(mistakes)
         raise
-    if verls:
+    if verl_file:
         from agentrl.compat.verl.config import translate
 
-        translation = translate(verls, overrides[1:], flag_values)
+        translation = translate(verl_file, overrides[1:], flag_values)
         report = translation.report()
         load = partial(
             load_config,
             flags=flag_values,
             translated=translation.settings,
-            mistakes=[*known, *translation.mistakes],
+            mistakes=[*known_mistakes, *translation.mistakes],
         )
     else:
         load = partial(
@@ -125,11 +125,11 @@ def read_config(
             str(config) if config else None,
             overrides,
             flag_values,
-            mistakes=known,
+            mistakes=known_mistakes,
         )
     loaded, mistakes = load()
     if report and not mistakes:
-        typer.echo(f"{verls} is translated from verl's keys to agentrl's.\n{report}\n")
+        typer.echo(f"{verl_file} is translated from verl's keys to agentrl's.\n{report}\n")
     if loaded.model.path == TINY:
         from agentrl.demo import tiny_settings
 
@@ -171,7 +171,7 @@ def _take_misplaced_words(
     from agentrl.config import TINY
 
     kept: list[str] = []
-    meant: dict[str, str | list[str]] = {}
+    intended: dict[str, str | list[str]] = {}
     mistakes: list[str] = []
     words = list(overrides)
     while words:
@@ -181,10 +181,10 @@ def _take_misplaced_words(
             kept.append(word)
         elif word.endswith((".jsonl", ".parquet")):
             mistakes.append(f"{word} is a file of rows: use --dataset {word}")
-            meant.setdefault("data.train", word)
+            intended.setdefault("data.train", word)
         elif word.endswith(".py") or word.startswith("shelf:"):
             mistakes.append(f"{word} is a file with code: use --file {word}")
-            meant["files"] = [*meant.get("files", []), word]
+            intended["files"] = [*intended.get("files", []), word]
         elif word.endswith(YAML):
             mistakes.append(
                 f"{word}: use --config {word} for agentrl's keys, --file {word} for a list of"
@@ -192,7 +192,7 @@ def _take_misplaced_words(
             )
         elif word == TINY or ("/" in word and Path(word).is_dir()):
             mistakes.append(f"{word} is a model: use --model {word}")
-            meant.setdefault("model.path", word)
+            intended.setdefault("model.path", word)
         elif _KEY.fullmatch(key) and words and (words[0] == "=" or "=" not in words[0]):
             separator = f" {words.pop(0)}" if words[0] == "=" else ""
             value = words.pop(0) if words else "VALUE"
@@ -200,7 +200,7 @@ def _take_misplaced_words(
             kept.append(f"{key}={value}")
         else:
             kept.append(word)
-    return kept, meant, mistakes
+    return kept, intended, mistakes
 
 
 def _verl_config(config: Path | None, overrides: Sequence[str]) -> str:

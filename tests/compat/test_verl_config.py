@@ -519,7 +519,7 @@ def test_every_changed_key_is_read_by_the_translation():
     for settings in ({}, given, newer):
         done = Translation()
         translator = _Translator({k: Setting(k, v, "test") for k, v in settings.items()}, done)
-        translator.given = Watched(translator.given)
+        translator.settings = Watched(translator.settings)
         for part in _PARTS:
             part(translator)
     assert set(CHANGED) <= read

@@ -95,28 +95,30 @@ def translate(
         overrides: texts `a.b.c=1`, which override the file: verl's keys, or agentrl's own.
         overridden: further keys of agentrl's that the translation does not decide.
     """
-    done = Translation()
-    given = read_config(file, done.mistakes)
+    translation = Translation()
+    settings = read_config(file, translation.mistakes)
     verls_key = {ours: verls for verls, ours in reversed(RENAMED.items())}
-    own: list[Setting] = []
+    agentrl_settings: list[Setting] = []
     set_by_ours: dict[str, Setting | None] = {}
-    for setting in read_overrides(overrides, done.mistakes):
+    for setting in read_overrides(overrides, translation.mistakes):
         path = setting.path
         is_verls = path in SHARED or (path not in FIELDS and bool(explain_key(path)))
         if not is_verls:
-            own.append(setting)
+            agentrl_settings.append(setting)
             # Values that are computed from it should agree with it.
             path = verls_key.get(path, "")
         if is_verls or (path and path not in VALUES):
             if not is_verls:
-                set_by_ours[path] = given.get(path)
-            given[path] = replace(setting, path=path)
+                set_by_ours[path] = settings.get(path)
+            settings[path] = replace(setting, path=path)
     # verl reads only the values that it needs, so `???` in the others is no mistake.
-    given = {p: s for p, s in given.items() if s.value != "???" or known_key(p) not in UNNEEDED}
-    overridden = {*overridden, *(setting.path for setting in own)}
-    _Translator(resolve(given, done.mistakes), done, set_by_ours, overridden).run()
-    done.settings += own
-    return done
+    settings = {
+        p: s for p, s in settings.items() if s.value != "???" or known_key(p) not in UNNEEDED
+    }
+    overridden = {*overridden, *(setting.path for setting in agentrl_settings)}
+    _Translator(resolve(settings, translation.mistakes), translation, set_by_ours, overridden).run()
+    translation.settings += agentrl_settings
+    return translation
 
 
 class _Translator:
@@ -124,43 +126,43 @@ class _Translator:
 
     def __init__(
         self,
-        given: Mapping[str, Setting],
-        done: Translation,
+        settings: Mapping[str, Setting],
+        translation: Translation,
         set_by_ours: Mapping[str, Setting | None] | None = None,
         overridden: Collection[str] = (),
     ):
         """Prepare the translation.
 
         Args:
-            given: the settings by key.
-            done: gets the results.
-            set_by_ours: the keys of `given` whose value the user set by agentrl's name, and the
+            settings: the settings by key.
+            translation: the results are appended to it.
+            set_by_ours: the keys of `settings` whose value the user set by agentrl's name, and the
                 setting that it replaces. The config checks these values.
             overridden: the keys of agentrl's that the user set by agentrl's name.
         """
-        self.given = {p: s for p, s in given.items() if s.value not in (None, {}, [])}
+        self.settings = {p: s for p, s in settings.items() if s.value not in (None, {}, [])}
         clip = f"{ACTOR}.clip_ratio"
         for path in (f"{clip}_low", f"{clip}_high"):
-            if clip in self.given and path in given and given[path].value is None:
-                self.given[path] = replace(self.given[clip], path=path)
-        self.done = done
+            if clip in self.settings and path in settings and settings[path].value is None:
+                self.settings[path] = replace(self.settings[clip], path=path)
+        self.translation = translation
         self._set_by_ours = set_by_ours or {}
         self._overridden = overridden
         self._dropped: dict[str, list[str]] = {}
         self._reported: set[str] = set()
 
     def run(self) -> None:
-        for path in self.given:
+        for path in self.settings:
             self._check(path)
-        defaults = dict.fromkeys(path for path in DEFAULTS if path not in self.given)
-        if "trainer.total_training_steps" in self.given:
+        defaults = dict.fromkeys(path for path in DEFAULTS if path not in self.settings)
+        if "trainer.total_training_steps" in self.settings:
             defaults.pop("trainer.total_epochs", None)
             self.drop(
                 "trainer.total_epochs",
                 "no effect, because trainer.total_training_steps is set; verl also ends after as"
                 " many epochs",
             )
-        for path in [*self.given, *defaults]:
+        for path in [*self.settings, *defaults]:
             if path in self._reported:
                 continue
             above = known_key(path)
@@ -170,23 +172,23 @@ class _Translator:
                 self.take(path, self.value(path), path)
         for part in _PARTS:
             part(self)
-        for path in [p for p in self.given if p not in self._reported]:
+        for path in [p for p in self.settings if p not in self._reported]:
             same = path in REFUSED
             self.drop(path, "as agentrl does" if same else "no effect with the other settings")
         for text, paths in self._dropped.items():
-            self.done.dropped.append(f"{', '.join(paths)}: {text}")
+            self.translation.dropped.append(f"{', '.join(paths)}: {text}")
 
     # -- reading ----------------------------------------------------------------------------------
 
     def get(self, path: str) -> Any:
         """Return verl's value of a key: that of the config, or verl's default."""
-        return self.given[path].value if path in self.given else DEFAULTS.get(path)
+        return self.settings[path].value if path in self.settings else DEFAULTS.get(path)
 
     def value(self, path: str) -> Any:
         """Return agentrl's value of a key that differs in its spelling only."""
         value = self.get(path)
-        own = VALUES.get(path, {})
-        value = own.get(value, value) if isinstance(value, bool | int | str) else value
+        spellings = VALUES.get(path, {})
+        value = spellings.get(value, value) if isinstance(value, bool | int | str) else value
         if isinstance(value, str) and value.startswith("~"):
             value = str(Path(value).expanduser())
         return value
@@ -209,26 +211,26 @@ class _Translator:
 
     def first(self, *paths: str) -> str:
         """Return the first of these keys that the config sets, or "": verl has moved some keys."""
-        return next((path for path in paths if path in self.given), "")
+        return next((path for path in paths if path in self.settings), "")
 
     # -- writing ----------------------------------------------------------------------------------
 
     def take(self, ours: str, value: Any, *verls: str) -> None:
         """Set a key of agentrl's that means the same."""
-        self._set(ours, value, verls, self.done.taken, "")
+        self._set(ours, value, verls, self.translation.taken, "")
 
     def change(self, ours: str, value: Any, why: str, *verls: str) -> None:
         """Set a key of agentrl's whose meaning differs."""
-        self._set(ours, value, verls, self.done.changed, f": {why}")
+        self._set(ours, value, verls, self.translation.changed, f": {why}")
 
     def drop(self, path: str, why: str) -> None:
         """Report a key of the config that has no counterpart."""
-        if path not in self.given:
+        if path not in self.settings:
             return
         self._reported.add(path)
         above = known_key(path)
         lines = self._dropped.setdefault(why, [])
-        line = _shown(self.given[path]) if above in (path, "") else f"{above}.*"
+        line = _shown(self.settings[path]) if above in (path, "") else f"{above}.*"
         if line not in lines:
             lines.append(line)
 
@@ -239,26 +241,26 @@ class _Translator:
 
     def _mistake(self, path: str, what: str) -> None:
         self._reported.add(path)
-        setting = self.given.get(path) or Setting(path, self.get(path), "verl's default")
+        setting = self.settings.get(path) or Setting(path, self.get(path), "verl's default")
         line = f"{_shown(setting)} ({setting.source}): {what}"
-        if line not in self.done.mistakes:
-            self.done.mistakes.append(line)
+        if line not in self.translation.mistakes:
+            self.translation.mistakes.append(line)
 
     def _set(self, ours: str, value: Any, verls: Sequence[str], lines: list[str], why: str) -> None:
-        given = [self.given[path] for path in verls if path in self.given]
-        self._reported.update(setting.path for setting in given)
-        source = given[0].source if given else "verl's default"
-        self.done.settings.append(Setting(ours, value, source))
+        used = [self.settings[path] for path in verls if path in self.settings]
+        self._reported.update(setting.path for setting in used)
+        source = used[0].source if used else "verl's default"
+        self.translation.settings.append(Setting(ours, value, source))
         line = assignment(ours, value)
         if ours in self._overridden:
-            settings = [self._set_by_ours.get(setting.path, setting) for setting in given]
-            if replaced := [_shown(setting) for setting in settings if setting]:
-                self.done.overridden.append(f"{ours}  ({', '.join(replaced)})")
-        elif given:
-            origin = ", ".join(map(_shown, given))
+            before = [self._set_by_ours.get(setting.path, setting) for setting in used]
+            if replaced := [_shown(setting) for setting in before if setting]:
+                self.translation.overridden.append(f"{ours}  ({', '.join(replaced)})")
+        elif used:
+            origin = ", ".join(map(_shown, used))
             lines.append(f"{line}  ({origin}){why}" if origin != line else f"{line}{why}")
         elif value != FIELDS[ours].get_default(call_default_factory=True):
-            self.done.defaults.append(f"{line}{why}")
+            self.translation.defaults.append(f"{line}{why}")
 
     # -- keys without a counterpart ---------------------------------------------------------------
 
@@ -310,8 +312,8 @@ def _algorithm(t: _Translator) -> None:
     else:
         t.take(path, name, path)
     rank = "actor_rollout_ref.model.lora_rank"
-    if name == "gae" and t.get(rank) and "critic.model.lora_rank" not in t.given:
-        t.done.changed.append(
+    if name == "gae" and t.get(rank) and "critic.model.lora_rank" not in t.settings:
+        t.translation.changed.append(
             f"the critic has an adapter of rank {t.get(rank)}; verl trains all weights of a critic"
             " without critic.model.lora_rank"
         )
@@ -338,9 +340,9 @@ def _algorithm(t: _Translator) -> None:
     else:
         t.take("algorithm.clip_low", t.number(low), low)
     clip = f"{ACTOR}.clip_ratio"
-    if clip in t.given and not t.first(f"{clip}_low", f"{clip}_high"):
+    if clip in t.settings and not t.first(f"{clip}_low", f"{clip}_high"):
         t.drop(clip, "no effect in verl either, where clip_ratio_low and clip_ratio_high are 0.2")
-    elif clip in t.given:
+    elif clip in t.settings:
         t.drop(clip, "only clip_ratio_low and clip_ratio_high count")
 
 
@@ -421,7 +423,7 @@ def _memory(t: _Translator) -> None:
     elif moments and t.get(moments):
         t.take("optim.offload", "optimizer", moments)
     path = "actor_rollout_ref.hybrid_engine"
-    if path in t.given:
+    if path in t.settings:
         t.take("trainer.placement", "colocated" if t.get(path) else "separate", path)
 
 
@@ -469,7 +471,7 @@ def _turns(t: _Translator) -> None:
     limits = [most] if most else []
     limits += [most_users + 1] if most_users else []
     turns = min(limits, default=tokens)
-    why = "user turns plus 1" if user in t.given else ""
+    why = "user turns plus 1" if user in t.settings else ""
     if limits and not why:
         t.take("rollout.max_turns", turns, assistant)
     else:
@@ -501,7 +503,7 @@ def _tools(t: _Translator) -> None:
             " tools.truncate=head or tail, the part that is kept, and remove this key",
         )
     form = f"{TURNS}.format"
-    if form in t.given:
+    if form in t.settings:
         name = TOOL_FORMATS.get(t.name(form), "auto")
         if name != "auto":
             t.take("rollout.tool_format", name, form)
@@ -521,7 +523,7 @@ def _tools(t: _Translator) -> None:
 
 def _loop(t: _Translator) -> None:
     loop, enable = f"{ROLLOUT}.agent.default_agent_loop", f"{TURNS}.enable"
-    if loop in t.given or not t.get(enable):
+    if loop in t.settings or not t.get(enable):
         t.take("data.agent_name", agent_loops.canonical(t.name(loop)), loop)
     else:
         t.change(
@@ -540,9 +542,9 @@ def _validation(t: _Translator) -> None:
 def _engine(t: _Translator) -> None:
     path, sleep = f"{ROLLOUT}.name", f"{ROLLOUT}.free_cache_engine"
     name = {"hf": "local"}.get(t.name(path), t.name(path))
-    if path in t.given:
+    if path in t.settings:
         t.take("rollout.name", name, path)
-    if sleep in t.given and t.get(sleep) and name == "sglang":
+    if sleep in t.settings and t.get(sleep) and name == "sglang":
         t.take("rollout.sleep", "all", sleep)
     else:
         t.drop(sleep, f"servers keep their memory with rollout.name={name}")
@@ -593,17 +595,17 @@ def _reward(t: _Translator) -> None:
         url, memory = f"{section}.url", f"{section}.memory_limit_mb"
         if t.get(url):
             t.take("sandbox.backend", str(t.get(url)).removesuffix("/run_code"), url)
-            if memory in t.given:
+            if memory in t.settings:
                 t.take("sandbox.memory_mb", t.get(memory), memory)
 
 
 def _run(t: _Translator) -> None:
     folder, names = "trainer.default_local_dir", ["trainer.project_name", "trainer.experiment_name"]
-    if folder in t.given:
+    if folder in t.settings:
         t.take("trainer.output", t.value(folder), folder)
-    elif given := [name for name in names if name in t.given]:
-        output = "/".join(["checkpoints", *(str(t.get(name)) for name in given)])
-        t.change("trainer.output", output, "the run's folder is its name", *given)
+    elif used := [name for name in names if name in t.settings]:
+        output = "/".join(["checkpoints", *(str(t.get(name)) for name in used)])
+        t.change("trainer.output", output, "the run's folder is its name", *used)
     mode, path = t.get("trainer.resume_mode"), "trainer.resume_from_path"
     if mode == "resume_path" and t.get(path):
         t.refuse(path, "agentrl does not read verl's checkpoints: export it as a model")
