@@ -424,22 +424,32 @@ def run_lock(folder: Path) -> Iterator[None]:
 
     Raises:
         UserError: another process holds the folder; the message names it.
-        RunStopped: the folder cannot be created.
+        RunStopped: the folder cannot be created or written.
     """
     make_private_folder(folder)
-    with open(folder / LOCK, "a+", opener=_open_private) as file:
+    try:
+        fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as e:
+        raise RunStopped(f"cannot write {folder / LOCK}: {e.strerror}") from e
+    try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
             raise UserError(
-                f"{folder} is in use by {file.read().strip() or 'another process'}. Wait until it"
-                " ends, stop it, or use another --output."
+                f"{folder} is in use by {os.read(fd, 1000).decode() or 'another process'}. Wait"
+                " until it ends, stop it, or use another --output."
             ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        try:
+            os.ftruncate(fd, 0)
+            os.write(fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        except OSError as e:
+            raise RunStopped(
+                f"cannot write {folder / LOCK}: {e.strerror}. Free disk space and run the same"
+                " command again"
+            ) from e
         yield
+    finally:
+        os.close(fd)
 
 
 def make_private_folder(folder: Path) -> None:
@@ -472,7 +482,3 @@ def make_private_folder(folder: Path) -> None:
             folder.chmod(0o700)
     except OSError as e:
         raise RunStopped(f"cannot create {folder}: {e.strerror}") from e
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

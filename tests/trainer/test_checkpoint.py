@@ -468,6 +468,18 @@ def test_a_folder_is_used_by_one_process(tmp_path):
     child.stdout.close()
 
 
+def test_a_folder_on_a_full_disk(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(RunStopped, match=r"\.lock: No space left on device. Free disk space"):
+            run_lock(tmp_path).__enter__()
+    with run_lock(tmp_path):
+        pass
+
+
 # --- who can read a run's folder -----------------------------------------------------------------
 
 
