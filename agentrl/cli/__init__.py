@@ -77,7 +77,9 @@ def main(words: Sequence[str] | None = None) -> None:
     """
     from agentrl.cli.options import take_unknown_options, unknown_options
     from agentrl.errors import AgentRLError
+    from agentrl.torch_threads import wait_passively
 
+    wait_passively()
     words = sys.argv[1:] if words is None else words
     try:
         with _raise_on_sigterm():

@@ -56,7 +56,8 @@ def doctor(
 
     config = load_config(flags={"sandbox.backend": sandbox}).sandbox
     failed = False
-    for finding in (*_packages(), *_devices(), *_disks(output), *_sandbox(config)):
+    findings = (*_packages(), *_devices(), *_threads(), *_disks(output), *_sandbox(config))
+    for finding in findings:
         typer.echo(f"{finding.state:<8}{finding.subject}: {finding.text}")
         failed = failed or finding.state == "failed"
     if failed:
@@ -112,6 +113,15 @@ def _devices() -> Iterator[Finding]:
         return
     for line in completed.stdout.splitlines():
         yield Finding("ok", "GPU", line)
+
+
+def _threads() -> Iterator[Finding]:
+    """Report the CPU threads of a learner in one process."""
+    from agentrl.torch_threads import NUMBER, choose_threads
+
+    threads = choose_threads()
+    text = f"a learner uses {threads}; {NUMBER} sets another number"
+    yield Finding("ok" if threads.count <= threads.cores else "note", "threads", text)
 
 
 def _disks(output: str) -> Iterator[Finding]:

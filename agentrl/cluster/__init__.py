@@ -6,6 +6,7 @@ with the methods of one rank, and has slots for the run's servers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from agentrl.cluster.connect import open_cluster
 from agentrl.config import Config
 from agentrl.errors import ConfigError
+from agentrl.plural import plural
+from agentrl.torch_threads import choose_threads
 
 __all__ = ["RayPlacement", "open_placement", "open_site"]
 
@@ -86,9 +89,13 @@ class RayPlacement:
         Raises:
             AgentRLError: see `WorkerGroup`.
         """
+        import torch
+
         from agentrl.cluster.group import WorkerGroup
         from agentrl.cluster.ship import Shipment
 
+        # This process computes while the ranks wait.
+        torch.set_num_threads(choose_threads(current=torch.get_num_threads()).count)
         config = self._config
         self._group = WorkerGroup(
             cls,
@@ -100,6 +107,12 @@ class RayPlacement:
         )
         self._stack.callback(self._group.close)
         return self._group
+
+    def describe_threads(self) -> str:
+        """Return the number of CPU threads of each rank. Call it after `start_ranks`."""
+        assert self._group is not None, "start_ranks first"
+        counts = Counter(map(str, self._group.threads))
+        return ", ".join(f"{plural(n, 'rank')} with {text}" for text, n in counts.items())
 
     def engine_slots(self) -> list[EngineSlot]:
         """Return where `open_engine` starts servers. Call it after `start_ranks`.

@@ -16,6 +16,7 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,12 +24,14 @@ from functools import partial, wraps
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import ray
+import torch
 from ray.exceptions import RayError, RayTaskError
 
 from agentrl import errors
 from agentrl.cluster.pool import ResourcePool
 from agentrl.cluster.ship import Shipment, versions
 from agentrl.errors import AgentRLError, ConfigError, RunStopped
+from agentrl.torch_threads import NUMBER, ThreadCount, choose_threads
 from agentrl.trainer.dispatch import SPLIT, Dispatch, dispatched_methods
 
 log = logging.getLogger("agentrl")
@@ -89,6 +92,8 @@ class WorkerGroup:
         # their calls in the same order, since they wait for each other in every call.
         self._calling = threading.Lock()
         self.workers: list[WorkerInfo] = []
+        self.threads: list[ThreadCount] = []
+        """The CPU threads of each rank."""
         actor = ray.remote(RankActor)
         self._actors: list[Any] = [
             actor.options(max_restarts=0, **pool.options(rank // pool.each)).remote(rank)
@@ -138,12 +143,17 @@ class WorkerGroup:
         }
         if is_one_machine and sys.platform == "linux":
             shared["GLOO_SOCKET_IFNAME"] = "lo"
+        if NUMBER in os.environ:  # the user's, which wins on all machines
+            shared[NUMBER] = os.environ[NUMBER]
+        nodes = Counter(info.node for info in self.workers)
         shipment_ref = ray.put(shipment)
         enter_refs = [
-            actor.enter.remote(shared | self._rank_variables(pool, rank), shipment_ref)
-            for rank, actor in enumerate(self._actors)
+            actor.enter.remote(
+                shared | self._rank_variables(pool, rank), shipment_ref, nodes[info.node]
+            )
+            for rank, (actor, info) in enumerate(zip(self._actors, self.workers, strict=True))
         ]
-        self._gather("enter", enter_refs, START_SECONDS)
+        self.threads = self._gather("enter", enter_refs, START_SECONDS)
         arguments_ref = ray.put(arguments)
         build_refs = [actor.build.remote(cls, arguments_ref) for actor in self._actors]
         self._gather("build", build_refs, BUILD_SECONDS)
@@ -407,10 +417,27 @@ class RankActor:
         return port
 
     @return_failure
-    def enter(self, environment: dict[str, str], shipment: Shipment) -> None:
-        """Set the variables of this rank, and load the user's files."""
+    def enter(
+        self, environment: dict[str, str], shipment: Shipment, ranks_here: int
+    ) -> ThreadCount:
+        """Set the variables and the CPU threads of this rank, and load the user's files.
+
+        Ray sets OMP_NUM_THREADS to the CPUs of an actor where the user has not set it. This is 1: a
+        rank with a GPU reserves no CPU, the others reserve one. So 1 does not count as the user's.
+
+        Args:
+            environment: the variables; OMP_NUM_THREADS among them is the user's.
+            shipment: the user's files.
+            ranks_here: the number of ranks on this machine.
+        """
+        if os.environ.get(NUMBER) == "1":
+            del os.environ[NUMBER]
         os.environ.update(environment)
+        threads = choose_threads(ranks_here)
+        torch.set_num_threads(threads.count)
+        os.environ[NUMBER] = str(threads.count)  # otherwise accelerate sets its own number
         shipment.unpack()
+        return threads
 
     @return_failure
     def build(self, cls: Callable[..., Any], arguments: tuple[tuple, dict]) -> None:

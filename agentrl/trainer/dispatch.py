@@ -81,6 +81,10 @@ class Placement(Protocol):
         """Make an object of a class on each of the learner's devices."""
         ...
 
+    def describe_threads(self) -> str:
+        """Return the number of CPU threads of each rank. Call it after `start_ranks`."""
+        ...
+
     def engine_slots(self) -> Sequence[EngineSlot]:
         """Return the slots in which servers are started. Call it after `start_ranks`."""
         ...

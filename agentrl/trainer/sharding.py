@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from agentrl.config import OptimConfig
 from agentrl.engine.local.load import resolve_device, without_launcher_variables
 from agentrl.errors import ConfigError
+from agentrl.torch_threads import choose_threads
 
 MIN_COMPILED_SIZE = 10**8
 """The number of weights from which compiling, which takes a minute, makes a run faster."""
@@ -68,6 +69,8 @@ def open_accelerator(device: str) -> tuple[Accelerator, DeviceMesh | None]:
             " install a torch built for CUDA."
         )
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1:  # Ranks of a cluster have their number already.
+        torch.set_num_threads(choose_threads(current=torch.get_num_threads()).count)
     if use_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         # Servers that receive weights by broadcast use this value, and NCCL reads it only once.

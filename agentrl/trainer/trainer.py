@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.utils import logging
 
@@ -28,6 +29,7 @@ from agentrl.agent_loops.attempt import load_template
 from agentrl.capacity import check_open_files
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
+from agentrl.engine.local import LocalEngine
 from agentrl.engine.open import describe_engine, open_engine
 from agentrl.errors import ConfigError, RunStopped, Terminated
 from agentrl.evaluate import evaluate
@@ -42,6 +44,7 @@ from agentrl.plan import (
 )
 from agentrl.rollout import open_rollouts
 from agentrl.store import TrajectoryStore, TrajectoryWriter
+from agentrl.torch_threads import choose_threads
 from agentrl.trainer.algorithms import KLController, has_learning_signal, make_targets, rollout_kl
 from agentrl.trainer.batch import Batch, collate
 from agentrl.trainer.checkpoint import (
@@ -405,6 +408,7 @@ class Trainer:
         slots = self.placement.engine_slots() if self.placement else None
         self.engine = open_engine(config, self.tokenizer, slots)
         stack.callback(self.engine.close)
+        self.console.note(f"threads: {self._describe_threads()}")
         check_model_fits(self.plan, template, self.engine.max_length)
         self.rollouts = stack.enter_context(
             open_rollouts(config, self.engine, template, self.plan.scorer)
@@ -426,6 +430,15 @@ class Trainer:
         self.best = Best(config.trainer.keep_best, config.trainer.patience, config.val.n)
         self.interrupt = stack.enter_context(Interrupt())
         self._is_open = True
+
+    def _describe_threads(self) -> str:
+        """Return the CPU threads of the learner and of a local engine, and why."""
+        if self.placement:
+            return self.placement.describe_threads()
+        learner = choose_threads(current=torch.get_num_threads())
+        if isinstance(self.engine, LocalEngine):
+            return f"the learner uses {learner}, the local engine {self.engine.threads}"
+        return f"the learner uses {learner}"
 
     def _load(self, start: Start) -> Mapping[str, Any]:
         """Load the state that the run starts from.

@@ -23,7 +23,7 @@ from support.adder import Adder
 
 from agentrl.cluster import connect, engines, open_placement
 from agentrl.cluster.connect import check_ray, check_reachable, open_cluster
-from agentrl.cluster.group import WorkerGroup, describe_location, exit_reason
+from agentrl.cluster.group import RankActor, WorkerGroup, describe_location, exit_reason
 from agentrl.cluster.pool import ResourcePool
 from agentrl.cluster.ship import Shipment, local_copy
 from agentrl.config import load_config
@@ -31,6 +31,7 @@ from agentrl.engine.remote.launch import ServerProcess
 from agentrl.errors import ConfigError, EngineDead, RunStopped, UserError
 from agentrl.http import fetch
 from agentrl.registry import load_file
+from agentrl.torch_threads import count_cores
 from agentrl.trainer.dispatch import BROADCAST, dispatch
 
 pytestmark = [
@@ -415,6 +416,35 @@ def test_a_rank_that_hangs_is_named_and_ended(one, caplog):
 def test_the_error_of_a_ranks_constructor_is_reported(one):
     with pytest.raises(ConfigError, match=r"rank 0 of 1 .*: this rank has no weights"):
         WorkerGroup(Adder, one, refuses=0)
+
+
+@pytest.mark.parametrize(
+    ("ray_or_user", "user", "count"),
+    [("1", {}, 4), ("5", {}, 5), ("1", {"OMP_NUM_THREADS": "2"}, 2)],
+)
+def test_ranks_of_a_machine_share_its_cores(monkeypatch, ray_or_user, user, count):
+    """Ray sets OMP_NUM_THREADS=1 in ranks where the user has not set it."""
+    monkeypatch.setenv("OMP_NUM_THREADS", ray_or_user)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setattr("agentrl.torch_threads.count_cores", lambda: 16)
+    before = torch.get_num_threads()
+    try:
+        threads = RankActor(0).enter(user, Shipment(), 4)
+        assert threads.count == torch.get_num_threads() == count
+        assert os.environ["OMP_NUM_THREADS"] == str(count), "accelerate would set its own"
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_users_number_of_threads_reaches_ranks(one, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    group = WorkerGroup(Adder, one)
+    assert [str(threads) for threads in group.threads] == [
+        f"3 of {count_cores()} cores (OMP_NUM_THREADS)"
+    ]
+    [(variables, _)] = group.variables([["OMP_NUM_THREADS"]])
+    assert variables == {"OMP_NUM_THREADS": "3"}
+    group.close()
 
 
 # -- what is shipped -------------------------------------------------------------------------------

@@ -80,6 +80,22 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def test_the_worker_has_threads_of_its_own(monkeypatch):
+    """It shares the cores with tools, the thread of the learner does not."""
+    seen, torch_number = [], torch.get_num_threads
+    model = random_model()
+    model.register_forward_pre_hook(lambda *_: seen.append((threading.get_ident(), torch_number())))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)  # as on a machine with many cores
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    here = threading.get_ident()
+    with running(model) as engine:
+        assert str(engine.threads).startswith("3 of ")
+        asyncio.run(engine.score(tokens(5)))
+    assert {n for thread, n in seen if thread != here} == {3}
+    assert torch_number() == 1
+    torch.set_num_threads(1)  # the number of threads that start later
+
+
 @contextlib.contextmanager
 def running(model=None, *, deterministic: bool = True, **options) -> Iterator[LocalEngine]:
     engine = LocalEngine(model or random_model(), TOKENIZER, deterministic=deterministic, **options)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -226,7 +227,11 @@ def test_the_trajectories_that_are_kept(start, tmp_path, capsys, keep, kept, siz
     train = [f"{split}-{step}" for split in ("baseline", "train") for step in kept]
     validated = [f"{split}-{step}" for split in ("greedy", "val") for step in (0, 2, 4)]
     assert shards(tmp_path) == sorted(train + validated)
-    assert f"trajectories of training: up to {size} of epi" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"trajectories of training: up to {size} of epi" in printed
+    assert re.search(
+        r"^threads: the learner uses \d+ of \d+ cores \(.+\), the local engine 1 of ", printed, re.M
+    )
 
 
 def test_each_part_of_a_step_is_timed(start, tmp_path):

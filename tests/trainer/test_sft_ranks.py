@@ -83,6 +83,9 @@ class Again:
         self.group.begin(*args, **kwargs)
         return self.group
 
+    def describe_threads(self):
+        raise AssertionError("imitation prints no threads")
+
     def engine_slots(self):
         raise AssertionError("imitation has no servers")
 

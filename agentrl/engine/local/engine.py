@@ -31,6 +31,7 @@ from agentrl.engine.local.schedule import (
 )
 from agentrl.engine.local.stepper import Stepper, StopStrings
 from agentrl.errors import EngineError
+from agentrl.torch_threads import ThreadCount, choose_threads
 from agentrl.trajectory import Generation
 
 log = logging.getLogger("agentrl")
@@ -58,6 +59,8 @@ class LocalEngine(Engine):
 
     max_length: int
     """The longest row, in tokens: prompt, response and observations."""
+    threads: ThreadCount
+    """The CPU threads with which the worker thread decodes."""
 
     def __init__(
         self,
@@ -86,6 +89,9 @@ class LocalEngine(Engine):
         """
         self._decoder = Decoder(model)
         self.max_length = self._decoder.max_length
+        # Of all weights, the embedding too: its rows are multiplied in the output layer.
+        weights = sum(p.numel() for p in model.parameters())
+        self.threads = choose_threads(current=torch.get_num_threads(), weights=weights)
         self._version = 0
         # The lock guards the attributes below. The decoder belongs to the worker thread; while that
         # is paused, to `publish`.
@@ -251,6 +257,8 @@ class LocalEngine(Engine):
 
     def _work(self) -> None:
         failure = "the engine is closed"
+        # torch keeps the number for each thread: the learner's own stays.
+        torch.set_num_threads(self.threads.count)
         try:
             with torch.inference_mode():
                 while work := self._next_work():
