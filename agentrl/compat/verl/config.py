@@ -230,7 +230,7 @@ class _Translator:
         self._reported.add(path)
         above = known_key(path)
         lines = self._dropped.setdefault(why, [])
-        line = _shown(self.settings[path]) if above in (path, "") else f"{above}.*"
+        line = _shorten(self.settings[path]) if above in (path, "") else f"{above}.*"
         if line not in lines:
             lines.append(line)
 
@@ -242,7 +242,7 @@ class _Translator:
     def _mistake(self, path: str, what: str) -> None:
         self._reported.add(path)
         setting = self.settings.get(path) or Setting(path, self.get(path), "verl's default")
-        line = f"{_shown(setting)} ({setting.source}): {what}"
+        line = f"{_shorten(setting)} ({setting.source}): {what}"
         if line not in self.translation.mistakes:
             self.translation.mistakes.append(line)
 
@@ -254,10 +254,10 @@ class _Translator:
         line = assignment(ours, value)
         if ours in self._overridden:
             before = [self._set_by_ours.get(setting.path, setting) for setting in used]
-            if replaced := [_shown(setting) for setting in before if setting]:
+            if replaced := [_shorten(setting) for setting in before if setting]:
                 self.translation.overridden.append(f"{ours}  ({', '.join(replaced)})")
         elif used:
-            origin = ", ".join(map(_shown, used))
+            origin = ", ".join(map(_shorten, used))
             lines.append(f"{line}  ({origin}){why}" if origin != line else f"{line}{why}")
         elif value != FIELDS[ours].get_default(call_default_factory=True):
             self.translation.defaults.append(f"{line}{why}")
@@ -289,7 +289,7 @@ class _Translator:
         return self.get(value[2:-1]) if is_key else value
 
 
-def _shown(setting: Setting) -> str:
+def _shorten(setting: Setting) -> str:
     """Return `path=value` on one short line."""
     line = " ".join(assignment(setting.path, setting.value).split())
     return line if len(line) <= MAX_SHOWN else f"{line[:MAX_SHOWN]}..."

@@ -68,16 +68,16 @@ def read_config(file: str, mistakes: list[str]) -> dict[str, Setting]:
             merged |= settings
             continue
         name = entry if isinstance(entry, str) else ""
-        beside = Path(file).with_name(f"{name}.yaml")
+        included = Path(file).with_name(f"{name}.yaml")
         groups = entry if isinstance(entry, dict) else [name]
         if name.startswith("ppo_") or all(re.split("[@/]", str(g))[0] in _GROUPS for g in groups):
             continue
-        if name and beside.is_file() and beside.resolve() != Path(file).resolve():
-            merged |= read_config(str(beside), mistakes)
+        if name and included.is_file() and included.resolve() != Path(file).resolve():
+            merged |= read_config(str(included), mistakes)
         else:
             mistakes.append(
                 f"defaults: {entry!r} ({defaults.source}): must be verl's ppo_trainer, _self_ or"
-                f" the name of a YAML file in the same folder ({beside.parent})"
+                f" the name of a YAML file in the same folder ({included.parent})"
             )
     return merged
 
@@ -115,10 +115,10 @@ def _resolve(value: Any, path: str, values: Mapping[str, Any], seen: tuple[str, 
     if isinstance(value, dict):
         return {k: _resolve(v, path, values, seen) for k, v in value.items()}
     while isinstance(value, str) and (match := _INTERPOLATION.search(value)):
-        found = _lookup(match[1].strip(), path, values, seen)
+        replacement = _lookup(match[1].strip(), path, values, seen)
         if match[0] == value:
-            return found
-        value = value.replace(match[0], str(found))
+            return replacement
+        value = value.replace(match[0], str(replacement))
     if isinstance(value, str) and "${" in value:
         raise ValueError("its interpolation is not closed")
     return value

@@ -129,10 +129,10 @@ class _Finder(Loader):
         if name in _REFUSED:
             raise UserError(f"`import {name}`: {_REFUSED[name]}.")
         if name not in _MODULES and name not in _PACKAGES:
-            known = ", ".join(sorted(_MODULES))
+            replaced = ", ".join(sorted(_MODULES))
             raise UserError(
                 f"`import {name}`: verl is not installed, and agentrl replaces only these of its"
-                f" modules: {known}. docs/verl.md says what to write instead of others."
+                f" modules: {replaced}. docs/verl.md says what to write instead of others."
             )
         return importlib.machinery.ModuleSpec(name, self, is_package=name in _PACKAGES)
 
@@ -143,10 +143,10 @@ class _Finder(Loader):
         leaf = name.rpartition(".")[2]
         by_leaf = {module.rpartition(".")[2]: module for module in (*_MODULES, *_REFUSED)}
         if leaf not in by_leaf:
-            known = ", ".join(sorted({module.rpartition(".")[2] for module in _MODULES}))
+            replaced = ", ".join(sorted({module.rpartition(".")[2] for module in _MODULES}))
             raise UserError(
                 f"`from .{leaf} import`: there is no {leaf}.py in {', '.join(path or ())}, and no"
-                f" such module among those of verl's that agentrl replaces: {known}"
+                f" such module among those of verl's that agentrl replaces: {replaced}"
             )
         importlib.import_module(by_leaf[leaf])
         return importlib.machinery.ModuleSpec(name, self, origin=by_leaf[leaf])
@@ -161,25 +161,25 @@ class _Finder(Loader):
 class _Module(ModuleType):
     """A module that looks its names up in agentrl, or in an installed verl, when they are used."""
 
-    def __init__(self, name: str, verls: str):
+    def __init__(self, name: str, replaced: str):
         super().__init__(name)
-        self._verls = verls
+        self._replaced = replaced
         """The name of the verl module that this module replaces."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if self._verls != self.__name__:
-            return getattr(importlib.import_module(self._verls), name)
+        if self._replaced != self.__name__:
+            return getattr(importlib.import_module(self._replaced), name)
         inner = f"{self.__name__}.{name}"
         if inner in _MODULES or inner in _PACKAGES or inner in _REFUSED:
             return importlib.import_module(inner)
         home, *names = _MODULES.get(self.__name__, ("",))
-        ours = {n.partition(":")[0]: n.rpartition(":")[2] for n in names}
-        if name not in ours:
-            known = ", ".join(ours) or "nothing"
+        names_here = {n.partition(":")[0]: n.rpartition(":")[2] for n in names}
+        if name not in names_here:
+            replaced = ", ".join(names_here) or "nothing"
             raise UserError(
                 f"`from {self.__name__} import {name}`: agentrl's stand-in for this module has"
-                f" only {known}. docs/verl.md says what to write instead of the rest."
+                f" only {replaced}. docs/verl.md says what to write instead of the rest."
             )
-        return getattr(importlib.import_module(f"agentrl.compat.verl.{home}"), ours[name])
+        return getattr(importlib.import_module(f"agentrl.compat.verl.{home}"), names_here[name])
