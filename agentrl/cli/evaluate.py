@@ -119,7 +119,17 @@ def _score_stored(
     rows = read_responses(path, response_key, names, reward_model_key)
     rollout = settings.rollout
     scorer = Scorer(settings.reward, rollout.budget_policy, rollout.max_trajectory_tokens)
-    check_graders([sample for sample, _ in rows], scorer, path)
+    samples = [sample for sample, _ in rows]
+    check_graders(samples, scorer, path)
+    several = [s for s in samples if s.tools or s.interaction]
+    graders = [g for source in {s.data_source for s in several} for g in scorer.graders(source)]
+    if names_of_rewards := sorted({g.name for g in graders if not g.is_compute_score}):
+        typer.echo(
+            f"note: {plural(len(several), 'row')} may have responses of several turns. Each is one"
+            " message here, so these rewards see the text of all turns as final_text:"
+            f" {', '.join(names_of_rewards)}",
+            err=True,
+        )
     sandbox.configure(settings.sandbox)
 
     async def score() -> list[Group]:

@@ -93,6 +93,10 @@ def test_the_reward_of_the_training_scores(run, tmp_path):
     output = run("eval", "--responses", "a.jsonl", "-f", "mine.py", "reward.function=length")
     assert output.splitlines()[1].split()[:4] == ["none", "1", "2", "12.000"]
     assert "note: 1 row without responses: left out" in output
+    assert "several turns" not in output
+    write_rows(tmp_path / "b.jsonl", [stored("1", ["call\n1"], "", bonus=0, interaction="gsm8k")])
+    output = run("eval", "--responses", "b.jsonl", "-f", "mine.py", "reward.function=length")
+    assert "1 row may have responses of several turns" in output and "final_text: length" in output
 
 
 def test_rows_that_cannot_be_scored_are_listed(run, tmp_path):
