@@ -102,7 +102,7 @@ def parse_value(text: str) -> Any:
 
 def assignment(path: str, value: Any) -> str:
     """Return `path=value` as a user would type it; `parse_value` reads the same value back."""
-    if isinstance(value, str) and value and parse_value(value) == value:
+    if isinstance(value, str) and value.strip() and parse_value(value) == value:
         return f"{path}={value}"
     text = dump_yaml(value, flow=True).removesuffix("...\n")  # a bare scalar ends its document
     return f"{path}={text.strip()}"
