@@ -44,9 +44,9 @@ def check(
 ) -> None:
     """Check config, rows, tools, rewards and the chat template, and describe the run.
 
-    Loads no weights and trains nothing (the same as `train --dry-run`). Asks the servers of rewards
-    and interactions whether they answer, estimates the memory of a GPU, and lists what was not
-    checked.
+    Loads no weights and trains nothing. Asks the servers of rewards and interactions whether they
+    answer, estimates the memory of a GPU, and lists what was not checked. `train --dry-run` does
+    the same, and also checks the run's folder and the checkpoint of `trainer.resume`.
 
     Examples:
         agentrl check --dataset rows.jsonl --model tiny -f my_tools.py
@@ -64,8 +64,14 @@ def check(
     )
 
 
-def check_run(settings: Config) -> None:
-    """Check a run and print a description of it; see `check`."""
+def check_run(settings: Config, *, checks_start: bool = False) -> None:
+    """Check a run and print a description of it; see `check`.
+
+    Args:
+        settings: the config of the run.
+        checks_start: also check that the run can start in `trainer.output`, and from the checkpoint
+            of `trainer.resume`. This reads every byte of the checkpoint, and writes nothing.
+    """
     from agentrl.agent_loops.attempt import load_template
     from agentrl.capacity import check_open_files
     from agentrl.plan import (
@@ -83,6 +89,7 @@ def check_run(settings: Config) -> None:
     check_policy_learns(plan)
     check_open_files(plan)
     settings = with_model_folder(settings)
+    start = _describe_start(settings, plan) if checks_start else []
     template = load_template(settings)
     from transformers import AutoConfig
 
@@ -110,11 +117,25 @@ def check_run(settings: Config) -> None:
     typer.echo("config keys that differ from the defaults:")
     for line in settings.diff():
         typer.echo(f"  {line}")
+    for line in start:
+        typer.echo(line)
     print_notes(plan)
     typer.echo("all checks passed")
     typer.echo("Not checked here:")
     for line in unchecked:
         typer.echo(f"  {line}")
+
+
+def _describe_start(settings: Config, plan: Plan) -> list[str]:
+    """Return lines about the state that the run starts from.
+
+    Raises:
+        ConfigError: the run cannot start from that state.
+    """
+    from agentrl.trainer.resume import find_start
+
+    start = find_start(settings, plan.fingerprint, plan.total_steps)
+    return start.describe() or [f"{settings.trainer.output}: the run starts from the base model"]
 
 
 def _ask_servers(plan: Plan) -> list[str]:

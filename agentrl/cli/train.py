@@ -33,7 +33,12 @@ def train(
     config: ConfigFile = None,
     deterministic: Deterministic = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, train nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check everything that `check` does, the run's folder and the checkpoint of"
+            " trainer.resume; train nothing.",
+        ),
     ] = False,
 ) -> None:
     """Train a policy on the rows of a dataset.
@@ -60,7 +65,7 @@ def train(
         deterministic=deterministic,
     )
     if dry_run:
-        check_run(settings)
+        check_run(settings, checks_start=True)
         return
     from agentrl.capacity import check_open_files
     from agentrl.config import TINY

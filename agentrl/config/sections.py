@@ -504,10 +504,13 @@ class TrainerConfig(Section):
     """Validate before the first step."""
     val_only: bool = False
     """Validate only, do not train."""
-    resume: str = key("auto", allowed="auto, never, or the path of a checkpoint or of a run")
+    resume: str = key(
+        "auto", allowed="auto, never, or the path of a checkpoint or a run, or RUN/best"
+    )
     """auto: resume from the newest checkpoint in the run's folder. never: start from the beginning,
-    and delete the run in the folder. A path: start from that checkpoint; if it is another run's,
-    this run is a fork of it."""
+    and delete the run in the folder. A path: start from that checkpoint (of a run: its newest
+    one; RUN/best: the one with the highest trainer.keep_best); if it is another run's, this run is
+    a fork of it."""
     seed: int = key(0, ge=0)
     """The seed of all random numbers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

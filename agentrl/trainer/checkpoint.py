@@ -39,12 +39,15 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError, RunStopped, UserError
+from agentrl.trainer.tracking import METRICS, read_metrics
 
 log = logging.getLogger("agentrl")
 
 META = "meta.json"
 LOCK = ".lock"
 LATEST = "latest_checkpointed_iteration.txt"
+BEST = "best"
+"""The last part of `RUN/best`, which names the best checkpoint of a run; it is no folder."""
 THREADS = min(8, os.cpu_count() or 1)
 """The number of files that are hashed at the same time. One core hashes about 1.5 GB/s."""
 
@@ -141,8 +144,8 @@ def find_checkpoint(root: Path, resume: str | Path) -> Checkpoint | None:
 
     Args:
         root: the run's folder; it need not exist.
-        resume: "auto" for the newest valid checkpoint in `root`, "never", or the path of a
-            checkpoint or of another run's folder.
+        resume: "auto" for the newest valid checkpoint in `root`, "never", or a path as
+            `open_checkpoint` takes it.
 
     Returns:
         None for "never", and for "auto" if `root` holds no checkpoint.
@@ -159,19 +162,23 @@ def find_checkpoint(root: Path, resume: str | Path) -> Checkpoint | None:
     except ConfigError as e:
         available = ", ".join(f.name for f in reversed(_steps(root).values())) or "none"
         raise ConfigError(
-            f"trainer.resume={resume}: {e}. Choose auto, never, or a folder; checkpoints in {root}:"
-            f" {available}"
+            f"trainer.resume={resume}: {e}. Choose auto, never, a checkpoint, a run's folder, or"
+            f" RUN/best; checkpoints in {root}: {available}"
         ) from None
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint in a folder, or the newest valid one of a run's folder.
+    """Return a checkpoint. This reads every byte of it.
 
-    This reads every byte of it.
+    Args:
+        path: a checkpoint's folder, a run's folder for its newest valid checkpoint, or `RUN/best`
+            for the checkpoint with the highest `trainer.keep_best`.
 
     Raises:
-        ConfigError: the path is neither, or the checkpoint is damaged.
+        ConfigError: the path is none of these, or the checkpoint is damaged.
     """
+    if _is_best(path):
+        path = _find_best(path.parent)
     if (path / META).exists():
         try:
             return _verify(path)
@@ -180,14 +187,21 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.is_dir() and _steps(path):
         return _find_newest(path)
     why = f"no {META} in it" if path.is_dir() else "no such folder"
+    if siblings := [*reversed(_steps(path.parent).values())]:
+        why += f"; {path.parent} has {', '.join(folder.name for folder in siblings)}"
     raise ConfigError(f"{path} is not a checkpoint: {why}")
 
 
 def checkpoint_folders(path: Path) -> list[Path]:
-    """Return the checkpoint at a path, or those of a run's folder, newest first; nothing is read.
+    """Return the checkpoint at a path, or those of a run's folder, newest first, unverified.
 
-    The result is empty if the path is neither.
+    The result is empty if the path is neither. `RUN/best` is one checkpoint.
+
+    Raises:
+        ConfigError: the path is `RUN/best`, and the best checkpoint is not known.
     """
+    if _is_best(path):
+        return [_find_best(path.parent)]
     if (path / META).is_file():
         return [path]
     return [*reversed(_steps(path).values())] if path.is_dir() else []
@@ -239,6 +253,42 @@ def _steps(root: Path) -> dict[int, Path]:
         if (match := _NAME.fullmatch(folder.name)) and folder.is_dir():
             by_step[int(match[1])] = folder
     return dict(sorted(by_step.items()))
+
+
+def _is_best(path: Path) -> bool:
+    """Return whether a path is `RUN/best`, which names a checkpoint but is no folder."""
+    return path.name == BEST and not path.exists()
+
+
+def _find_best(run: Path) -> Path:
+    """Return the run's checkpoint with the highest value of its `trainer.keep_best`."""
+    folders = checkpoint_folders(run)
+    if not folders:
+        raise ConfigError(f"{run} is not the folder of a run with checkpoints")
+    try:
+        with open_regular(folders[0] / META) as file:
+            record = json.loads(file.read())
+        metric = record["meta"]["config"]["trainer"].get("keep_best", "")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise ConfigError(f"{folders[0] / META} cannot be read: {e!r}") from None
+    listed = ", ".join(folder.name for folder in folders)
+    if not metric:
+        raise ConfigError(
+            f"{run}: no checkpoint is known to be the best, because trainer.keep_best is empty."
+            f" Name one of {listed}"
+        )
+    values = {step: data.get(metric) for step, data in read_metrics(run / METRICS)}
+    scored = [
+        (value, folder)
+        for folder in folders
+        if (value := values.get(int(folder.name.rpartition("_")[2]))) is not None
+    ]
+    if not scored:
+        raise ConfigError(
+            f"{run}: no checkpoint is known to be the best, because {METRICS} has no {metric} of"
+            f" {listed}. Name one of them"
+        )
+    return max(scored, key=lambda pair: pair[0])[1]  # of equal values the newest
 
 
 def _find_newest(root: Path) -> Checkpoint:

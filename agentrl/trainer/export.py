@@ -29,12 +29,9 @@ from agentrl.trainer.checkpoint import (
 from agentrl.trainer.policy import ACTOR, Policy
 from agentrl.trainer.rank import ADAPTER_FOLDER
 from agentrl.trainer.state import PARAMETER_PREFIX, check_state, read_state
-from agentrl.trainer.tracking import METRICS, read_metrics
 
 EXPORTED = "exported"
 """The folder in a run's folder with the exports that `--model RUN` has made."""
-BEST = "best"
-"""The name that stands for the best checkpoint in `RUN/best`."""
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -75,7 +72,7 @@ def export(
     """
     if out.exists() or out.is_symlink():
         raise UserError(f"{out} already exists: name a new folder")
-    return _export(_choose(path), out, merge, dtype, model)
+    return _export(open_checkpoint(path), out, merge, dtype, model)
 
 
 def exported_model(path: Path, say: Callable[[str], None] = print) -> Path:
@@ -92,11 +89,10 @@ def exported_model(path: Path, say: Callable[[str], None] = print) -> Path:
         UserError: there is no such checkpoint, or its base model is missing.
         RunStopped: the disk is full or refuses to write.
     """
-    folders = [_find_best(path.parent)] if _is_best(path) else checkpoint_folders(path)
-    for folder in folders[:1]:
+    for folder in checkpoint_folders(path)[:1]:
         if (out := _export_path(folder)) and out.is_dir():
             return out
-    checkpoint = _choose(path)
+    checkpoint = open_checkpoint(path)
     out = _export_path(checkpoint.folder)
     assert out is not None  # the checkpoint was just read
     if not out.is_dir():
@@ -117,42 +113,6 @@ def _export_path(checkpoint: Path) -> Path | None:
         return None
     checkpoint = checkpoint.resolve()
     return checkpoint.parent / EXPORTED / f"{checkpoint.name}-{key}"
-
-
-def _choose(path: Path) -> Checkpoint:
-    return open_checkpoint(_find_best(path.parent) if _is_best(path) else path)
-
-
-def _is_best(path: Path) -> bool:
-    """Return whether a path is `RUN/best`, which names a checkpoint but is no folder."""
-    return path.name == BEST and not path.exists()
-
-
-def _find_best(run: Path) -> Path:
-    """Return the run's checkpoint with the highest value of its `trainer.keep_best`."""
-    folders = checkpoint_folders(run)
-    if not folders:
-        raise ConfigError(f"{run} is not a run with checkpoints")
-    try:
-        record = json.loads((folders[0] / META).read_bytes())
-        metric = record["meta"]["config"]["trainer"].get("keep_best", "")
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"{folders[0] / META} cannot be read") from None
-    listed = ", ".join(folder.name for folder in folders)
-    if not metric:
-        raise ConfigError(
-            f"{run}: no checkpoint is known to be the best, because trainer.keep_best is empty."
-            f" Name one of {listed}"
-        )
-    values = {step: data.get(metric) for step, data in read_metrics(run / METRICS)}
-    scored = [
-        (value, folder)
-        for folder in folders
-        if (value := values.get(int(folder.name.rpartition("_")[2]))) is not None
-    ]
-    if not scored:
-        raise ConfigError(f"{run}: none of {listed} was validated, so {metric} is not known")
-    return max(scored, key=lambda pair: pair[0])[1]  # of equal ones the newest
 
 
 def _export(

@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from agentrl.config import FIELDS, Config
 from agentrl.config.sources import read_yaml
 from agentrl.errors import ConfigError, RunStopped
-from agentrl.trainer.checkpoint import META, Checkpoint, find_checkpoint, replace_file
+from agentrl.trainer.checkpoint import BEST, META, Checkpoint, find_checkpoint, replace_file
 from agentrl.trainer.tracking import METRICS, read_metrics
 
 CHANGES = "changes.jsonl"
@@ -91,7 +91,7 @@ FIXED_KEYS = frozenset(
 """Config keys that a fork cannot change: they define the tensors that the checkpoint holds."""
 
 UNRECORDED_KEYS = frozenset({"trainer.output", "trainer.resume", "trainer.val_only"})
-"""Config keys that describe a command rather than the run."""
+"""Config keys that describe a command rather than the run. Their changes are not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,8 @@ def _choose_checkpoint(folder: Path, resume: str) -> Checkpoint | None:
     if resume != "auto":
         is_same = resume == source
         if fork is not None:
-            is_same = path in (Path(fork.checkpoint), Path(fork.checkpoint).parent)
+            source_run = Path(fork.checkpoint).parent
+            is_same = path in (Path(fork.checkpoint), source_run, source_run / BEST)
         if not is_same and (own is not None or read_metrics(folder / METRICS)):
             held = f"a fork of {fork.checkpoint}" if fork else "the record of a run"
             raise ConfigError(
@@ -307,7 +308,7 @@ def _open_fork(folder: Path, fork: Fork) -> Checkpoint:
     if checkpoint is None or _make_fork(checkpoint).meta_sha256 != fork.meta_sha256:
         raise ConfigError(
             f"{folder} is a fork of {fork.checkpoint} without a checkpoint of its own, so it must"
-            f" begin there again. But {problem or 'that checkpoint has been written anew since'}."
+            f" begin there again. But {problem or 'that checkpoint has been replaced since'}."
             " For a fork of another checkpoint, use another --output"
         )
     return checkpoint
@@ -382,7 +383,7 @@ def _check_fork(checkpoint: Checkpoint, config: Config, changes: Sequence[Change
 
 
 def _restarts_rows(changes: Sequence[Change]) -> bool:
-    """Return whether the order of rows is another one after these changes."""
+    """Return whether these changes give training another order of rows."""
     return any(c.key in ("rows", "trainer.seed", "data.shuffle") for c in changes)
 
 

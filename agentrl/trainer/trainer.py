@@ -287,8 +287,12 @@ class Trainer:
 
     def _advance(self) -> dict[str, float]:
         """Run one step and publish the new policy. The caller validates and records the step."""
+        saving = self.clock.seconds.get("save_checkpoint")
         self.clock = StepClock()
         metrics = self.step()
+        if saving is not None:
+            # The line of a step is on the disk before its checkpoint, so the next line has it.
+            metrics["timing_s/save_checkpoint"] = saving
         metrics["training/global_step"] = self.global_step
         metrics["training/epoch"] = self.position / self.plan.epoch_rows
         metrics |= self.clock.metrics(metrics)

@@ -9,7 +9,10 @@ from typer.testing import CliRunner
 
 from agentrl import registry
 from agentrl.cli import app
+from agentrl.config import load_config
+from agentrl.data.table import hash_file
 from agentrl.trainer import memory
+from agentrl.trainer.checkpoint import save_checkpoint
 
 ROW = {
     "prompt": "How much is 3*4?",
@@ -170,3 +173,29 @@ def test_rows_without_ground_truth_but_with_answers_are_noted(check, gpus, tmp_p
             (tmp_path / "rows.jsonl").write_text(json.dumps(row))
             check(*options)
             assert ("--rename answer=ground_truth" in caplog.text) == is_noted, row
+
+
+def test_a_dry_run_checks_the_checkpoint_and_writes_nothing(tmp_path, random_model):
+    rows, run = tmp_path / "rows.jsonl", tmp_path / "run"
+    rows.write_text(json.dumps(ROW))
+
+    def dry_run(*words: str, output=run) -> str:
+        common = ["--dataset", str(rows), "--model", str(random_model), "--output", str(output)]
+        before = sorted(tmp_path.rglob("*"))
+        result = CliRunner().invoke(app, ["train", "--dry-run", *common, *words])
+        assert sorted(tmp_path.rglob("*")) == before
+        return result.output if result.exit_code == 0 else str(result.exception)
+
+    assert f"{run}: the run starts from the base model" in dry_run()
+    assert f"trainer.resume={run}/best: " in dry_run(f"trainer.resume={run}/best")
+
+    settings = {
+        "data.train": str(rows), "model.path": str(random_model), "trainer.output": str(run),
+    }  # fmt: skip
+    config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
+    meta = {"config": config.model_dump(mode="json"), "rows": hash_file(str(rows))}
+    folder = save_checkpoint(run, 1, lambda staging: None, meta)
+    assert "  rollout.n: 8 -> 16" in dry_run("rollout.n=16")
+    fork = (f"trainer.resume={run}", "rollout.n=16", "trainer.total_steps=2")
+    shown = dry_run(*fork, output=tmp_path / "fork")
+    assert f"fork of {folder}" in shown and "all checks passed" in shown

@@ -208,6 +208,38 @@ def test_the_same_command_begins_a_fork_again_and_then_continues_it(tmp_path):
     assert start(fork, "never").checkpoint is None
 
 
+def test_a_start_from_the_best_checkpoint(tmp_path):
+    parent, fork = tmp_path / "a", tmp_path / "b"
+    keep = {"trainer": {"keep_best": "val/acc/mean@1"}}
+
+    def validate(step, value):
+        save(parent, step, **keep)
+        with (parent / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "data": {"val/acc/mean@1": value}}) + "\n")
+
+    for step, value in ((1, 0.1), (2, 0.3)):
+        validate(step, value)
+    best = parent / "best"
+    assert begin(fork, best, **keep).checkpoint.step == 2
+    validate(3, 0.2)
+    assert start(fork, best, **keep).checkpoint.step == start(parent, best, **keep).checkpoint.step
+    validate(4, 0.4)
+    assert start(tmp_path / "c", best, **keep).checkpoint.step == 4
+    shutil.copytree(parent / "global_step_00000004", parent / "global_step_00000002")
+    with pytest.raises(ConfigError, match="has been replaced since"):
+        start(fork, best, **keep)
+    save(fork, 5, **keep)
+    found = start(fork, best, **keep)
+    assert (found.checkpoint.step, found.is_new_fork) == (5, False)
+    assert not start(parent, best, **keep).is_new_fork
+    with pytest.raises(
+        ConfigError, match=r"no such folder; .*/a has global_step_00000004.*RUN/best"
+    ):
+        start(tmp_path / "c", parent / "latest", **keep)
+    with pytest.raises(ConfigError, match=r"resume=.*/d/best: .*/d is not the folder of a run"):
+        start(tmp_path / "c", tmp_path / "d" / "best")
+
+
 def test_a_fork_whose_checkpoint_is_gone_does_not_start_from_the_base_model(tmp_path):
     parent = save(tmp_path / "a", 3)
     begin(tmp_path / "b", parent)
@@ -216,7 +248,7 @@ def test_a_fork_whose_checkpoint_is_gone_does_not_start_from_the_base_model(tmp_
         with pytest.raises(ConfigError, match=r"b is a fork of .*no such folder.*another --output"):
             start(tmp_path / "b", resume)
     save(tmp_path / "a", 3)
-    with pytest.raises(ConfigError, match="has been written anew since"):
+    with pytest.raises(ConfigError, match="has been replaced since"):
         start(tmp_path / "b")
     assert start(tmp_path / "b", "never").checkpoint is None
 

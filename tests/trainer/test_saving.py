@@ -106,6 +106,10 @@ def test_a_checkpoint_is_saved_at_each_validation(start, tmp_path):
     assert find_steps(tmp_path / "auto") == [2, 4]
     start(tmp_path / "end", "trainer.keep=0", "trainer.save_freq=0")
     assert find_steps(tmp_path / "end") == [4]
+    for name, timed in (("auto", [3]), ("end", [])):
+        lines = read_metrics(tmp_path / name / "metrics.jsonl")
+        values = {s: data.get("timing_s/save_checkpoint") for s, data in lines}
+        assert [step for step, value in values.items() if value is not None and value > 0] == timed
     assert record(tmp_path / "auto") == record(tmp_path / "end")
 
 
@@ -169,7 +173,7 @@ def scores(monkeypatch, values):
 
 
 def test_the_best_is_kept_and_the_run_ends_early(start, tmp_path, monkeypatch, capsys):
-    scores(monkeypatch, [0.1, 0.5, 0.9, 0.3, 0.9, 0.2, 0.3, 0.4])
+    scores(monkeypatch, [0.1, 0.5, 0.9, 0.3, 0.9, 0.2, 0.3, 0.4, 0.8, 0.1, 0.2])
     keys = ("trainer.test_freq=1", "trainer.total_steps=7", "trainer.keep=1",
             f"trainer.keep_best={METRIC}")  # fmt: skip
     start(tmp_path, *keys, "trainer.patience=3")
@@ -186,6 +190,13 @@ def test_the_best_is_kept_and_the_run_ends_early(start, tmp_path, monkeypatch, c
     start(tmp_path, *keys, "trainer.patience=0")
     assert [step for step, _ in timeless(tmp_path)] == list(range(8)), "another patience does"
     assert find_steps(tmp_path) == [2, 7]
+
+    best = f"trainer.resume={tmp_path / 'best'}"
+    start(tmp_path, *keys, best, "trainer.total_steps=3")
+    assert find_steps(tmp_path) == [2, 3], "the run continues from its best checkpoint"
+    assert [step for step, _ in timeless(tmp_path)] == [0, 1, 2, 3]
+    start(tmp_path, *keys, "trainer.resume=never", "trainer.total_steps=1")
+    assert find_steps(tmp_path) == [1], "starting over removes the best one, too"
 
 
 def test_a_new_best_is_saved_between_two_checkpoints(start, tmp_path, monkeypatch):
