@@ -100,8 +100,6 @@ def make_update(args: argparse.Namespace, device: str) -> tuple[Callable[[], obj
 
 def run_arm(name: str, args: argparse.Namespace) -> None:
     """Warm up, then do the work once for each line of standard input, and print the results."""
-    if NUMBER not in os.environ:
-        wait_passively()
     work = make_work(name, args)
     for i in range(2):
         work(-1 - i)
@@ -223,6 +221,8 @@ def main() -> None:
     add("--arm", choices=WORK, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.arm:
+        if NUMBER not in os.environ:
+            wait_passively()  # as the command does, before torch is imported
         import torch
 
         args.trajs = args.trajs or (64 if torch.cuda.is_available() else 16)
