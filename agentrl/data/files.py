@@ -287,9 +287,7 @@ def _write_parquet(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def _column(path: tuple[str, ...], values: list[Any], encoded: list[Sequence[str]]) -> pa.Array:
     """Return an Arrow column, as JSON if Arrow would not restore the values unchanged."""
     present = [v for v in values if v is not None]
-    if present and all(
-        isinstance(v, dict) and v and v.keys() == present[0].keys() for v in present
-    ):
+    if present and all(isinstance(v, dict) and v and list(v) == list(present[0]) for v in present):
         children = [
             _column((*path, key), [v and v[key] for v in values], encoded) for key in present[0]
         ]
@@ -298,7 +296,8 @@ def _column(path: tuple[str, ...], values: list[Any], encoded: list[Sequence[str
     nested = any(isinstance(v, dict | list) for v in present)
     try:
         array = pa.array(values)
-        if not nested or (array.to_pylist() == values and not _has_empty_dict(present)):
+        # `repr` also compares the order of keys: that of `tools_kwargs` is the order of the tools.
+        if not nested or (repr(array.to_pylist()) == repr(values) and not _has_empty_dict(present)):
             return array
     except pa.ArrowException as e:
         if not nested:
