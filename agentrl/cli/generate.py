@@ -82,7 +82,9 @@ def generate(
         if not _is_complete(output):
             raise UserError(f"--output {output} already exists: choose a new file")
         _record_path(output).unlink()
-        typer.echo(f"{output} is complete: the command was killed when it had written it")
+        typer.echo(
+            f"{output} is complete: the last command was killed after it had written the file"
+        )
         return
 
     from agentrl.cli.session import open_session
@@ -163,7 +165,10 @@ def _record_path(output: Path) -> Path:
 
 
 def _is_complete(output: Path) -> bool:
-    """Return whether an output has all rows of its record, which is removed after it is written."""
+    """Return whether an output has all rows of its record.
+
+    The record is removed after the output is written, so a kill may leave both.
+    """
     from agentrl.data import read_rows
 
     try:
@@ -185,7 +190,7 @@ def _open_record(
     """Open the record of an output; yield it and the responses in it, by row.
 
     Raises:
-        UserError: it is of other rows or settings, or another process writes it.
+        UserError: the record has other rows or settings, is damaged, or another process writes it.
         RunStopped: it cannot be written.
     """
     path = _record_path(output)

@@ -66,11 +66,16 @@ def _read(source: Any, split: str, name: str) -> Sequence[Row]:
         return _read_hub(str(source).removeprefix(HUB), split, name)
     path = Path(source).expanduser()
     if name:
-        raise DataError(f"{source}: only datasets of the hub ({HUB}...) have configurations")
+        raise DataError(
+            f"{source}: only datasets of the hub ({HUB}...) have configurations. Remove --name"
+            f" {name}"
+        )
     if path.is_dir():
         return _read_saved(path, split)
     if split:
-        raise DataError(f"{source}: only datasets of Hugging Face have splits")
+        raise DataError(
+            f"{source}: only datasets of Hugging Face have splits. Remove --split {split}"
+        )
     readers = {".csv": _read_csv, ".json": _read_json, ".jsonl": read_rows, ".parquet": read_rows}
     if path.suffix not in readers:
         raise DataError(
@@ -92,7 +97,10 @@ def _read_object(source: Any) -> Sequence[Row]:
         return [dict(zip(names, cells, strict=True)) for cells in zip(*columns, strict=True)]
     if hasattr(source, "column_names") and hasattr(source, "features"):
         return [dict(row) for row in source]
-    raise DataError(f"cannot convert a {type(source).__name__}: use a path, a DataFrame or Dataset")
+    raise DataError(
+        f"cannot convert a {type(source).__name__}: use a path, a pandas DataFrame, or a"
+        " datasets.Dataset"
+    )
 
 
 def _read_hub(path: str, split: str, name: str) -> Sequence[Row]:
@@ -127,7 +135,7 @@ def _read_saved(folder: Path, split: str) -> Sequence[Row]:
             splits = list(orjson.loads(index.read_bytes())["splits"])
             folder = folder / _choose_split(str(folder), split, splits)
         elif split:
-            raise DataError(f"{folder} has no splits")
+            raise DataError(f"{folder} has no splits. Remove --split {split}")
         if not (folder / "state.json").is_file():
             raise DataError(f"{folder} is not a folder of save_to_disk: it has no state.json")
         state = orjson.loads((folder / "state.json").read_bytes())
@@ -208,7 +216,10 @@ def _rename(rows: Sequence[Row], rename: Mapping[str, str], source: str) -> list
                 f"{did_you_mean(old, columns)}"
             )
         if new in columns and new not in rename:
-            raise DataError(f"{source}: {old!r} cannot become {new!r}, which is a column already")
+            raise DataError(
+                f"{source}: {old!r} cannot become {new!r}, which is a column already. Choose"
+                " another name"
+            )
     if len(set(rename.values())) < len(rename):
         raise DataError(f"two columns would have the same name: {', '.join(rename.values())}")
     return [{rename.get(name, name): value for name, value in row.items()} for row in rows]

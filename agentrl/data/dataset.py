@@ -1,7 +1,7 @@
 """The rows of a run, from one file or several, as a sequence of samples.
 
-A row becomes a `Sample` when it is drawn; the rows themselves are in a `Table` for each file. The
-files are laid end to end, and a row's index counts over all of them.
+The rows are stored in one `Table` for each file, and a row becomes a `Sample` when it is drawn. A
+row's index counts the rows of all files, in the order of the files.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Rows(Sequence[Sample]):
         names: ColumnNames = COLUMN_NAMES,
         agent_name: str = "single_turn",
     ):
-        """Lay tables end to end.
+        """Concatenate the rows of tables.
 
         Args:
             tables: the rows of each file.

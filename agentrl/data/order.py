@@ -17,8 +17,8 @@ class RowOrder:
 
     The position of a run in its data is one integer: the number of rows that the run has taken.
 
-    With weights, an epoch has `weight` copies of each file. Of a fraction, an epoch takes the next
-    rows of an endless sequence of the file's epochs: each row once before any row twice. For
+    With weights, an epoch has `weight` copies of each file. For the fraction of a weight, an epoch
+    takes the next rows of an endless sequence, which has each row once before any row twice. For
     example, with a weight of 2.5 an epoch has all rows twice, and half of them once more; the next
     epoch takes the other half. If a fraction is no whole number of rows, some epochs take one row
     more than others, so that the number of copies is the weight in the long run.
@@ -42,17 +42,18 @@ class RowOrder:
         """
         positions = range(position, position + count)
         if self.weights:
-            places = (self._find(number) for number in positions)
-            return [_weighted_epoch(self, epoch)[index] for epoch, index in places]
+            pairs = (self._find(number) for number in positions)
+            return [_weighted_epoch(self, epoch)[index] for epoch, index in pairs]
         if not self.shuffle:
             return [number % self.n_rows for number in positions]
-        places = (divmod(number, self.n_rows) for number in positions)
-        return [_permutation(self.n_rows, self.seed, epoch)[index] for epoch, index in places]
+        pairs = (divmod(number, self.n_rows) for number in positions)
+        return [_permutation(self.n_rows, self.seed, epoch)[index] for epoch, index in pairs]
 
     def _find(self, position: int) -> tuple[int, int]:
         """Return the epoch of a position, and the index in that epoch."""
         mean = _mean_rows(self.weights)
-        # The first row of an epoch is at most one row per file before the mean says.
+        # Each file's fraction is rounded down, so an epoch begins at most one row per file before
+        # epoch * mean.
         limits = range(int(position / mean), int((position + len(self.weights)) / mean) + 2)
         epoch = limits[bisect_right(limits, position, key=self._first) - 1]
         return epoch, position - self._first(epoch)
@@ -69,13 +70,13 @@ def _mean_rows(weights: tuple[tuple[int, float], ...]) -> Fraction:
 
 
 def _taken(n: int, weight: float, epochs: int) -> int:
-    """Return how many of n rows these epochs take for the fraction of a weight."""
+    """Return the number of rows that the first epochs take for the fraction of a weight."""
     return int(epochs * n * (_exact(weight) % 1))
 
 
 @lru_cache(maxsize=256)
 def _exact(weight: float) -> Fraction:
-    """Return a weight as it is written: 0.1 is a tenth, which no float is."""
+    """Return the decimal number of a weight: exactly 1/10 for 0.1, which no float equals."""
     return Fraction(str(weight))
 
 

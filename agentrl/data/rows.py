@@ -51,7 +51,7 @@ COLUMN_NAMES = ColumnNames()
 
 
 class Origins:
-    """The files of a run's rows, end to end. Rows are counted from 0 over all files."""
+    """Finds the file of a row by its index, which counts the rows of all files from 0."""
 
     def __init__(self, *paths: str):
         self._paths = list(paths)
@@ -194,7 +194,10 @@ class RowReader:
         for tool, kwargs in tools_kwargs.items():
             self.check_tool_kwargs(tool, kwargs)
         if extra.get("need_tools_kwargs") and not tools_kwargs:
-            self.wrong("extra_info.need_tools_kwargs", "is true, but there are no tools_kwargs")
+            self.wrong(
+                "extra_info.need_tools_kwargs",
+                "is true, but there are no tools_kwargs. Add them, or set it to false",
+            )
         interaction, interaction_kwargs = self.interaction()
         truth = self.mapping("reward_model", row.get("reward_model")).get("ground_truth")
         agent_name = self.text("agent_name", self._agent_name)
@@ -284,7 +287,10 @@ class RowReader:
         kwargs = dict(self.same("interaction_kwargs", own or None, verl or None) or {})
         name = self.same("interaction", self.row.get("interaction"), kwargs.pop("name", None))
         if name is None and own:
-            self.wrong("interaction", "is missing, but there are interaction_kwargs")
+            self.wrong(
+                "interaction",
+                "is missing, but there are interaction_kwargs. Name one, or remove them",
+            )
         elif name is None and verl:
             name = self._unnamed_interaction
             if name is None:
@@ -323,7 +329,10 @@ class RowReader:
     def same(self, field: str, plain: Any, verl: Any) -> Any:
         """Return the value that is not None; add a mistake if both are set and differ."""
         if plain is not None and verl is not None and plain != verl:
-            self.wrong(field, f"has two values: {plain!r:.60} and, in verl's place, {verl!r:.60}")
+            self.wrong(
+                field,
+                f"has two values: {plain!r:.60} and, in verl's column, {verl!r:.60}. Remove one",
+            )
         return verl if plain is None else plain
 
     def refuse_near_misses(self, prefix: str, row: Row, known: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ their own id. Commands find what they need in these columns, instead of reading 
 
 A table depends on the bytes of the file and on the names of its columns, not on other keys of the
 config, nor on the user's files: what these decide (the default agent loop, aliases, the interaction
-of verl's rows without one) is decided when a row is drawn.
+of verl's rows that name none) is decided when a row is drawn.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CACHE_BYTES = 64 << 30
 FREE_BYTES = 1 << 30
 """The bytes of the disk that the cache leaves free, for the run."""
 CHECKED_BYTES = 64 << 20
-"""The bytes after which the free space is looked up again."""
+"""The free space is measured each time after this number of bytes is written."""
 BATCH_ROWS = 1024
 """The number of rows in a batch of the table, if they have fewer than `BATCH_BYTES`."""
 BATCH_BYTES = 4 << 20
@@ -134,7 +134,7 @@ class Table:
 
 
 def kind_of(sample: Sample) -> tuple[Any, ...]:
-    """Return what the rows of a kind have in common.
+    """Return the key of a row's kind, which all rows of the kind have in common.
 
     That is agent loop, data source, tools, interaction, and the roles of the prompt's messages,
     each with whether its content is not blank.

@@ -82,7 +82,7 @@ def save_checkpoint(
 
     Args:
         root: the run's folder.
-        step: the step that has ended. If a step is saved twice, the later checkpoint stays.
+        step: the step that has ended. If a step is saved twice, the later checkpoint is kept.
         write: writes the state into the empty folder that is its argument; regular files only. If
             other processes write too, it returns when all have finished, or raises.
         meta: JSON values, which are returned as `Checkpoint.meta`.

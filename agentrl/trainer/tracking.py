@@ -161,9 +161,9 @@ def read_metrics(
 
 
 class Best:
-    """The best validation of a run, and the end of a run that no longer improves.
+    """Finds the best validation of a run, and ends a run that no longer improves.
 
-    All of it follows from the run's record, `metrics.jsonl`, which resuming cuts at the checkpoint.
+    Its state is computed from `metrics.jsonl`, from which a resumed run removes later steps.
     """
 
     def __init__(self, metric: str, patience: int, n: int):
@@ -208,7 +208,7 @@ class Best:
         """Check that a validation has the metric.
 
         Raises:
-            RunStopped: it has not; the message lists the names that it has.
+            RunStopped: the validation does not have it; the message lists the metrics it has.
         """
         if self._metric and self._metric not in metrics:
             key = "trainer.keep_best" if self._keep else "trainer.patience"

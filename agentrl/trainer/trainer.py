@@ -466,7 +466,7 @@ class Trainer:
         return meta
 
     def _begin(self, stack: ExitStack) -> None:
-        """Open the records of the run, and cut what was written after its checkpoint."""
+        """Open the run's record, and remove what was written after the checkpoint."""
         last_step = self.global_step
         if self.global_step == 0 or self.start.is_new_fork:
             last_step = -1
