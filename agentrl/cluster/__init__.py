@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.connect import open_cluster
 from agentrl.config import Config
+from agentrl.engine.remote.launch import EngineSlot
 from agentrl.errors import ConfigError
 from agentrl.plural import plural
 from agentrl.torch_threads import choose_threads
@@ -22,7 +24,7 @@ __all__ = ["RayPlacement", "open_placement", "open_site"]
 if TYPE_CHECKING:
     from agentrl.cluster.group import WorkerGroup
     from agentrl.cluster.pool import ResourcePool
-    from agentrl.engine.remote.launch import EngineSlot
+    from agentrl.engine.remote.launch import ServerHandle, StartServer
 
 
 @contextmanager
@@ -77,6 +79,10 @@ class RayPlacement:
         """
         self._config, self._pool, self._stack = config, pool, stack
         self._group: WorkerGroup | None = None
+        import torch
+
+        # The thread that makes this object computes while the ranks wait.
+        torch.set_num_threads(choose_threads(current=torch.get_num_threads()).count)
 
     def start_ranks(self, cls: type, *args: Any, **kwargs: Any) -> WorkerGroup:
         """Start one object of a class per rank.
@@ -89,13 +95,9 @@ class RayPlacement:
         Raises:
             AgentRLError: see `WorkerGroup`.
         """
-        import torch
-
         from agentrl.cluster.group import WorkerGroup
         from agentrl.cluster.ship import Shipment
 
-        # This process computes while the ranks wait.
-        torch.set_num_threads(choose_threads(current=torch.get_num_threads()).count)
         config = self._config
         self._group = WorkerGroup(
             cls,
@@ -115,7 +117,9 @@ class RayPlacement:
         return ", ".join(f"{plural(n, 'rank')} with {text}" for text, n in counts.items())
 
     def engine_slots(self) -> list[EngineSlot]:
-        """Return where `open_engine` starts servers. Call it after `start_ranks`.
+        """Return where servers are started.
+
+        Slots that share GPUs with ranks can be used after `start_ranks`, other slots before it.
 
         Raises:
             ConfigError: the servers do not fit.
@@ -125,14 +129,33 @@ class RayPlacement:
         r, t = self._config.rollout, self._config.trainer
         if r.name == "local" or r.urls:
             return []
-        if t.placement == "colocated" or not self._pool.gpu:
-            assert self._group is not None, (
-                "start_ranks first: colocated servers use the GPUs of ranks"
-            )
-            return colocated_slots(self._group.workers, r, cpu=not self._pool.gpu)
+        if not self._pool.gpu:
+            return colocated_slots([], r, cpu=True)
+        if t.placement == "colocated":
+            each = r.tensor_parallel_size
+            return [
+                EngineSlot(
+                    range(each),
+                    ranks=tuple(range(i * each, (i + 1) * each)),
+                    run=partial(self._run_beside_ranks, i),
+                )
+                for i in range(r.engines)
+            ]
         slots, pool = separate_slots(r)
         self._stack.callback(pool.close)
         return slots
+
+    def _run_beside_ranks(self, index: int, start: StartServer) -> tuple[ServerHandle, bool]:
+        """Start a server on the GPUs of ranks; this is `EngineSlot.run`.
+
+        Raises:
+            ConfigError: the servers do not fit.
+        """
+        from agentrl.cluster.engines import colocated_slots
+
+        assert self._group is not None, "start_ranks first: colocated servers use the GPUs of ranks"
+        slots = colocated_slots(self._group.workers, self._config.rollout, cpu=False)
+        return slots[index].run(start)
 
 
 open_site = open_placement

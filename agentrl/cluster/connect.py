@@ -37,6 +37,7 @@ MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PAT
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # do not report usage to Ray
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # default of later versions; Ray warns without
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # a thread that calls Ray after the end starts no new cluster
 }
 
 

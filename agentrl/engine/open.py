@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
+from functools import partial
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,44 +14,112 @@ from agentrl.config import Config
 from agentrl.engine.base import Engine
 from agentrl.engine.local import LocalEngine
 from agentrl.engine.local.load import base_and_adapters, load_causal_lm, resolve_device
+from agentrl.engine.remote.admin import in_thread
 from agentrl.engine.remote.launch import EngineSlot
 from agentrl.workers.owned_folder import OwnedFolder
 
+T = TypeVar("T")
 
-def open_engine(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    slots: Sequence[EngineSlot] | None = None,
-) -> Engine:
-    """Load the model in this process, or start or connect to servers.
 
-    Args:
-        config: the config of the run.
-        tokenizer: the tokenizer of the model.
-        slots: the slots in which servers are started; None: on this machine.
+class EngineStart:
+    """An engine that opens while the learner loads.
+
+    Servers start at once, in threads. Only servers that share a GPU with the learner wait until
+    `finish`, because a server takes its share of the memory that is free when it starts. The local
+    engine is loaded by `finish`, too: two models that load in one process at the same time would
+    disturb each other, because torch's default dtype belongs to the process.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        slots: Sequence[EngineSlot] | None = None,
+    ):
+        """Start or connect to the servers of a run, if it has servers.
+
+        Args:
+            config: the config of the run.
+            tokenizer: the tokenizer of the model.
+            slots: the slots in which servers are started; None: on this machine.
+
+        Raises:
+            UserError: the model does not exist, or this machine cannot run the servers.
+        """
+        self._learner_loaded: Future[None] = Future()
+        self._engine: Future[Engine] = Future()
+        self._load_local: Callable[[], Engine] | None = None
+        path, device = config.model.path, config.trainer.device
+        if config.rollout.name == "local":
+            patience = config.rollout.timeout_s / 4
+            self._load_local = partial(
+                LocalEngine.load, path, tokenizer, device=device, patience=patience
+            )
+            return
+        from agentrl.engine.remote.open import make_openers
+        from agentrl.engine.remote.pool import EnginePool
+
+        with ExitStack() as stack:
+            base, adapters = base_and_adapters(path)
+            if adapters:  # Servers load a plain model. It must exist while they may restart.
+                base = str(stack.enter_context(OwnedFolder("merged")))
+                load_causal_lm(path, "auto").save_pretrained(base)
+                tokenizer.save_pretrained(base)
+            # Slots may be on other machines, with or without GPUs.
+            cpu = not slots[0].gpus if slots else resolve_device(device) == "cpu"
+            openers = make_openers(
+                config, base, cpu=cpu, slots=slots, learner_loaded=self._learner_loaded
+            )
+            close = stack.pop_all().close
+        self._engine = in_thread(lambda: EnginePool(openers, close=close), "open-engines")
+
+    def wait_for(self, work: Future[T]) -> T:
+        """Return the result of other work. If the servers fail first, raise their error at once.
+
+        Raises:
+            Exception: the error of the work, or that of the servers.
+        """
+        both: list[Future[Any]] = [work, self._engine]
+        wait(both, return_when=FIRST_COMPLETED)
+        if self._engine.done():
+            self._engine.result()
+        return work.result()
+
+    def finish(self) -> Engine:
+        """Return the engine when it is open. Call it once, when the learner has loaded.
+
+        Raises:
+            UserError: the model or the server does not exist, or the engine cannot run the model.
+            EngineError: a server did not start; the message has its last lines.
+        """
+        self._learner_loaded.set_result(None)
+        if self._load_local is not None:
+            self._engine.set_result(self._load_local())
+        return self._engine.result()
+
+    def close(self) -> None:
+        """Close the engine. One that is still starting is closed as soon as it is open."""
+        self._learner_loaded.cancel()  # Servers that wait for the learner do not start.
+        self._engine.add_done_callback(_close_opened)
+
+
+def open_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    """Load the model in this process, or start or connect to servers on this machine.
 
     Raises:
-        UserError: the model or the server does not exist, or the engine cannot run the model.
-        EngineError: a server did not start; the message has its last lines.
+        AgentRLError: see `EngineStart`.
     """
-    path, device = config.model.path, config.trainer.device
-    if config.rollout.name == "local":
-        return LocalEngine.load(
-            path, tokenizer, device=device, patience=config.rollout.timeout_s / 4
-        )
-    from agentrl.engine.remote.open import make_openers
-    from agentrl.engine.remote.pool import EnginePool
+    start = EngineStart(config, tokenizer)
+    try:
+        return start.finish()
+    except BaseException:
+        start.close()
+        raise
 
-    with ExitStack() as stack:
-        base, adapters = base_and_adapters(path)
-        if adapters:  # Servers load a plain model. It must exist while they may restart.
-            base = str(stack.enter_context(OwnedFolder("merged")))
-            load_causal_lm(path, "auto").save_pretrained(base)
-            tokenizer.save_pretrained(base)
-        # Slots may be on other machines, with or without GPUs.
-        cpu = not slots[0].gpus if slots else resolve_device(device) == "cpu"
-        openers = make_openers(config, base, cpu=cpu, slots=slots)
-        return EnginePool(openers, close=stack.pop_all().close)
+
+def _close_opened(engine: Future[Engine]) -> None:
+    if engine.exception() is None:
+        engine.result().close()
 
 
 def describe_engine(config: Config) -> str:

@@ -86,7 +86,10 @@ class Placement(Protocol):
         ...
 
     def engine_slots(self) -> Sequence[EngineSlot]:
-        """Return the slots in which servers are started. Call it after `start_ranks`."""
+        """Return the slots in which servers are started.
+
+        Slots that share GPUs with ranks can be used after `start_ranks`, other slots before it.
+        """
         ...
 
 

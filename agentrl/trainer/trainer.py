@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,7 +31,8 @@ from agentrl.capacity import check_open_files
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
 from agentrl.engine.local import LocalEngine
-from agentrl.engine.open import describe_engine, open_engine
+from agentrl.engine.open import EngineStart, describe_engine
+from agentrl.engine.remote.admin import in_thread
 from agentrl.errors import ConfigError, RunStopped, Terminated
 from agentrl.evaluate import evaluate
 from agentrl.open_files import spare_files
@@ -392,7 +394,10 @@ class Trainer:
     # -- opening and finishing --------------------------------------------------------------------
 
     def _open(self, stack: ExitStack) -> None:
-        """Load the model, find the checkpoint to resume from, start the engine and the tools."""
+        """Load the model, find the checkpoint to resume from, start the engine and the tools.
+
+        The engine starts while the model loads. The first error ends both.
+        """
         config = self.config
         recover(self.folder)
         self.start = find_start(config, self.plan.fingerprint, self.plan.total_steps)
@@ -404,14 +409,17 @@ class Trainer:
         self.console.note(describe_run(self.plan))
         template = load_template(config)
         self.tokenizer = template.tokenizer
-        group = start_ranks(self.placement, config.model.path, config)
-        self.learner = Learner(config.model.path, config, total_steps=self.total_steps, group=group)
-        canary = self._load(self.start)
         if config.rollout.name != "local":
             self.console.note(describe_engine(config))
         slots = self.placement.engine_slots() if self.placement else None
-        self.engine = open_engine(config, self.tokenizer, slots)
-        stack.callback(self.engine.close)
+        opening = EngineStart(config, self.tokenizer, slots)
+        stack.callback(opening.close)
+        start = partial(start_ranks, self.placement, config.model.path, config)
+        # A rank in this process belongs to this thread, as all its later work does.
+        group = opening.wait_for(in_thread(start, "start-ranks")) if self.placement else start()
+        self.learner = Learner(config.model.path, config, total_steps=self.total_steps, group=group)
+        canary = self._load(self.start)
+        self.engine = opening.finish()
         self.console.note(f"threads: {self._describe_threads()}")
         check_model_fits(self.plan, template, self.engine.max_length)
         self.rollouts = stack.enter_context(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,12 @@ MakeLoader = Callable[[AdminClient], Loader]
 
 
 def make_openers(
-    config: Config, base: str, *, cpu: bool, slots: Sequence[EngineSlot] | None = None
+    config: Config,
+    base: str,
+    *,
+    cpu: bool,
+    slots: Sequence[EngineSlot] | None = None,
+    learner_loaded: Future[None] | None = None,
 ) -> list[Callable[[], RemoteEngine]]:
     """Return one function per server of a run, which starts it or connects to it.
 
@@ -42,20 +48,26 @@ def make_openers(
         base: the plain model that servers load.
         cpu: whether servers run without a GPU.
         slots: the slots in which servers are started; None: on this machine.
+        learner_loaded: has a result when the learner holds its memory. Servers that share a GPU
+            with it wait for that. None: there is no learner.
 
     Raises:
-        ConfigError: this machine cannot run the servers.
+        ConfigError: this machine cannot run the servers, or the policy cannot be sent to them.
     """
     model = AutoConfig.from_pretrained(base).get_text_config()
     half = torch.float16 if model.dtype == torch.float16 else torch.bfloat16
     dtype = torch.float32 if cpu else half
-    if config.rollout.urls:
-        return [partial(_attach, config, base, url, dtype) for url in config.rollout.urls]
+    urls = config.rollout.urls
+    vllm: MakeLoader | None = None
+    if config.rollout.name == "vllm":  # Not in `_start`, because a thread must not make a model.
+        vllm = vllm_loader(config, base, cpu=cpu and not urls)
+    if urls:
+        return [partial(_attach, config, base, url, dtype, vllm) for url in urls]
     if cpu:
         _check_without_gpu(config)
     if slots is None:
         slots = _local_slots(config, cpu)
-    return [partial(_start, config, base, slot, dtype) for slot in slots]
+    return [partial(_start, config, base, slot, dtype, vllm, learner_loaded) for slot in slots]
 
 
 # -- where servers are started ---------------------------------------------------------------------
@@ -132,7 +144,14 @@ def _check_without_gpu(config: Config) -> None:
 # -- one server: started or attached ---------------------------------------------------------------
 
 
-def _start(config: Config, base: str, slot: EngineSlot, dtype: torch.dtype) -> RemoteEngine:
+def _start(
+    config: Config,
+    base: str,
+    slot: EngineSlot,
+    dtype: torch.dtype,
+    vllm: MakeLoader | None,
+    learner_loaded: Future[None] | None,
+) -> RemoteEngine:
     """Start a server and return when it samples.
 
     Raises:
@@ -149,16 +168,17 @@ def _start(config: Config, base: str, slot: EngineSlot, dtype: torch.dtype) -> R
         "lora_rank": config.model.lora_rank,
         "arguments": r.launch,
     }
-    if r.name == "vllm":
+    if vllm is not None:
         launch = VLLMLaunch(base, **common)
-        loader = vllm_loader(config, base, cpu=not slot.gpus)
-        connect = partial(VLLMEngine, loader=loader, uses_seeds=r.deterministic)
+        connect = partial(VLLMEngine, loader=vllm, uses_seeds=r.deterministic)
     else:
         loader = sglang_loader(config, slot)
         sleep = r.sleep if slot.ranks else "none"
         targets = _lora_targets(config) if loader is SGLangAdapterLoader else ()
         launch = SGLangLaunch(base, lora_targets=targets, sleep=sleep, **common)
         connect = partial(SGLangEngine, loader=loader, sleep=sleep)
+    if slot.ranks and learner_loaded is not None:
+        learner_loaded.result()
     process, on_policy = slot.run(launch.start_for_trainer)
     if r.name == "sglang":
         # A server that computes as the trainer does keeps its float32 embeddings and norms.
@@ -173,7 +193,9 @@ def _start(config: Config, base: str, slot: EngineSlot, dtype: torch.dtype) -> R
         raise
 
 
-def _attach(config: Config, base: str, url: str, dtype: torch.dtype) -> RemoteEngine:
+def _attach(
+    config: Config, base: str, url: str, dtype: torch.dtype, vllm: MakeLoader | None
+) -> RemoteEngine:
     """Connect to a server that already runs.
 
     For training, a vLLM server must run with `--logprobs-mode processed_logprobs` and with
@@ -186,9 +208,8 @@ def _attach(config: Config, base: str, url: str, dtype: torch.dtype) -> RemoteEn
     key, admin_key = os.environ.get(TOKEN, ""), os.environ.get(ADMIN_TOKEN, "")
     options: dict[str, Any] = {"vocabulary": _vocabulary(base), "key": key}
     try:
-        if r.name == "vllm":
-            loader = vllm_loader(config, base, cpu=False)
-            return VLLMEngine(url, loader=loader, uses_seeds=r.deterministic, **options)
+        if vllm is not None:
+            return VLLMEngine(url, loader=vllm, uses_seeds=r.deterministic, **options)
         adapter = config.model.lora_rank > 0 and r.lora != "merge"
         if adapter and r.lora == "auto":
             adapter = bool(AdminClient(url, key=key).ask("/server_info").get("enable_lora"))
