@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import json
 import os
@@ -444,7 +445,9 @@ def test_a_long_run_grows_by_nothing(start, tmp_path, monkeypatch):
             pages = int(Path("/proc/self/statm").read_text().split()[1])  # resident
             megabytes = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
             files = len(os.listdir("/proc/self/fd"))
-            seen[self.global_step] = (megabytes, files, threading.active_count())
+            gc.collect()
+            objects = sys.getallocatedblocks()
+            seen[self.global_step] = (megabytes, files, threading.active_count(), objects)
 
     monkeypatch.setattr(trainer_module.Trainer, "_complete", complete)
     start(
@@ -452,7 +455,10 @@ def test_a_long_run_grows_by_nothing(start, tmp_path, monkeypatch):
         "trainer.keep_trajectories=last:10",
     )  # fmt: skip
     assert sorted(seen) == [100, 200, 300, 400, 500]
-    (memory, files, threads), (last_memory, last_files, last_threads) = seen[100], seen[500]
+    (memory, files, threads, objects), last = seen[100], seen[500]
+    last_memory, last_files, last_threads, last_objects = last
     assert last_memory - memory < 32, seen
+    # The metrics of a step are 100 objects. pytest itself keeps the log records of 40 a step.
+    assert last_objects - objects < 400 * 80, seen
     assert last_files <= files + 2 and last_threads <= threads + 1, seen
     assert len([s for s in shards(tmp_path) if s.startswith("train")]) == 10
