@@ -509,7 +509,7 @@ def test_a_server_next_to_the_ranks(cluster, ranks):
         load_config(None, ["rollout.engines=2"]).rollout,
         cpu=False,
     )
-    assert (first.gpus, first.shares_gpu, first.is_local) == ([0], True, False)
+    assert (first.gpus, first.ranks) == ([0], (0,))
     server, word = second.run(start)
     assert word and server.running
     status, answer = fetch(server.url, "/", timeout=5)
@@ -527,7 +527,7 @@ def test_a_server_next_to_the_ranks(cluster, ranks):
 
 def test_a_server_ends_when_it_is_stopped_and_when_its_host_process_ends(cluster, ranks):
     [place] = engines.colocated_slots(ranks.workers, load_config(None, []).rollout, cpu=True)
-    assert (list(place.gpus), place.shares_gpu, place.is_local) == ([], False, False)
+    assert (list(place.gpus), place.ranks) == ([], ())
     for end in ("stop", "host"):
         server, _ = place.run(start)
         pid = int(fetch(server.url, "/", timeout=5)[1].split()[0])
