@@ -4,7 +4,7 @@
     python benchmarks/publish.py --shapes 1.5b 7b --gpus 4         # real runs on GPUs
     python benchmarks/publish.py --device cpu --small --gpus 2     # real servers on a CPU
 
-A run trains a random model of Qwen2.5's shape for some steps on the arithmetic rows, with ranks and
+A run trains a random model of Qwen2.5's shape for some steps on random rewards, with ranks and
 SGLang servers of the case:
 
 colocated  a server on the GPU of each rank, which releases its memory to the trainer
@@ -17,10 +17,12 @@ with a scored row, `step` that of whole steps. A run whose canary is not sound s
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 import threading
 import time
+import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,6 @@ from agentrl.engine.remote.senders import Sent
 from agentrl.trainer import Trainer
 from agentrl.trainer.tracking import METRICS, read_metrics
 
-DATASETS = Path(__file__).parent.parent / "datasets"
 CASES = ("colocated", "tp2", "separate")
 FAKE_SECONDS = 0.2
 
@@ -59,23 +60,46 @@ def case_keys(case: str, gpus: int, cpu: bool) -> dict[str, Any]:
     }
 
 
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: object = None
+) -> float:
+    """Return a reward that differs between responses, so that every step changes the weights."""
+    return zlib.crc32(solution_str.encode()) % 1000 / 1000
+
+
+def write_rows(folder: Path, count: int) -> Path:
+    """Write rows without tools; return their file."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"How much is {k} + {k}?"}],
+            "data_source": "publish",
+            "ground_truth": str(2 * k),
+        }
+        for k in range(8 * count)
+    ]
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
 def measure(shape: str, case: str, args: Any) -> None:
     """Run a case and report its figures."""
     name = f"publish/{shape}/{case}"
-    model = random_model(args.models, shape, device=args.device, turn=args.turn)
+    model = random_model(args.models, shape, device=args.device)
     with tempfile.TemporaryDirectory() as output:
         keys = {
             **serving.engine_keys(args),
             **case_keys(case, args.gpus, args.device == "cpu"),
-            "data.train": str(DATASETS / "arithmetic_train.parquet"),
+            "data.train": str(write_rows(Path(output), args.batch)),
             "data.batch_size": args.batch,
             "data.agent_name": "single_turn",
+            "reward.function": f"{__file__}:compute_score",
             "model.path": str(model),
             "rollout.n": 4,
             "rollout.max_turn_tokens": args.turn,
-            "optim.lr": 1e-4,
+            "optim.lr": 1e-5,
             "optim.recompute": shape == "7b",
-            "trainer.output": output,
+            "trainer.output": str(Path(output) / "run"),
             "trainer.total_steps": args.steps,
             "trainer.save_freq": 0,
         }
@@ -84,7 +108,7 @@ def measure(shape: str, case: str, args: Any) -> None:
         try:
             train(config)
         finally:
-            report(name, Path(output), args, time.perf_counter() - began)
+            report(name, Path(output) / "run", args, time.perf_counter() - began)
 
 
 def train(config: Any) -> None:
@@ -187,7 +211,7 @@ def main() -> None:
     made.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()))
     made.add_argument("--steps", type=int, default=6)
     made.add_argument("--batch", type=int, default=8, help="rows a step; 4 rollouts of each")
-    made.add_argument("--turn", type=int, default=64, help="tokens of a rollout")
+    made.add_argument("--turn", type=int, default=64, help="the most tokens of a rollout")
     made.add_argument("keys", nargs="*", help="further config keys, KEY=VALUE")
     args = serving.parse(made)
     if args.fakes:
