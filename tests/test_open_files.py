@@ -98,7 +98,9 @@ def test_a_limit_that_is_too_low_is_reported_at_once(tmp_path, command):
     print(f"{took:.1f} s")
     assert done.returncode == 1 and took < 5.0
     assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
-    assert "lets a process open 256 files" in done.stderr and "2048 rollouts at once" in done.stderr
+    assert (
+        "lets a process open 256 files" in done.stderr and "2,048 rollouts at once" in done.stderr
+    )
     assert "but the tool server needs" in done.stderr
     needed = parts_of(done.stderr)
     assert f"`ulimit -n {needed}`" in done.stderr and 256 < needed < 1024
@@ -208,7 +210,7 @@ def test_rollouts_that_share_connections_are_reported(limit):
     plan = plan_of({**BIG, "rollout": {"name": "sglang", "n": 8}})
     limit(1024)
     note = capacity.shared_connections(plan)
-    assert "2048 rollouts at once (data.batch_size=256 x rollout.n=8)" in note
+    assert "2,048 rollouts at once (data.batch_size=256 x rollout.n=8)" in note
     assert "share 888 connections (hard limit of `ulimit -n`: 1024)" in note
     assert "does not count against time limits" in note
     limit(10**5)

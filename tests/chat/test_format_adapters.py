@@ -421,6 +421,7 @@ async def test_the_tools_schemas_reach_transformers():
 
 
 @pytest.mark.sglang
+@pytest.mark.slow
 async def test_the_real_sglang_of_another_environment(sglang_python, on_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(on_path)])
     importlib.invalidate_caches()

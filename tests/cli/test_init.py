@@ -173,7 +173,14 @@ def _lines(text):
     return block.group(1).splitlines()
 
 
-@pytest.mark.parametrize("line", [x for x in _lines(ASSISTANTS) if "agentrl init" not in x])
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=[pytest.mark.slow] if " train " in line else [])
+        for line in _lines(ASSISTANTS)
+        if "agentrl init" not in line
+    ],
+)
 def test_the_commands_for_assistants(line, project):
     folder, _ = project
     if " train " in line:

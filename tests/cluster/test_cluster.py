@@ -403,6 +403,7 @@ def test_a_rank_that_is_killed_stops_the_run(doomed):
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_ended(one, caplog):
     group = WorkerGroup(Adder, one, watchdog_s=0.5, deadline_s=1.5)
     pid = group.workers[0].pid

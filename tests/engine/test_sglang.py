@@ -528,6 +528,7 @@ def test_a_few_steps_move_the_reward(engine, keys, sglang_server, model, tiny_mo
     assert steps[-1][reward] > before[reward] + 0.02, "the servers' samples did not follow"
 
 
+@pytest.mark.slow
 def test_lora_by_merge(engine, keys, sglang_server, tiny_model, tmp_path):
     config = of_arithmetic(
         tmp_path, tiny_model, f"rollout.urls=[{sglang_server.url}]", "trainer.total_steps=2",

@@ -511,6 +511,7 @@ play(row, Scripted(["Hm."], byte_tokenizer()), byte_tokenizer())
 """
 
 
+@pytest.mark.slow
 def test_an_interaction_is_closed_at_ctrl_c():
     with ForkedPython(["-c", CTRL_C]) as p:
         assert p.read_line() == "waiting\n"

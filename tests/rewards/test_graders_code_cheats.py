@@ -321,6 +321,7 @@ if os.fork() == 0:
 
 
 @needs_sandbox
+@pytest.mark.slow
 def test_a_daemon_that_computes_ahead_gains_no_time():
     truth = {"inputs": ["6\n"] * 5 + ["25\n"], "outputs": ["36\n"] * 5 + ["625\n"]}
     honest = f"{WORK}\nprint(work(int(input())))"

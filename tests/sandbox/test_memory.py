@@ -54,7 +54,7 @@ def peaks(parent: Parent) -> list[int]:
     name = "memory.peak" if parent.limit == "memory.max" else "memory.max_usage_in_bytes"
     values = []
     for file in parent.folder.glob(f"agentrl-*/{name}"):
-        with suppress(FileNotFoundError):  # the program ended meanwhile
+        with suppress(OSError):  # the program ended meanwhile, before or after the file was opened
             values.append(int(file.read_text()))
     return values
 

@@ -561,6 +561,7 @@ async def test_a_server_that_fails_is_infrastructure(fusion):
 
 
 @needs_sandbox
+@pytest.mark.slow
 def test_the_code_grader_on_a_server(fusion):
     """Without process 1: a process that is left behind still ends before the next test."""
     sandbox.configure(SandboxConfig(backend=fusion))

@@ -151,6 +151,7 @@ async def closed_loop(seconds: float, in_flight: int, ask: Callable[[int], Await
     return took
 
 
+@pytest.mark.slow
 async def test_twice_as_much_as_it_can_take(file):
     """L4: the surplus is refused within 100 ms, the others notice nothing, and then it is over."""
     most, seconds = 32, 0.1

@@ -424,6 +424,7 @@ def test_sixty_random_kills_leave_none_unusable(tmp_path):
     kill_while_saving(tmp_path, 60)
 
 
+@pytest.mark.slow
 def test_random_kills_of_two_ranks_leave_none_unusable(tmp_path):
     kill_while_saving(tmp_path, 8, RANKS)
     folder = min(tmp_path.glob("global_step_*"))  # the last one is not theirs

@@ -43,8 +43,8 @@ WORLDS = {
     "rows": {"algorithm__policy_loss": "gspo", "algorithm__tis_level": "sequence"},
 }
 """The models that are sharded: weights, an adapter, a critic of its own or on the policy's base."""
-SLOW_WORLDS = {"critic", "recompute"}
-"""Only `make test-all` runs these: other tests have a critic of its own, or recompute."""
+SLOW_WORLDS = {"critic", "shared critic", "recompute"}
+"""Only `make test-all` runs these: other tests have critics, or recompute."""
 BUDGETS = (10_000, 150, 60)
 """Tokens of a micro-batch: all in one, a few, many."""
 SOME_CUTS = ((1, 60), (2, 150), (4, 60))

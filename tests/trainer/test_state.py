@@ -111,6 +111,7 @@ def groups(folder):
 
 @pytest.mark.parametrize("ranks", [2, 1])
 @pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.slow
 def test_fewer_ranks_load_the_state_of_four(saved, groups, batch, world, ranks, tmp_path):
     at, expected, following = saved[world]
     assert find_checkpoint(at.parent, "auto") is not None
@@ -140,6 +141,7 @@ def same(actual, expected):
         assert actual[name].dtype == value.dtype, name
 
 
+@pytest.mark.slow
 def test_every_rank_writes_its_pieces_and_no_pickle(saved):
     at, _, _ = saved["full"]
     assert len(list((at / "actor").iterdir())) == 4
@@ -147,6 +149,7 @@ def test_every_rank_writes_its_pieces_and_no_pickle(saved):
     assert {f.suffix for f in files} == {".safetensors"}
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_saves_an_adapter_that_peft_loads(saved, folder):
     at, state, _ = saved["lora"]
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -162,6 +165,7 @@ def test_any_number_of_ranks_saves_an_adapter_that_peft_loads(saved, folder):
     assert not (saved["full"][0] / ADAPTER_FOLDER).exists()
 
 
+@pytest.mark.slow
 def test_a_rank_whose_disk_is_full_is_named_by_all(saved):
     message = saved["refused"].splitlines()[-1]
     assert message.startswith("agentrl.errors.RunStopped: rank 2 cannot write /")
