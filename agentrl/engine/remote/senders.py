@@ -445,6 +445,8 @@ class BroadcastSender:
     def _broadcast(self, bucket: Bucket, version: int) -> None:
         group, data = self.group, bucket.bytes
         assert group is not None
+        if self.targets[0].backend == "nccl" and not data.is_cuda:
+            data = data.cuda()  # offloaded weights are gathered on the CPU
         body = _fields(bucket, version) | {
             "names": bucket.names,
             "dtypes": [str(bucket.flat.dtype).removeprefix("torch.")] * len(bucket.names),
