@@ -53,6 +53,8 @@ MIN_SURVIVORS = 0.75
 """The smallest share of its rollouts that a group needs for a useful baseline."""
 MAX_DROPPED = 0.05
 """The largest share of dropped rollouts in a step; with more the run stops."""
+REPEATED_SECONDS = 5.0
+"""Within this time equal errors are one line in the log, with their number."""
 
 T = TypeVar("T")
 
@@ -79,6 +81,39 @@ class _Dropped:
     """Why it was dropped: the type and the message of the exception."""
 
 
+class _ErrorLog:
+    """Logs errors of episodes; equal ones within `REPEATED_SECONDS` are counted.
+
+    An engine that dies fails all its episodes at once, and each of them would log the same line.
+    """
+
+    def __init__(self):
+        self._repeated: dict[str, tuple[str, int]] = {}
+
+    def add(self, error: Infrastructure, sample: Sample, again: str = "") -> None:
+        """Log the first line of an error; `again` says whether the episode is retried."""
+        # The whole error contains the last lines of a dead engine.
+        line = str(error).partition("\n")[0].removesuffix(" Its last lines:")
+        kind = _without_numbers(line)
+        if kind in self._repeated:
+            first, count = self._repeated[kind]
+            self._repeated[kind] = first, count + 1
+            return
+        self._repeated[kind] = line, 0
+        log.warning("row %s: %s%s", sample.id, line, again)
+        asyncio.get_running_loop().call_later(REPEATED_SECONDS, self._end, kind)
+
+    def flush(self) -> None:
+        """Log the numbers of repeated errors now."""
+        for kind in [*self._repeated]:
+            self._end(kind)
+
+    def _end(self, kind: str) -> None:
+        line, count = self._repeated.pop(kind, ("", 0))
+        if count:
+            log.warning("the same error %s more: %s", plural(count, "time"), line)
+
+
 class Rollouts:
     """A synchronous interface that plays and scores episodes."""
 
@@ -96,6 +131,7 @@ class Rollouts:
         self._run_id = uuid.uuid4().hex[:8]
         self._attempts = itertools.count()
         self._has_shown_bug = False
+        self._errors = _ErrorLog()
         self._watchdog = Watchdog(runtime.config.trainer.watchdog_s, causes=waiting_requests)
         self._loop = _new_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
@@ -251,6 +287,7 @@ class Rollouts:
         episodes = asyncio.all_tasks() - {asyncio.current_task()}
         if episodes:
             await asyncio.wait(episodes, timeout=CLEANUP_SECONDS)
+        self._errors.flush()
         try:
             await self._scorer.close()
         finally:
@@ -322,10 +359,11 @@ class Rollouts:
                     self._watchdog.set_state(episode_id, "other rollouts of the sample")
                     return trajectory
                 except RequestRefused as e:  # It would be refused again.
-                    log.warning("row %s: %s", sample.id, e)
+                    self._errors.add(e, sample)
                     return _Dropped(f"{type(e).__name__}: {e}")
                 except Infrastructure as e:
-                    cause = _log_infrastructure_error(e, sample, attempt)
+                    self._errors.add(e, sample, _attempt_of(attempt))
+                    cause = f"{type(e).__name__}: {e}"
                 except (UserCodeError, UserError) as e:
                     if not self._has_shown_bug:
                         self._has_shown_bug = True
@@ -349,30 +387,30 @@ class Rollouts:
                 try:
                     return [*await self._scorer.score_all(trajectories, trains=play.trains)]
                 except Infrastructure as e:
-                    cause = _log_infrastructure_error(e, play.sample, attempt)
+                    self._errors.add(e, play.sample, _attempt_of(attempt))
+                    cause = f"{type(e).__name__}: {e}"
             return [_Dropped(cause)] * len(trajectories)
         finally:
             for episode_id in episode_ids:
                 self._watchdog.remove(episode_id)
 
 
-def _log_infrastructure_error(error: Infrastructure, sample: Sample, attempt: int) -> str:
-    """Log the first line of an error, and return the whole error for the list of causes."""
-    # The whole error contains the last lines of a dead engine; the log must not repeat them for
-    # every row.
-    line = str(error).partition("\n")[0].removesuffix(" Its last lines:")
-    log.warning("row %s: %s (attempt %d of %d)", sample.id, line, attempt + 1, MAX_ATTEMPTS)
-    return f"{type(error).__name__}: {error}"
+def _attempt_of(attempt: int) -> str:
+    return f" (attempt {attempt + 1} of {MAX_ATTEMPTS})"
+
+
+def _without_numbers(text: str) -> str:
+    """Replace words with digits: texts that differ only in ids and addresses are one kind."""
+    return re.sub(r"\S*\d\S*", "#", text)
 
 
 def _stop_if_too_many_dropped(dropped: Sequence[_Dropped], played: int) -> None:
     """Raise `RunStopped` if more than `MAX_DROPPED` of the rollouts were dropped."""
     if len(dropped) <= MAX_DROPPED * played:
         return
-    # Texts that differ only in ids, numbers and addresses are one cause.
     by_cause: dict[str, list[str]] = defaultdict(list)
     for cause in (rollout.cause for rollout in dropped):
-        by_cause[re.sub(r"\S*\d\S*", "#", cause)].append(cause)
+        by_cause[_without_numbers(cause)].append(cause)
     most_common = sorted(by_cause.values(), key=len, reverse=True)[:3]
     verb = "was" if len(dropped) == 1 else "were"
     raise RunStopped(

@@ -129,6 +129,17 @@ def test_a_dead_engine_stops_the_run_with_the_cause(rollouts):
         rollouts(engine).collect(rows(2, "single_turn"), n=4, sampling=SAMPLING, step=0)
 
 
+def test_equal_errors_of_many_episodes_are_one_line_with_their_number(rollouts, caplog):
+    engine = FailingEngine(["#### 12"], failures=10**9)
+    playing = rollouts(engine)
+    with pytest.raises(RunStopped):
+        playing.collect(rows(30, "single_turn"), n=4, sampling=SAMPLING, step=0)
+    playing.close()
+    first, count = [r.getMessage() for r in caplog.records if "is down" in r.getMessage()]
+    assert first.startswith("row r0: ") and first.endswith(" (attempt 1 of 3)")
+    assert count.startswith("the same error 359 times more: ")
+
+
 def test_an_exception_of_a_loop_is_reported_once_and_stops_the_run(rollouts, caplog):
     @agent_loop("buggy")
     async def buggy(ep):
