@@ -303,8 +303,8 @@ def test_a_driver_that_ends_leaves_nothing_behind():
         assert driver.stdout.readline() == "interrupted\n"
         assert driver.stdout.readline() == "slept 1.0\n"
         assert processes(folder) and all(alive(int(pid)) for pid in pids)
-        agents = cluster_processes(folder)
-        assert {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} <= set(agents.values())
+        agents = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}  # they start last
+        wait_until(lambda: agents <= set(cluster_processes(folder).values()))
         driver.kill()
         wait_until(lambda: not processes(folder) and not any(alive(int(p)) for p in pids))
         wait_until(lambda: not cluster_processes(folder) and not Path(folder).exists())

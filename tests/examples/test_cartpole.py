@@ -213,8 +213,15 @@ def test_four_workers_play_with_the_learner_s_weights(monkeypatch, one_thread, s
 def test_ctrl_c_ends_the_workers():
     """Ctrl-C of a terminal goes to all processes of the command's group."""
     command = [sys.executable, str(EXAMPLE / "dqn_workers.py"), "--steps", "1000000"]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                           start_new_session=True)  # fmt: skip
+    run = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell starts background jobs with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert run.stdout is not None and "steps" in run.stdout.readline()
     started = descendants(run.pid)
     assert len(started) > 4  # Ray's own processes, and the workers
