@@ -14,7 +14,13 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from agentrl.cluster.group import Failure, WorkerInfo, return_failure
+from agentrl.cluster.group import (
+    Failure,
+    WorkerInfo,
+    return_failure,
+    set_variables,
+    users_threads,
+)
 from agentrl.cluster.pool import ResourcePool
 from agentrl.config import RolloutConfig
 from agentrl.engine.remote.files import check_folder_visible, transfer_folder
@@ -108,7 +114,7 @@ def _start_in_actor(
     try:
         with transfer_folder() as probe:
             node = ray.get_runtime_context().get_node_id()
-            ref = host.start.remote(start, tuple(gpus), node, probe)
+            ref = host.start.remote(start, tuple(gpus), node, probe, users_threads())
             result = _get(ref, HOST_SECONDS + START_SECONDS)
     except BaseException:
         ray.kill(host)
@@ -170,7 +176,12 @@ class EngineHost:
 
     @return_failure
     def start(
-        self, start: StartServer, gpus: Sequence[str], node: str, probe: str
+        self,
+        start: StartServer,
+        gpus: Sequence[str],
+        node: str,
+        probe: str,
+        environment: dict[str, str],
     ) -> tuple[dict[str, Any], bool]:
         """Start a server.
 
@@ -181,6 +192,7 @@ class EngineHost:
             node: the machine of the server's clients. The server listens on the network only if
                 its own machine is another one.
             probe: a folder of the clients, which the server must be able to read.
+            environment: see `set_variables`.
 
         Returns:
             The arguments of `RemoteProcess`, and the second result of `start`.
@@ -192,6 +204,7 @@ class EngineHost:
         is_local = ray.get_runtime_context().get_node_id() == node
         if not is_local:
             check_folder_visible(Path(probe), ray.util.get_node_ip_address())
+        set_variables(environment)
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         process, on_policy = start(LOOPBACK if is_local else ray.util.get_node_ip_address())

@@ -140,11 +140,10 @@ class WorkerGroup:
             # The store exists already: rank 0 connects to it like all others.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
+            **users_threads(),
         }
         if is_one_machine and sys.platform == "linux":
             shared["GLOO_SOCKET_IFNAME"] = "lo"
-        if NUMBER in os.environ:  # the user's, which wins on all machines
-            shared[NUMBER] = os.environ[NUMBER]
         nodes = Counter(info.node for info in self.workers)
         shipment_ref = ray.put(shipment)
         enter_refs = [
@@ -345,6 +344,25 @@ def return_failure(method: Callable[P, R]) -> Callable[P, R | Failure]:
     return call
 
 
+def set_variables(environment: dict[str, str]) -> None:
+    """Set environment variables of an actor, and remove the OMP_NUM_THREADS that Ray set.
+
+    Ray sets OMP_NUM_THREADS to the CPUs of an actor where the user has not set it. This is 1: an
+    actor with a GPU reserves no CPU, the others reserve one. So 1 does not count as the user's.
+
+    Args:
+        environment: the variables; OMP_NUM_THREADS among them is the user's.
+    """
+    if os.environ.get(NUMBER) == "1":
+        del os.environ[NUMBER]
+    os.environ.update(environment)
+
+
+def users_threads() -> dict[str, str]:
+    """Return OMP_NUM_THREADS if the user has set it. It wins on all machines."""
+    return {NUMBER: os.environ[NUMBER]} if NUMBER in os.environ else {}
+
+
 def describe_location(error: BaseException) -> str:
     """Return ` (FILE:LINE: TEXT)` of the innermost line of user code.
 
@@ -422,17 +440,12 @@ class RankActor:
     ) -> ThreadCount:
         """Set the variables and the CPU threads of this rank, and load the user's files.
 
-        Ray sets OMP_NUM_THREADS to the CPUs of an actor where the user has not set it. This is 1: a
-        rank with a GPU reserves no CPU, the others reserve one. So 1 does not count as the user's.
-
         Args:
-            environment: the variables; OMP_NUM_THREADS among them is the user's.
+            environment: see `set_variables`.
             shipment: the user's files.
             ranks_here: the number of ranks on this machine.
         """
-        if os.environ.get(NUMBER) == "1":
-            del os.environ[NUMBER]
-        os.environ.update(environment)
+        set_variables(environment)
         threads = choose_threads(ranks_here)
         torch.set_num_threads(threads.count)
         os.environ[NUMBER] = str(threads.count)  # otherwise accelerate sets its own number

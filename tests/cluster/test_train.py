@@ -218,6 +218,7 @@ def test_a_rank_that_is_killed(cluster, flags, tmp_path, loss):
     assert not list(tmp_path.glob(".tmp-*"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_leaves_nothing_behind(flags, tmp_path):
     """Of the command itself, which starts a cluster of its own and ends it."""
     output, rows, env = tmp_path / "run", flags["data.train"], flags["files"][0]

@@ -92,6 +92,35 @@ def test_a_server_that_refuses_affects_no_other(fake):
     assert fake.versions == {"127.0.0.1": ["7"], "127.0.0.3": ["7"]}
 
 
+def test_a_server_that_cannot_read_memory_reads_files_from_then_on(fake, caplog):
+    """Some containers share no GPU memory between processes."""
+
+    def auto(admin):
+        return MemoryLoader(admin, ranks=(0,), may_use_files=True)
+
+    fake.refused_paths = {("127.0.0.2", "/update_weights_from_tensor")}
+    weights, engines = Weights(), [Engine(fake.url(n), auto) for n in (1, 2, 3)]
+    with closing(Distributor()) as distributor:
+        for version in (1, 2):
+            _, errors = distributor.publish(engines, weights.update(version))
+            assert not errors and [engine.version for engine in engines] == [version] * 3
+    assert [engine.loader.source for engine in engines] == ["memory", "files", "memory"]
+    assert fake.requests.count(("127.0.0.2", "/update_weights_from_disk")) == 2
+    assert fake.versions == {"127.0.0.1": ["1", "2"], "127.0.0.3": ["1", "2"]}
+    assert weights.gathers == 3, "the first version was gathered again for the files"
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert engines[1].url in line and engines[0].url not in line and "out of memory" in line
+
+
+def test_a_server_that_received_weights_before_does_not_switch_to_files(fake):
+    engine = Engine(fake.url(), lambda admin: MemoryLoader(admin, ranks=(0,), may_use_files=True))
+    with closing(Distributor()) as distributor:
+        assert not distributor.publish([engine], Weights().update(1))[1]
+        fake.refused_paths = {("127.0.0.1", "/update_weights_from_tensor")}
+        assert distributor.publish([engine], Weights().update(2))[1]
+    assert engine.loader.source == "memory"
+
+
 def test_a_server_that_hangs_fails_after_its_time_and_is_named_before(fake, monkeypatch, caplog):
     monkeypatch.setattr(senders_module, "BASE_SECONDS", 1.5)
     monkeypatch.setattr(distributor_module, "SLOW_SECONDS", 0.3)

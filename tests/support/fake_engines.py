@@ -43,6 +43,9 @@ class FakeLearner:
 class FakeLoader(MemoryLoader):
     """A fake engine reads its weights from the rows that are kept for checks."""
 
+    def alternative(self):
+        return None
+
     def __init__(self):
         self.target = None
 

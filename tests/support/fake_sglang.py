@@ -31,6 +31,7 @@ class FakeSGLang:
         """Host and path of each request."""
         self.hanging: set[str] = set()
         self.refusing: set[str] = set()
+        self.refused_paths: set[tuple[str, str]] = set()
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -57,7 +58,7 @@ class FakeSGLang:
         time.sleep(self.seconds)
         while host in self.hanging:
             time.sleep(0.05)
-        if host in self.refusing:
+        if host in self.refusing or (host, path) in self.refused_paths:
             return 500, {"error": {"message": "out of memory"}}
         if path == "/update_weights_from_tensor" and self.reads_weights:
             self.read(host, body)

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from agentrl.engine.base import Update
 from agentrl.engine.remote.admin import in_thread
 from agentrl.engine.remote.files import transfer_folder
-from agentrl.engine.remote.loaders import Loader
+from agentrl.engine.remote.loaders import Loader, MemoryLoader
 from agentrl.engine.remote.senders import Route, Sent, WeightsSender
 from agentrl.errors import AgentRLError, EngineError, InvalidEngineResponse
 
@@ -77,6 +77,9 @@ class Distributor:
                 if "files" in sources:
                     folders["files"] = Path(stack.enter_context(transfer_folder()))
                 sent = self._send_weights(attempt, update, folders.get("files"))
+                if self._use_files(attempt, update.version) and "files" not in folders:
+                    folders["files"] = Path(stack.enter_context(transfer_folder()))
+                    sent = self._send_weights(attempt, update, folders["files"], ())
             attempt.run(
                 lambda engine: engine.finish_update(
                     update.version, sent, folders[engine.loader.source]
@@ -90,11 +93,24 @@ class Distributor:
         while self._adapters:
             self._adapters.pop().cleanup()
 
-    def _send_weights(self, attempt: _Attempt, update: Update, folder: Path | None) -> Sent:
-        """Send the weights once, to all servers that have not failed."""
+    def _send_weights(
+        self,
+        attempt: _Attempt,
+        update: Update,
+        folder: Path | None,
+        receivers: Sequence[S] | None = None,
+    ) -> Sent:
+        """Send the weights once, to all servers that have not failed.
+
+        Args:
+            attempt: the servers.
+            update: the policy.
+            folder: where to write files; None: no server reads them.
+            receivers: the servers that receive weights by memory; None: all of this kind.
+        """
         targets = {
             engine.loader.target: engine
-            for engine in attempt.remaining
+            for engine in (attempt.remaining if receivers is None else receivers)
             if engine.loader.target is not None
         }
         (dtype,) = {engine.dtype for engine in attempt.remaining}  # one launch for all servers
@@ -114,6 +130,25 @@ class Distributor:
                 if engine.loader.source == "files":
                     attempt.errors[engine] = EngineError(sent.errors[str(folder)])
         return sent
+
+    def _use_files(self, attempt: _Attempt, version: int) -> bool:
+        """Let servers that never received weights by memory read files; return whether any does."""
+        failed: dict[str, EngineError] = {}
+        for engine in [*attempt.errors]:
+            loader = engine.loader
+            other = loader.alternative() if isinstance(loader, MemoryLoader) else None
+            if other is not None:
+                engine.loader = other
+                failed[engine.url] = attempt.errors.pop(engine)
+        if failed:
+            log.warning(
+                "version %d did not arrive by memory at %s; weights go there through files from"
+                " now on, which takes longer (rollout.sync=disk): %s",
+                version,
+                ", ".join(failed),
+                next(iter(failed.values())),
+            )
+        return bool(failed)
 
     def _write_adapter(self, attempt: _Attempt, update: Update) -> tuple[Path, int]:
         """Write the adapter once for all servers; return its folder and its size."""

@@ -73,7 +73,13 @@ class MemoryLoader(Loader):
     source = "memory"
 
     def __init__(
-        self, admin: AdminClient, *, processes: int = 1, ranks: tuple[int, ...] = (), **options: Any
+        self,
+        admin: AdminClient,
+        *,
+        processes: int = 1,
+        ranks: tuple[int, ...] = (),
+        may_use_files: bool = False,
+        **options: Any,
     ):
         """Make the target. agentrl must have started the server.
 
@@ -81,13 +87,26 @@ class MemoryLoader(Loader):
             admin: the client of the server.
             processes: the number of the server's processes that share a model.
             ranks: see `Target`.
+            may_use_files: whether weights may come in files if the first do not arrive by memory.
             **options: see `Target`.
         """
         super().__init__(admin)
         self.target = Target(admin.url, admin.key, admin.admin_key, processes, ranks, **options)
+        self._may_use_files, self._has_loaded = may_use_files, False
 
     def load(self, version: int, sent: Sent, folder: Path | None) -> None:
-        """Do nothing: the server loaded the weights when it received them."""
+        """Only note it: the server loaded the weights when it received them."""
+        self._has_loaded = True
+
+    def alternative(self) -> Loader | None:
+        """Return the loader to use if weights did not arrive; None to try again with this one.
+
+        Some machines share no GPU memory between processes, or have no network for NCCL. A server
+        that has received weights before has another problem.
+        """
+        if self._may_use_files and not self._has_loaded:
+            return SGLangFileLoader(self._admin)
+        return None
 
 
 class SGLangFileLoader(Loader):

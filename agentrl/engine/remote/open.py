@@ -261,7 +261,9 @@ def sglang_loader(config: Config, slot: EngineSlot) -> MakeLoader:
         raise ConfigError(
             f"rollout.sync={sync}: a server is on {device}{owner}. Set rollout.sync=auto"
         )
-    return partial(MemoryLoader, processes=len(gpus), ranks=slot.ranks)
+    return partial(
+        MemoryLoader, processes=len(gpus), ranks=slot.ranks, may_use_files=r.sync == "auto"
+    )
 
 
 def vllm_loader(config: Config, base: str, *, cpu: bool) -> MakeLoader:
