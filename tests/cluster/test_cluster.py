@@ -59,7 +59,8 @@ import http.server, os, sys
 class Answers(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.end_headers()
-        self.wfile.write(f"{os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES')}".encode())
+        names = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
+        self.wfile.write(f"{os.getpid()} {' '.join(map(str, map(os.environ.get, names)))}".encode())
     def log_message(self, *args): pass
 print("what it said last", flush=True)
 http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Answers).serve_forever()
@@ -504,7 +505,12 @@ def test_a_path_that_only_the_controller_has_is_refused():
 # -- servers ---------------------------------------------------------------------------------------
 
 
-def test_a_server_next_to_the_ranks(cluster, ranks):
+@pytest.mark.parametrize("threads", ["3", None])
+def test_a_server_next_to_the_ranks(cluster, ranks, threads, monkeypatch):
+    """OMP_NUM_THREADS is the user's, not Ray's."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
     [first, second] = engines.colocated_slots(
         [replace(place, gpus=(f"GPU-{i}",)) for i, place in enumerate(ranks.workers)],
         load_config(None, ["rollout.engines=2"]).rollout,
@@ -514,8 +520,8 @@ def test_a_server_next_to_the_ranks(cluster, ranks):
     server, word = second.run(start)
     assert word and server.running
     status, answer = fetch(server.url, "/", timeout=5)
-    pid, gpus = answer.decode().split()
-    assert (status, gpus) == (200, "GPU-1")
+    pid, *variables = answer.decode().split()
+    assert (status, variables) == (200, ["GPU-1", str(threads)])
     assert server.url.startswith("http://127.0.0.1:"), "nobody else is to reach it"
     assert len({server.token, server.admin_token}) == 2
     os.kill(int(pid), signal.SIGKILL)
