@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from support.examples import examples
-from support.fake_engines import PROMPT, QUICK, FakeOpener, PoolHarness
+from support.fake_engines import PROMPT, QUICK, FakeLoader, FakeOpener, PoolHarness
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.remote.pool import EnginePool
@@ -561,6 +561,87 @@ async def test_a_failed_start_that_overlaps_training_is_not_counted(make):
     await harness.until(lambda: not opener.failing)
     await harness.until(lambda: harness.pool.replicas[0].restarts == 0)
     await harness.publish(2)
+
+
+class Memory(FakeLoader):
+    source = "memory"
+
+
+def by_memory(harness):
+    """Let the engines receive weights through memory; return the sources of all later updates."""
+    sources, plain = [], FakeOpener.__call__
+
+    def opened(opener):
+        engine = plain(opener)
+        engine.loader = Memory()
+        engine.loader.files = FakeLoader()
+        finish = engine.finish_update
+
+        def finish_update(*args):
+            sources.append((opener.index, engine.loader.source))
+            finish(*args)
+
+        engine.finish_update = finish_update
+        return engine
+
+    for opener in harness.openers:
+        opener.__class__ = type("Memory", (FakeOpener,), {"__call__": opened})
+        opener.engine.loader, opener.engine.dead = Memory(), True
+    return sources
+
+
+async def test_a_restarted_engine_that_receives_by_memory_waits_for_the_next_policy(make):
+    harness = await make(2)
+    sources = by_memory(harness)
+    await harness.publish(2)
+    await harness.until(lambda: harness.usable_count() == 1)
+    first, second = sorted(range(2), key=lambda k: -len(harness.engines[k].published))
+    assert sources == [(first, "files")], "no engine could be used, so one did not wait"
+    await harness.until(lambda: harness.pool.replicas[second].awaits_weights)
+    await harness.ask("e")
+    assert harness.usable_count() == 1 and not harness.engines[second].published
+    await harness.sleep()
+    assert harness.engines[second].asleep, "it may share a GPU with the trainer"
+    await harness.publish(3)
+    assert harness.usable_count() == 2 and not harness.learner.misread
+    assert sorted(sources[1:]) == [(0, "memory"), (1, "memory")]
+
+
+async def test_an_engine_that_waits_for_the_next_policy_replaces_the_last_one(make):
+    harness = await make(2)
+    sources = by_memory(harness)
+    await harness.publish(2)
+    await harness.until(lambda: any(r.awaits_weights for r in harness.pool.replicas))
+    waiting = next(r for r in harness.pool.replicas if r.awaits_weights)
+    other = harness.engines[1 - waiting.index]
+    other.dead = True
+    with pytest.raises(EngineError):
+        await harness.ask("e")
+    await asyncio.wait_for(harness.pool.ready(), 5)
+    await harness.ask("e")
+    assert [how for _, how in sources] == ["files", "files"]
+
+
+async def test_an_engine_that_ended_when_it_received_memory_reads_files_after_its_restart(make):
+    """SGLang ends if it cannot read the memory of another process."""
+    harness = await make(1)
+    sources = by_memory(harness)
+    await harness.publish(2)
+    engine = harness.engines[0]
+    engine.loader.can_use_files = lambda: True
+
+    def dies(version, sent, folder):
+        engine.dead = True
+        engine.check_alive()
+
+    engine.finish_update = dies
+    await harness.sleep()
+    await harness.publish(3)
+    await harness.ask("e")
+    await harness.sleep()
+    await harness.publish(4)
+    assert harness.engines[0] is not engine
+    assert [how for _, how in sources] == ["files", "files", "files"]
 
 
 async def test_training_waits_until_a_policy_in_transfer_is_complete(make):

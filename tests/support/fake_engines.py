@@ -43,11 +43,13 @@ class FakeLearner:
 class FakeLoader(MemoryLoader):
     """A fake engine reads its weights from the rows that are kept for checks."""
 
-    def alternative(self):
-        return None
+    source = "files"
 
     def __init__(self):
         self.target = None
+
+    def can_use_files(self):
+        return False
 
 
 class FakeEngine:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from agentrl.engine.base import Update
 from agentrl.engine.remote.admin import in_thread
 from agentrl.engine.remote.files import transfer_folder
-from agentrl.engine.remote.loaders import Loader, MemoryLoader
+from agentrl.engine.remote.loaders import Loader
 from agentrl.engine.remote.senders import Route, Sent, WeightsSender
 from agentrl.errors import AgentRLError, EngineError, InvalidEngineResponse
 
@@ -64,6 +64,25 @@ class Distributor:
         Raises:
             ConfigError: the policy cannot be sent to a server of this kind.
         """
+        size, errors = self._publish_once(engines, update)
+        if again := _use_files(errors):
+            first = {engine: errors.pop(engine) for engine in again}
+            log.warning(
+                "the weights did not arrive through memory at %s. From now on they are sent there"
+                " through files, which is slower (as with rollout.sync=disk): %s",
+                ", ".join(engine.url for engine in again),
+                next(iter(first.values())),
+            )
+            more, failed = self._publish_once(again, update)
+            size = max(size, more)
+            for engine, error in failed.items():
+                errors[engine] = type(error)(f"{error}\nBefore that: {first[engine]}")
+        return size, errors
+
+    def _publish_once(
+        self, engines: Sequence[S], update: Update
+    ) -> tuple[int, dict[S, EngineError]]:
+        """Send an update, to each server in the way of its loader; see `publish`."""
         attempt = _Attempt(engines)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._reporting_slow(attempt, update.version))
@@ -77,9 +96,6 @@ class Distributor:
                 if "files" in sources:
                     folders["files"] = Path(stack.enter_context(transfer_folder()))
                 sent = self._send_weights(attempt, update, folders.get("files"))
-                if self._use_files(attempt, update.version) and "files" not in folders:
-                    folders["files"] = Path(stack.enter_context(transfer_folder()))
-                    sent = self._send_weights(attempt, update, folders["files"], ())
             attempt.run(
                 lambda engine: engine.finish_update(
                     update.version, sent, folders[engine.loader.source]
@@ -93,24 +109,11 @@ class Distributor:
         while self._adapters:
             self._adapters.pop().cleanup()
 
-    def _send_weights(
-        self,
-        attempt: _Attempt,
-        update: Update,
-        folder: Path | None,
-        receivers: Sequence[S] | None = None,
-    ) -> Sent:
-        """Send the weights once, to all servers that have not failed.
-
-        Args:
-            attempt: the servers.
-            update: the policy.
-            folder: where to write files; None: no server reads them.
-            receivers: the servers that receive weights by memory; None: all of this kind.
-        """
+    def _send_weights(self, attempt: _Attempt, update: Update, folder: Path | None) -> Sent:
+        """Send the weights once, to all servers that have not failed."""
         targets = {
             engine.loader.target: engine
-            for engine in (attempt.remaining if receivers is None else receivers)
+            for engine in attempt.remaining
             if engine.loader.target is not None
         }
         (dtype,) = {engine.dtype for engine in attempt.remaining}  # one launch for all servers
@@ -130,25 +133,6 @@ class Distributor:
                 if engine.loader.source == "files":
                     attempt.errors[engine] = EngineError(sent.errors[str(folder)])
         return sent
-
-    def _use_files(self, attempt: _Attempt, version: int) -> bool:
-        """Let servers that never received weights by memory read files; return whether any does."""
-        failed: dict[str, EngineError] = {}
-        for engine in [*attempt.errors]:
-            loader = engine.loader
-            other = loader.alternative() if isinstance(loader, MemoryLoader) else None
-            if other is not None:
-                engine.loader = other
-                failed[engine.url] = attempt.errors.pop(engine)
-        if failed:
-            log.warning(
-                "version %d did not arrive by memory at %s; weights go there through files from"
-                " now on, which takes longer (rollout.sync=disk): %s",
-                version,
-                ", ".join(failed),
-                next(iter(failed.values())),
-            )
-        return bool(failed)
 
     def _write_adapter(self, attempt: _Attempt, update: Update) -> tuple[Path, int]:
         """Write the adapter once for all servers; return its folder and its size."""
@@ -226,6 +210,16 @@ class _Attempt(Generic[S]):
                 step(engine)
         finally:
             self._busy.discard(engine)
+
+
+def _use_files(engines: Iterable[S]) -> list[S]:
+    """Let servers that never received weights through memory read files; return these servers."""
+    changed = []
+    for engine in engines:
+        if engine.loader.can_use_files() and engine.loader.files is not None:
+            engine.loader = engine.loader.files
+            changed.append(engine)
+    return changed
 
 
 @contextlib.contextmanager

@@ -31,10 +31,16 @@ class Loader(ABC):
     """What the server loads: weights that `target` receives, files with weights, or an adapter."""
     target: Target | None = None
     """The server as a target of weights in memory."""
+    files: Loader | None = None
+    """The loader to use if weights cannot come through memory; None: there is no other way."""
 
     def __init__(self, admin: AdminClient):
         """Store the client of the server; load nothing yet."""
         self._admin = admin
+
+    def can_use_files(self) -> bool:
+        """Return whether `files` is to be used if weights did not arrive."""
+        return False
 
     def check(self) -> None:  # noqa: B027
         """Check that weights can be sent to this server.
@@ -87,26 +93,25 @@ class MemoryLoader(Loader):
             admin: the client of the server.
             processes: the number of the server's processes that share a model.
             ranks: see `Target`.
-            may_use_files: whether weights may come in files if the first do not arrive by memory.
+            may_use_files: whether weights may come in files if they cannot come through memory.
             **options: see `Target`.
         """
         super().__init__(admin)
         self.target = Target(admin.url, admin.key, admin.admin_key, processes, ranks, **options)
-        self._may_use_files, self._has_loaded = may_use_files, False
+        self.files = SGLangFileLoader(admin) if may_use_files else None
+        self._has_loaded = False
 
     def load(self, version: int, sent: Sent, folder: Path | None) -> None:
         """Only note it: the server loaded the weights when it received them."""
         self._has_loaded = True
 
-    def alternative(self) -> Loader | None:
-        """Return the loader to use if weights did not arrive; None to try again with this one.
+    def can_use_files(self) -> bool:
+        """Return whether `files` is to be used if weights did not arrive.
 
         Some machines share no GPU memory between processes, or have no network for NCCL. A server
         that has received weights before has another problem.
         """
-        if self._may_use_files and not self._has_loaded:
-            return SGLangFileLoader(self._admin)
-        return None
+        return self.files is not None and not self._has_loaded
 
 
 class SGLangFileLoader(Loader):

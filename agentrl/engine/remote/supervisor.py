@@ -284,7 +284,7 @@ class Supervisor:
             calls = [
                 in_thread(partial(self._put_to_sleep, replica))
                 for replica in self.replicas
-                if not replica.breaker.is_open
+                if replica.awaits_weights or not replica.breaker.is_open
             ]
             for call in calls:
                 call.result()
@@ -476,6 +476,8 @@ class Supervisor:
             if self._asleep:  # The trainer began to work during the start: do not count it.
                 replica.restarts -= 1
             raise
+        if replica.engine.loader.source == "files" and engine.loader.files is not None:
+            engine.loader = engine.loader.files  # A server may have ended because of its memory.
         with self._lock:
             if not self._closing.is_set():
                 replica.engine, replica.sent_update = engine, None
@@ -490,15 +492,22 @@ class Supervisor:
             False if `publish` could not send the policy to the engine.
         """
         with self._weights:
-            if self._asleep:
-                replica.engine.sleep()
+            if self._must_wait(replica):
+                if self._asleep:
+                    replica.engine.sleep()
+                else:
+                    log.warning(
+                        "engine %s works again. It is used from the next version of the policy on",
+                        replica.engine.url,
+                    )
                 replica.awaits_weights = True
-                while self._asleep and not self._closing.is_set():
+                while self._must_wait(replica) and not self._closing.is_set():
                     self._weights.wait(0.2)
                 if replica.recovery_thread is not threading.current_thread():
                     return True  # `publish` has included it.
                 if not replica.awaits_weights:
                     return False
+                replica.awaits_weights = False
             if self._closing.is_set():
                 return True
             if self._update is not None and replica.sent_update is not self._update:
@@ -511,13 +520,32 @@ class Supervisor:
         )
         return True
 
+    def _must_wait(self, replica: Replica) -> bool:
+        """Return whether an engine that works must wait for `publish` to get the policy.
+
+        It waits while the trainer changes the weights. If it receives weights through memory, it
+        also waits while other engines sample: they would leave their group for one with a new
+        member.
+        """
+        needs_weights = self._update is not None and replica.sent_update is not self._update
+        return self._asleep or (
+            needs_weights
+            and replica.engine.loader.source == "memory"
+            and any(map(self.is_usable, self.replicas))
+        )
+
     def _send(self, replica: Replica, update: Update) -> None:
-        """Send the update to one replica.
+        """Send the update to one replica, through files if possible: they need no group.
 
         Raises:
             EngineError: it did not load the update.
         """
-        size, errors = self._distributor.publish([replica.engine], update)
+        engine, loader = replica.engine, replica.engine.loader
+        engine.loader = loader.files or loader
+        try:
+            size, errors = self._distributor.publish([engine], update)
+        finally:
+            engine.loader = loader
         for error in errors.values():
             raise error
         self.sent += size
