@@ -320,6 +320,8 @@ def fetch(
                     raise error(f"{where}: the response has more than {max_bytes} bytes")
                 if time.monotonic() > end:
                     raise error(f"{where}: no complete response within {timeout:g} s")
+    except httpx.TimeoutException as e:
+        raise error(f"{where}: no complete response within {timeout:g} s") from e
     except httpx.HTTPError as e:
         raise error(f"{where}: {type(e).__name__}: {e}") from e
     return response.status_code, bytes(content)

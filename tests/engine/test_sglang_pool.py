@@ -4,17 +4,22 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from support.exact_rank import ExactRank
+from support.processes import Processes
+from support.trainer_fixtures import config
 from support.updates import update
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.agent_loops import attempt
 from agentrl.config import Config
-from agentrl.engine.base import Sampling
+from agentrl.engine.base import Sampling, Update
 from agentrl.engine.remote.launch import SGLangLaunch
+from agentrl.engine.remote.loaders import MemoryLoader
 from agentrl.engine.remote.pool import EnginePool
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.engine.remote.supervisor import RecoveryPolicy
@@ -31,21 +36,22 @@ VERSION = 5
 ROW = token_array(range(3, 40))
 
 
-def engine_of(server, model, process=None):
+def engine_of(server, model, process=None, **options):
     return SGLangEngine(
         server.url,
         vocabulary=AutoConfig.from_pretrained(model).vocab_size,
         key=server.token,
         admin_key=server.admin_token,
         process=process,
+        **options,
     )
 
 
 class Site:
     """Starts one server after another."""
 
-    def __init__(self, model, python, *, most=99):
-        self.model, self.python = model, python
+    def __init__(self, model, python, *, most=99, **options):
+        self.model, self.python, self.options = model, python, options
         self.processes = []
         self.most = most
         """The largest number of servers."""
@@ -55,7 +61,7 @@ class Site:
             raise EngineDead("no machine is left")
         process = SGLangLaunch(str(self.model), python=self.python, dtype="float32").start()
         self.processes.append(process)
-        return engine_of(process, self.model, process)
+        return engine_of(process, self.model, process, **self.options)
 
     @property
     def process(self):
@@ -214,3 +220,80 @@ def test_steps_complete_although_servers_die(sglang_python, random_model):
     finally:
         world.close()
     assert not any(p.running for site in sites for p in site.processes)
+
+
+class Ranks:
+    """Two ranks that publish to two servers: by the memory of rank 1, by broadcast from rank 0."""
+
+    def __init__(self, folder, python):
+        self.ranks = Processes(2, ExactRank, folder)
+        self.ranks.begin(config())
+        self.sites = [
+            Site(folder, python, dtype=torch.float32, loader=partial(MemoryLoader, **way))
+            for way in ({"ranks": (1,)}, {"backend": "gloo"})
+        ]
+        self.pool = EnginePool(self.sites, recovery=QUICK)
+        self.version = 0
+
+    def publish(self, harm=lambda: None):
+        """Publish other weights; harm is done when the servers are ready to receive them."""
+
+        def send(route):
+            harm()
+            return self.ranks.send_weights(route)
+
+        self.pool.sleep()
+        self.ranks.move(0.02)
+        self.version += 1
+        start = time.monotonic()
+        self.pool.publish(Update(self.version, lambda: iter(()), send=send))
+        return time.monotonic() - start
+
+    async def check(self, *usable):
+        """Check that exactly these servers are used, and that they have the ranks' weights."""
+        assert [r.index for r in self.pool.replicas if not r.breaker.is_open] == [*usable]
+        expected = self.ranks.score(ROW.tolist())
+        for index in usable:
+            engine = self.pool.replicas[index].engine
+            assert engine.version == self.version
+            scores = torch.tensor(list(await engine.score(ROW)))
+            torch.testing.assert_close(scores[1:], expected, atol=1e-4, rtol=0)
+
+    def until_waiting(self, index):
+        end = time.monotonic() + 300
+        while not self.pool.replicas[index].awaits_weights:
+            assert time.monotonic() < end, "the server did not come back"
+            time.sleep(0.1)
+
+    def close(self):
+        self.pool.close()
+        self.ranks.close()
+
+
+@pytest.mark.slow
+async def test_ranks_publish_while_servers_hang_die_and_return(sglang_python, tiny_model):
+    world = Ranks(tiny_model, sglang_python)
+    try:
+        world.publish()
+        await world.check(0, 1)
+        world.ranks.set_deadline(3.0)
+
+        stopped = scheduler_of(world.sites[0].process)
+        assert world.publish(lambda: os.kill(stopped, signal.SIGSTOP)) < 20
+        await world.check(1)
+        os.kill(stopped, signal.SIGCONT)
+        world.until_waiting(0)
+        await world.check(1)
+        world.publish()
+        await world.check(0, 1)
+
+        killed = world.sites[1].process
+        assert world.publish(lambda: os.killpg(killed.pid, signal.SIGKILL)) < 20
+        await world.check(0)
+        world.until_waiting(1)
+        world.publish()
+        await world.check(0, 1)
+        assert len(world.sites[1].processes) == 2
+    finally:
+        world.close()
+    assert not any(p.running for site in world.sites for p in site.processes)

@@ -8,6 +8,7 @@ from support.trainer_fixtures import (
 )
 from torch.distributed.tensor import DTensor
 
+from agentrl.engine.remote import senders
 from agentrl.registry import policy_loss, policy_losses
 from agentrl.trainer.dispatch import BROADCAST, dispatch
 from agentrl.trainer.rank import Rank
@@ -32,6 +33,18 @@ class ExactRank(Rank):
             for name, p in self.optimizers["actor"].parameters.items():
                 if "lora_B" in name:
                     p.add_(0.05)
+
+    @dispatch(BROADCAST)
+    def move(self, by):
+        """Change all weights."""
+        with torch.no_grad():
+            for p in self.policy.packed_model.parameters():
+                p.mul_(1 + by)
+
+    @dispatch(BROADCAST)
+    def set_deadline(self, seconds):
+        """Set the seconds within which a server must take a small bucket."""
+        senders.BASE_SECONDS = seconds
 
     @dispatch(BROADCAST)
     def register(self, loss):

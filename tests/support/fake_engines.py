@@ -77,6 +77,9 @@ class FakeEngine:
 
     async def ready(self) -> None: ...
 
+    def has_ended(self) -> bool:
+        return self.dead or self.closed
+
     def begin(self, episode_id: str) -> None:
         self.live.add(episode_id)
 

@@ -116,6 +116,10 @@ class RemoteEngine(Engine):
         """Return whether agentrl started the server, and so can restart it."""
         return self.process is not None
 
+    def has_ended(self) -> bool:
+        """Return whether agentrl started the server and its process has ended."""
+        return self.process is not None and not self.process.running
+
     # -- Sampler -----------------------------------------------------------------------------------
 
     async def check_health(self, deadline: float) -> None:
