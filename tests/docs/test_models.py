@@ -29,6 +29,19 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+DEEPSEEK = {
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 LONGROPE = {
     "original_max_position_embeddings": 64,
     "rope_parameters": {
@@ -53,7 +66,10 @@ def model(name: str, **keys: object) -> transformers.PreTrainedModel:
     [
         *((name, {}) for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3Text", "Glm4")),
         *((name, {}) for name in ("Phi3", "Olmo3", "Exaone4")),
-        ("Qwen3Moe", EXPERTS),
+        *((name, EXPERTS) for name in ("Qwen3Moe", "GptOss")),
+        ("Gemma2", {"final_logit_softcapping": None}),
+        ("DeepseekV3", DEEPSEEK),
+        ("SmolLM3", {}),
     ],
 )
 def test_these_are_trained(name, keys):
@@ -63,8 +79,8 @@ def test_these_are_trained(name, keys):
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
-        ("GptOss", EXPERTS),
         ("Gemma2", {}),
+        ("Doge", {}),
         ("NemotronH", {}),
         ("Jamba", EXPERTS),
         ("GraniteMoeHybrid", {}),
