@@ -319,6 +319,12 @@ def check_model_fits(plan: Plan, template: ChatTemplate, max_length: int) -> Non
             tool calls. The message names the kinds of rows and the first token that differs.
         DataError: prompts are too long. The message names the rows and their lengths.
     """
+    check_template_fits(plan, template)
+    check_rows_fit(plan, template, max_length)
+
+
+def check_template_fits(plan: Plan, template: ChatTemplate) -> None:
+    """Refuse rows that the model's chat template does not support; see `check_model_fits`."""
     failures = [
         (name, count, fails)
         for name, count, verdicts in verify_rows(plan, template)
@@ -343,6 +349,10 @@ def check_model_fits(plan: Plan, template: ChatTemplate, max_length: int) -> Non
                 else ", or for rows with tools the loop react, which shows tools as text."
             )
         )
+
+
+def check_rows_fit(plan: Plan, template: ChatTemplate, max_length: int) -> None:
+    """Refuse prompts that are too long, and calls that no parser reads; see `check_model_fits`."""
     loops = check_prompts(plan, template, max_length)
     check_tool_format(plan, template, loops)
     if loops and not shows_tools(template):

@@ -38,8 +38,9 @@ from agentrl.evaluate import evaluate
 from agentrl.open_files import spare_files
 from agentrl.plan import (
     Plan,
-    check_model_fits,
     check_policy_learns,
+    check_rows_fit,
+    check_template_fits,
     describe_run,
     make_canary_row,
     make_plan,
@@ -396,7 +397,8 @@ class Trainer:
     def _open(self, stack: ExitStack) -> None:
         """Load the model, find the checkpoint to resume from, start the engine and the tools.
 
-        The engine starts while the model loads. The first error ends both.
+        The engine starts while the model loads and the chat template is checked. The first error
+        ends all of this.
         """
         config = self.config
         recover(self.folder)
@@ -415,13 +417,15 @@ class Trainer:
         opening = EngineStart(config, self.tokenizer, slots)
         stack.callback(opening.close)
         start = partial(start_ranks, self.placement, config.model.path, config)
+        starting = in_thread(start, "start-ranks") if self.placement else None
+        check_template_fits(self.plan, template)
         # A rank in this process belongs to this thread, as all its later work does.
-        group = opening.wait_for(in_thread(start, "start-ranks")) if self.placement else start()
+        group = start() if starting is None else opening.wait_for(starting)
         self.learner = Learner(config.model.path, config, total_steps=self.total_steps, group=group)
         canary = self._load(self.start)
         self.engine = opening.finish()
         self.console.note(f"threads: {self._describe_threads()}")
-        check_model_fits(self.plan, template, self.engine.max_length)
+        check_rows_fit(self.plan, template, self.engine.max_length)
         self.rollouts = stack.enter_context(
             open_rollouts(config, self.engine, template, self.plan.scorer)
         )
