@@ -375,12 +375,12 @@ def _attend_block(
     """Compute attention of the queries from `start` on, with the keys from `first` on."""
     group = (k.shape[1], -1)  # the query heads of each key-value head
     scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
-    x = q.unflatten(1, group) @ k.transpose(2, 3).unsqueeze(2) * scale
+    x = q.unflatten(1, group) @ k.transpose(2, 3).unsqueeze(2)
+    x = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
     if scores.softcap is not None:
         x = torch.tanh(x / scores.softcap) * scores.softcap
     stop = first + k.shape[2]
     x = x.masked_fill(~_visible(start, stop, first, scores.window, q.device), -torch.inf)
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
     if sinks is not None:
         sink = sinks.to(x.dtype).unflatten(0, group)[None, :, :, None, None]
         x = torch.cat([x, sink.expand(*x.shape[:-1], 1)], dim=-1)
