@@ -348,7 +348,7 @@ def test_sinks_and_soft_caps_are_those_of_the_formula(wish, way, window, flash, 
 
 
 def test_kernels_compute_what_they_support(flash):
-    def called(**wish) -> bool:
+    def called(size: int = 8, **wish) -> bool:
         seen = []
 
         def spy(q, k, v, cu_q, cu_k, max_q, max_k, scale, window):
@@ -356,14 +356,32 @@ def test_kernels_compute_what_they_support(flash):
             return torch.zeros_like(q)
 
         layout = Layout(SHARED.pieces, SHARED.responses, varlen(SHARED, CPU, spy, ALL))
-        qkv = [torch.randn(1, 2, 17, 8) for _ in range(3)]
+        qkv = [torch.randn(1, 2, 17, size) for _ in range(3)]
         packed_attention(wish.pop("module", torch.nn.Identity()), *qkv, None, layout=layout, **wish)
         return bool(seen)
 
     assert called()
+    assert called(size=256)
+    assert not called(size=264)
+    assert not called(size=12)
     assert called(module=chunked(128))
     assert not called(module=chunked(127))
     assert not called(softcap=2.0)
+
+
+def test_the_backward_pass_keeps_no_scores_of_several_blocks(monkeypatch):
+    layout, n = Layout([10, 22], [1]), 32
+    qkv = [torch.randn(1, 2, n, 8, requires_grad=True) for _ in range(3)]
+
+    def kept_scores() -> int:
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            packed_attention(torch.nn.Identity(), *qkv, None, layout=layout, softcap=1.0)
+        return sum(x.dim() == 5 and x.shape[3] > 1 and x.shape[4] > 8 for x in kept)
+
+    assert kept_scores() > 0
+    monkeypatch.setattr(attention, "BLOCK", 16)
+    assert kept_scores() == 0
 
 
 def chunked(size: int) -> torch.nn.Module:
