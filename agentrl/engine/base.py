@@ -72,6 +72,8 @@ class Update:
     adapter: Callable[[Path], None] | None = None
     """Writes the LoRA adapter into an existing folder, as PEFT does. None if the weights themselves
     are trained."""
+    share_adapter: Callable[[int], Any] | None = None
+    """Puts the adapter into shared memory for N readers, and returns a `SharedAdapter`."""
     send: Callable[[Any], Any] | None = None
     """Sends the weights along a `Route`, and returns what was `Sent`. Set if the weights are in
     other processes, which send them."""

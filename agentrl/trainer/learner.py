@@ -339,7 +339,8 @@ class Learner:
         """Return the current policy in the form that an engine takes."""
         adapter = self.ranks.save_adapter if self.has_lora else None
         send = self.ranks.send_weights if self.rank is None else None
-        return Update(version, self.export, adapter, send)
+        share = self.ranks.share_adapter if self.has_lora else None
+        return Update(version, self.export, adapter, share, send)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the named tensors of the plain model for an engine; see `Policy.export`.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -194,8 +194,7 @@ class Policy:
     def save_adapter(self, folder: Path) -> None:
         """Save the policy's LoRA adapter to a folder that PEFT and engines load."""
         assert self.peft is not None
-        named = self.model.named_parameters()
-        adapters = {f"base_model.model.{n}": full_tensor(p).cpu() for n, p in named if "lora_" in n}
+        adapters = self._gather_adapters()
         if is_rank_zero():
             with quiet_peft():
                 self.peft.save_pretrained(
@@ -205,6 +204,23 @@ class Policy:
                     save_embedding_layers=False,
                     state_dict=adapters,
                 )
+
+    def gather_adapter(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return PEFT's config of the policy's LoRA adapter, in JSON values, and its tensors.
+
+        The names of the tensors are those in PEFT's files. They are on the CPU.
+        """
+        assert self.peft is not None
+        config = self.peft.peft_config[ACTOR].to_dict() | {"inference_mode": True}
+        values = {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()}
+        named = self._gather_adapters()
+        own = {n.replace(f".{ACTOR}.", "."): t for n, t in named.items() if f".{ACTOR}." in n}
+        return values, own
+
+    def _gather_adapters(self) -> dict[str, Tensor]:
+        """Return the tensors of all LoRA adapters, by their names in PEFT's model."""
+        named = self.model.named_parameters()
+        return {f"base_model.model.{n}": full_tensor(p).cpu() for n, p in named if "lora_" in n}
 
     def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that an engine needs to sample from this policy, by name.

@@ -20,7 +20,14 @@ from transformers.utils import logging
 from agentrl.config import Config
 from agentrl.engine.local.load import load_causal_lm
 from agentrl.engine.remote.files import check_folder_visible
-from agentrl.engine.remote.senders import Route, Sent, WeightsSender
+from agentrl.engine.remote.senders import (
+    Route,
+    Sent,
+    SharedAdapter,
+    WeightsSender,
+    share_adapter,
+    this_machine,
+)
 from agentrl.trainer.dispatch import BROADCAST, SPLIT, Placement, RankGroup, dispatch
 from agentrl.trainer.losses import (
     ESTIMATORS,
@@ -321,6 +328,18 @@ class Rank:
         if is_rank_zero():
             check_folder_visible(folder)
         self.policy.save_adapter(folder)
+
+    @dispatch(BROADCAST)
+    def share_adapter(self, readers: int) -> SharedAdapter:
+        """Put the policy's LoRA adapter into the shared memory of rank 0's machine.
+
+        It stays there until the next one.
+        """
+        config, tensors = self.policy.gather_adapter()
+        if not is_rank_zero():
+            return SharedAdapter(this_machine())
+        self._adapter_memory, shared = share_adapter(config, tensors, readers)
+        return shared
 
     @dispatch(BROADCAST)
     def save_pretrained(self, folder: Path) -> None:

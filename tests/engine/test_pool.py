@@ -564,7 +564,7 @@ async def test_a_failed_start_that_overlaps_training_is_not_counted(make):
 
 
 class Memory(FakeLoader):
-    source = "memory"
+    source, files = "memory", FakeLoader()
 
 
 def by_memory(harness):
@@ -574,7 +574,6 @@ def by_memory(harness):
     def opened(opener):
         engine = plain(opener)
         engine.loader = Memory()
-        engine.loader.files = FakeLoader()
         finish = engine.finish_update
 
         def finish_update(*args):

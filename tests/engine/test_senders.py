@@ -1,11 +1,16 @@
 """Weights are gathered once and reach all servers at the same time, from one rank or from many."""
 
+import gc
+import os
 import time
 from contextlib import closing
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.exact_rank import ExactRank
 from support.fake_sglang import FakeSGLang
 from support.processes import Processes
@@ -13,10 +18,11 @@ from support.trainer_fixtures import config, tiny_folder
 
 from agentrl.engine.base import Update
 from agentrl.engine.remote import distributor as distributor_module
+from agentrl.engine.remote import loaders as loaders_module
 from agentrl.engine.remote import senders as senders_module
 from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.distributor import Distributor
-from agentrl.engine.remote.loaders import MemoryLoader, SGLangFileLoader
+from agentrl.engine.remote.loaders import MemoryLoader, SGLangFileLoader, SharedAdapterLoader
 from agentrl.engine.remote.senders import Route, Target, WeightsSender
 from agentrl.trainer.rank import LocalRankGroup
 
@@ -119,6 +125,69 @@ def test_a_server_that_received_weights_before_does_not_switch_to_files(fake):
         fake.refused_paths = {("127.0.0.1", "/update_weights_from_tensor")}
         assert distributor.publish([engine], Weights().update(2))[1]
     assert engine.loader.source == "memory"
+
+
+ADAPTER = {f"layers.{i}.lora_{k}.weight": torch.randn(4, 8) for i in range(3) for k in "AB"}
+
+
+def adapter_update(version, calls):
+    memory = []
+
+    def share(readers):
+        calls.append("memory")
+        bucket, shared = senders_module.share_adapter({"r": 4}, ADAPTER, readers)
+        memory[:] = [bucket]
+        return shared
+
+    def write(folder):
+        calls.append("folder")
+        save_file(ADAPTER, folder / "adapter.safetensors")
+
+    return Update(version, lambda: iter(()), write, share)
+
+
+def shared_files():
+    return set(Path("/dev/shm").glob("torch_*"))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("field", ["serialized_named_tensors", "serialized_tensors", None])
+def test_adapters_come_through_memory_if_the_server_reads_it(fake, caplog, field, processes):
+    """Older servers take one text. It counts one reader, so it is for one process."""
+    fake.adapter_field, calls, before = field, [], shared_files()
+    reads_memory = field == "serialized_named_tensors" or (field is not None and processes == 1)
+    load = partial(SharedAdapterLoader, processes=processes)
+    engines = [Engine(fake.url(n), load) for n in (1, 2)]
+    with closing(Distributor()) as distributor:
+        for version in (1, 2, 3):
+            size, errors = distributor.publish(engines, adapter_update(version, calls))
+            assert not errors and size >= 6 * 32 * 4
+    assert calls == (["memory"] * 3 if reads_memory else ["memory", *["folder"] * 3])
+    for engine, host in zip(engines, ("127.0.0.1", "127.0.0.2"), strict=True):
+        names = [engine.loader.request_fields()["lora_path"], engine.loader._adapters[0]]
+        assert set(names) == fake.adapters[host].keys(), "the last two are loaded"
+        assert len(set(names)) == 2
+        for adapter in fake.adapters[host].values():
+            assert adapter.keys() == ADAPTER.keys()
+            assert all(torch.equal(adapter[name], t) for name, t in ADAPTER.items())
+    assert caplog.text.count("did not arrive through memory") == (not reads_memory)
+    gc.collect()
+    assert not reads_memory or shared_files() <= before, "the memory is free again"
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_an_adapter_that_cannot_be_shared_goes_through_a_folder(fake, monkeypatch, caplog, full):
+    """SGLang would end if it could not read the memory, and this process if there were none."""
+    if full:
+        monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096))
+    else:
+        monkeypatch.setattr(loaders_module, "this_machine", lambda: "another")
+    engine = Engine(fake.url(), SharedAdapterLoader)
+    with closing(Distributor()) as distributor:
+        assert not distributor.publish([engine], adapter_update(1, calls := []))[1]
+    assert calls == ["memory", "folder"] and engine.loader.source == "adapter"
+    assert ("bytes left" if full else "rank 0 is on") in caplog.text
+    assert not any("from_tensors" in path for _, path in fake.requests)
 
 
 def test_a_server_that_hangs_fails_after_its_time_and_is_named_before(fake, monkeypatch, caplog):

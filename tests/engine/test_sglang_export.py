@@ -8,6 +8,8 @@ import torch
 from support.trainer_fixtures import config
 from transformers import AutoModelForCausalLM
 
+from agentrl.engine.remote.launch import SGLangLaunch
+from agentrl.engine.remote.loaders import SGLangAdapterLoader, SharedAdapterLoader
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.http import fetch_json
 from agentrl.trainer.checkpoint import save_checkpoint
@@ -60,3 +62,50 @@ async def test_a_server_loads_it(load, sglang_server, tiny_model, tiny_tokenizer
     before = Learner(tiny_model, config(), total_steps=1).ranks.score(row)
     assert (before - expected).abs().max() > 0.1
     engine.close()
+
+
+@pytest.fixture(scope="module")
+def lora_server(sglang_python, tiny_model):
+    server = SGLangLaunch(
+        str(tiny_model),
+        python=sglang_python,
+        dtype="float32",
+        lora_rank=4,
+        lora_targets=["all"],
+        arguments=["--lora-backend", "torch_native"],
+    ).start()
+    yield server
+    server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", [SharedAdapterLoader, SGLangAdapterLoader])
+async def test_adapters_come_through_memory_or_a_folder(
+    lora_server, tiny_model, tiny_tokenizer, loader
+):
+    learner = Learner(tiny_model, config(model__lora_rank=4), total_steps=1)
+    engine = SGLangEngine(
+        lora_server.url,
+        vocabulary=AutoModelForCausalLM.from_pretrained(tiny_model).config.vocab_size,
+        key=lora_server.token,
+        admin_key=lora_server.admin_token,
+        process=None,
+        loader=loader,
+    )
+    row = array("i", tiny_tokenizer("What is 12*13? It is 156.")["input_ids"])
+    seen = []
+    for version in (1, 2, 3):
+        with torch.no_grad():
+            for parameter in learner.rank.optimizers["actor"].parameters.values():
+                parameter.add_(0.05 * torch.randn(parameter.shape))
+        size = engine.publish(learner.make_update(version))
+        assert engine.version == version and size >= 4 * sum(
+            p.numel() for p in learner.rank.optimizers["actor"].parameters.values()
+        )
+        scores, expected = torch.tensor(await engine.score(row)), learner.ranks.score(row)
+        torch.testing.assert_close(scores[-len(expected) :], expected, atol=1e-4, rtol=0)
+        assert all((expected - other).abs().max() > 1e-2 for other in seen)
+        seen.append(expected)
+    assert type(engine.loader) is loader, "it did not use the other one instead"
+    assert len(engine.loader._list_adapters()) == 2
+    engine.loader.close()

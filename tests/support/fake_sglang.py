@@ -10,6 +10,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
+from safetensors.torch import load_file
 
 
 class Server(ThreadingHTTPServer):
@@ -32,11 +33,18 @@ class FakeSGLang:
         self.hanging: set[str] = set()
         self.refusing: set[str] = set()
         self.refused_paths: set[tuple[str, str]] = set()
+        self.adapter_field: str | None = "serialized_named_tensors"
+        """The field of adapters in memory; None: there is no such endpoint."""
+        self.adapters: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
+        """The adapters of each server, by their names."""
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.do_POST()
+
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                body = json.loads(self.rfile.read(int(self.headers["content-length"] or 0)) or "{}")
                 host = self.headers["host"].partition(":")[0]
                 status, answer = fake.handle(host, self.path, body)
                 data = json.dumps(answer).encode()
@@ -62,6 +70,10 @@ class FakeSGLang:
             return 500, {"error": {"message": "out of memory"}}
         if path == "/update_weights_from_tensor" and self.reads_weights:
             self.read(host, body)
+        if "lora_adapter" in path:
+            return self.change_adapters(host, path, body)
+        if path == "/v1/models":
+            return 200, {"data": [{"id": name} for name in self.adapters.get(host, {})]}
         return 200, {"success": True}
 
     def read(self, host: str, body: dict) -> None:
@@ -82,6 +94,24 @@ class FakeSGLang:
         self.weights.setdefault(host, {}).update(copies[0])
         if body["weight_version"] is not None:
             self.versions.setdefault(host, []).append(body["weight_version"])
+
+    def change_adapters(self, host: str, path: str, body: dict) -> tuple[int, dict]:
+        adapters = self.adapters.setdefault(host, {})
+        if path == "/unload_lora_adapter":
+            del adapters[body["lora_name"]]
+        elif path == "/load_lora_adapter":
+            adapters[body["lora_name"]] = load_file(f"{body['lora_path']}/adapter.safetensors")
+        elif self.adapter_field is None:
+            return 404, {"detail": "Not Found"}
+        elif self.adapter_field not in body:
+            return 400, {"error": {"message": f"{self.adapter_field}: field required"}}
+        else:
+            pickled = body[self.adapter_field]
+            texts = [pickled] if isinstance(pickled, str) else pickled
+            read = [pickle.loads(base64.b64decode(text)) for text in texts]
+            copies = [{name: t.clone() for name, t in tensors.items()} for tensors in read]
+            adapters[body["lora_name"]] = copies[-1]
+        return 200, {"success": True}
 
     def close(self) -> None:
         self.hanging.clear()

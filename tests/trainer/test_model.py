@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.trainer_fixtures import (
     VOCABULARY,
     group,
@@ -227,6 +228,19 @@ def untied_model():
     model = tiny_model()
     model.config.tie_word_embeddings = False
     return type(model)(model.config).eval()
+
+
+def test_an_adapter_in_memory_is_the_one_in_pefts_files(tmp_path):
+    policy, _ = with_adapter()
+    policy.add_adapter(CRITIC, 4, 8, "all-linear", 1)
+    config, tensors = policy.gather_adapter()
+    policy.save_adapter(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert tensors.keys() == saved.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in saved.items())
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    written["target_modules"].sort()
+    assert json.loads(json.dumps(config)) | {"peft_version": 0} == written | {"peft_version": 0}
 
 
 def test_policy_and_critic_share_a_base_and_nothing_else():

@@ -22,7 +22,7 @@ from agentrl.engine.base import Update
 from agentrl.engine.remote.admin import in_thread
 from agentrl.engine.remote.files import transfer_folder
 from agentrl.engine.remote.loaders import Loader
-from agentrl.engine.remote.senders import Route, Sent, WeightsSender
+from agentrl.engine.remote.senders import Route, Sent, SharedAdapter, WeightsSender
 from agentrl.errors import AgentRLError, EngineError, InvalidEngineResponse
 
 log = logging.getLogger("agentrl")
@@ -68,7 +68,7 @@ class Distributor:
         if again := _use_files(errors):
             first = {engine: errors.pop(engine) for engine in again}
             log.warning(
-                "the weights did not arrive through memory at %s. From now on they are sent there"
+                "the policy did not arrive through memory at %s. From now on it is sent there"
                 " through files, which is slower (as with rollout.sync=disk): %s",
                 ", ".join(engine.url for engine in again),
                 next(iter(first.values())),
@@ -88,11 +88,14 @@ class Distributor:
             stack.enter_context(self._reporting_slow(attempt, update.version))
             attempt.run(lambda engine: engine.begin_update())
             sent = Sent()
-            folders: dict[str, Path | None] = {"memory": None}
+            folders: dict[str, Path | None] = {"memory": None, "shared adapter": None}
             sources = {engine.loader.source for engine in attempt.remaining}
             if "adapter" in sources:
                 folders["adapter"], sent.size = self._write_adapter(attempt, update)
-            if sources - {"adapter"}:
+            if "shared adapter" in sources:
+                sent.adapter = self._share_adapter(attempt, update)
+                sent.size = sent.adapter.size
+            if sources & {"memory", "files"}:
                 if "files" in sources:
                     folders["files"] = Path(stack.enter_context(transfer_folder()))
                 sent = self._send_weights(attempt, update, folders.get("files"))
@@ -133,6 +136,12 @@ class Distributor:
                 if engine.loader.source == "files":
                     attempt.errors[engine] = EngineError(sent.errors[str(folder)])
         return sent
+
+    def _share_adapter(self, attempt: _Attempt, update: Update) -> SharedAdapter:
+        """Put the adapter into shared memory, once for each process that reads it."""
+        assert update.share_adapter is not None, "only a policy with LoRA has an adapter"
+        readers = [getattr(engine.loader, "processes", 0) for engine in attempt.remaining]
+        return update.share_adapter(sum(readers))
 
     def _write_adapter(self, attempt: _Attempt, update: Update) -> tuple[Path, int]:
         """Write the adapter once for all servers; return its folder and its size."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from agentrl.engine.remote.admin import ADMIN_SECONDS, AdminClient
 from agentrl.engine.remote.launch import MAX_ADAPTERS
-from agentrl.engine.remote.senders import Sent, Target
+from agentrl.engine.remote.senders import Sent, Target, this_machine
 from agentrl.engine.remote.weights_check import check_norms
 from agentrl.errors import ConfigError, EngineError, InvalidEngineResponse
 
@@ -27,20 +27,26 @@ LOAD_SECONDS, FILE_BYTES_PER_SECOND = 60.0, 1e8
 class Loader(ABC):
     """Makes one server load the policy."""
 
-    source: ClassVar[Literal["memory", "files", "adapter"]]
-    """What the server loads: weights that `target` receives, files with weights, or an adapter."""
+    source: ClassVar[Literal["memory", "files", "shared adapter", "adapter"]]
+    """What the server loads: weights that `target` receives, files with weights, an adapter in
+    shared memory, or a folder with an adapter."""
     target: Target | None = None
     """The server as a target of weights in memory."""
     files: Loader | None = None
-    """The loader to use if weights cannot come through memory; None: there is no other way."""
+    """The loader to use if the policy cannot come through memory; None: there is no other way."""
 
     def __init__(self, admin: AdminClient):
         """Store the client of the server; load nothing yet."""
         self._admin = admin
+        self._has_loaded = False
 
     def can_use_files(self) -> bool:
-        """Return whether `files` is to be used if weights did not arrive."""
-        return False
+        """Return whether `files` is to be used if the policy did not arrive.
+
+        Some machines share no memory between processes, or have no network for NCCL. A server that
+        has received the policy before has another problem.
+        """
+        return self.files is not None and not self._has_loaded
 
     def check(self) -> None:  # noqa: B027
         """Check that weights can be sent to this server.
@@ -99,19 +105,10 @@ class MemoryLoader(Loader):
         super().__init__(admin)
         self.target = Target(admin.url, admin.key, admin.admin_key, processes, ranks, **options)
         self.files = SGLangFileLoader(admin) if may_use_files else None
-        self._has_loaded = False
 
     def load(self, version: int, sent: Sent, folder: Path | None) -> None:
         """Only note it: the server loaded the weights when it received them."""
         self._has_loaded = True
-
-    def can_use_files(self) -> bool:
-        """Return whether `files` is to be used if weights did not arrive.
-
-        Some machines share no GPU memory between processes, or have no network for NCCL. A server
-        that has received weights before has another problem.
-        """
-        return self.files is not None and not self._has_loaded
 
 
 class SGLangFileLoader(Loader):
@@ -215,7 +212,7 @@ class AdapterLoader(Loader):
         # Use a new name each time: if an answer was lost, the adapter of the old name is unknown.
         self._load_count += 1
         name = f"{self._name_prefix}{version}-{self._load_count}"
-        self._manage("load", {"lora_name": name, "lora_path": str(folder)})
+        self._load(name, sent, folder)
         self._adapters.append(name)
         self._check_listed()
 
@@ -228,6 +225,10 @@ class AdapterLoader(Loader):
         with contextlib.suppress(EngineError):
             while self._adapters:
                 self._unload(self._adapters[0])
+
+    def _load(self, name: str, sent: Sent, folder: Path | None) -> None:
+        """Make the server load the adapter under a name."""
+        self._manage("load", {"lora_name": name, "lora_path": str(folder)})
 
     @abstractmethod
     def _manage(self, verb: str, body: dict[str, str]) -> None:
@@ -277,6 +278,50 @@ class SGLangAdapterLoader(AdapterLoader):
     def _manage(self, verb: str, body: dict[str, str]) -> None:
         seconds = LOAD_SECONDS if verb == "load" else ADMIN_SECONDS
         self._admin.manage(f"/{verb}_lora_adapter", body, seconds=seconds)
+
+
+class SharedAdapterLoader(SGLangAdapterLoader):
+    """Lets SGLang read adapters from shared memory, or from a folder if the server cannot.
+
+    agentrl must have started the server on the machine of rank 0, because SGLang ends if it cannot
+    read the memory.
+    """
+
+    source, request_field, kept_folders = "shared adapter", "lora_path", 0
+
+    def __init__(self, admin: AdminClient, *, processes: int = 1):
+        """Store the options; load nothing yet.
+
+        Args:
+            admin: the client of the server.
+            processes: the number of the server's processes that share a model.
+        """
+        super().__init__(admin)
+        self.processes = processes
+        self.files = SGLangAdapterLoader(admin)
+        self._takes_text = False
+        """True for older servers: they take one text for all their processes."""
+
+    def _load(self, name: str, sent: Sent, folder: Path | None) -> None:
+        assert sent.adapter is not None
+        if sent.adapter.error or sent.adapter.machine != this_machine():
+            raise EngineError(sent.adapter.error or f"rank 0 is on {sent.adapter.machine}")
+        own = [sent.adapter.handles.pop() for _ in range(self.processes)]
+        body = {"lora_name": name, "config_dict": sent.adapter.config}
+        if not self._takes_text:
+            try:
+                self._load_tensors(body | {"serialized_named_tensors": own})
+            except EngineError:
+                if self._has_loaded or self.processes > 1:
+                    raise
+                self._takes_text = True
+        if self._takes_text:
+            self._load_tensors(body | {"serialized_tensors": own[0]})
+        self._has_loaded = True
+
+    def _load_tensors(self, body: dict[str, Any]) -> None:
+        # SGLang wants the API key for this endpoint, not the admin key as for the other one.
+        self._admin.ask("/load_lora_adapter_from_tensors", body, seconds=LOAD_SECONDS)
 
 
 class VLLMAdapterLoader(AdapterLoader):

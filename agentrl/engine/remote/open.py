@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -14,12 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from agentrl.config import Config
 from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.client import RemoteEngine
-from agentrl.engine.remote.launch import EngineSlot, SGLangLaunch, VLLMLaunch
+from agentrl.engine.remote.launch import LOOPBACK, EngineSlot, SGLangLaunch, VLLMLaunch
 from agentrl.engine.remote.loaders import (
     Loader,
     MemoryLoader,
     SGLangAdapterLoader,
     SGLangFileLoader,
+    SharedAdapterLoader,
     VLLMAdapterLoader,
     VLLMFileLoader,
 )
@@ -174,7 +176,7 @@ def _start(
     else:
         loader = sglang_loader(config, slot)
         sleep = r.sleep if slot.ranks else "none"
-        targets = _lora_targets(config) if loader is SGLangAdapterLoader else ()
+        targets = _lora_targets(config) if _sends_adapter(config, slot) else ()
         launch = SGLangLaunch(base, lora_targets=targets, sleep=sleep, **common)
         connect = partial(SGLangEngine, loader=loader, sleep=sleep)
     if slot.ranks and learner_loaded is not None:
@@ -237,6 +239,14 @@ def _lora_targets(config: Config) -> Sequence[str]:
 # -- how the policy is sent ------------------------------------------------------------------------
 
 
+def _sends_adapter(config: Config, slot: EngineSlot) -> bool:
+    """Return whether LoRA is sent to an SGLang server as an adapter."""
+    lora = config.rollout.lora
+    return config.model.lora_rank > 0 and (
+        lora == "adapter" or (lora == "auto" and bool(slot.gpus))
+    )
+
+
 def sglang_loader(config: Config, slot: EngineSlot) -> MakeLoader:
     """Return the function that makes the loader for an SGLang server that agentrl started.
 
@@ -244,12 +254,12 @@ def sglang_loader(config: Config, slot: EngineSlot) -> MakeLoader:
         ConfigError: the configured transport is not possible.
     """
     r, gpus = config.rollout, slot.gpus
-    if config.model.lora_rank and (r.lora == "adapter" or (r.lora == "auto" and gpus)):
+    if _sends_adapter(config, slot):
         if not gpus:
             raise ConfigError(
                 "rollout.lora=adapter: SGLang supports no adapters on a CPU. Set rollout.lora=merge"
             )
-        return SGLangAdapterLoader
+        return SGLangAdapterLoader if r.sync == "disk" else _adapter_loader(len(gpus))
     sync = r.sync
     if sync == "auto":
         sync = "disk" if not gpus else "ipc" if slot.ranks else "nccl"
@@ -264,6 +274,17 @@ def sglang_loader(config: Config, slot: EngineSlot) -> MakeLoader:
     return partial(
         MemoryLoader, processes=len(gpus), ranks=slot.ranks, may_use_files=r.sync == "auto"
     )
+
+
+def _adapter_loader(processes: int) -> MakeLoader:
+    """Return the function that makes the loader of adapters for a server of that many processes."""
+
+    def make(admin: AdminClient) -> Loader:
+        if urlsplit(admin.url).hostname == LOOPBACK:  # Otherwise it is on another machine.
+            return SharedAdapterLoader(admin, processes=processes)
+        return SGLangAdapterLoader(admin)
+
+    return make
 
 
 def vllm_loader(config: Config, base: str, *, cpu: bool) -> MakeLoader:

@@ -38,7 +38,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixStore, Store
 
 from agentrl.engine.remote.admin import AdminClient, in_thread
-from agentrl.engine.remote.buckets import BUCKET_BYTES, Bucket, make_buckets, serialize
+from agentrl.engine.remote.buckets import (
+    BUCKET_BYTES,
+    Bucket,
+    make_buckets,
+    pickle_shared,
+    serialize,
+)
 from agentrl.errors import EngineError
 from agentrl.workers.variables import environment_variables
 
@@ -52,6 +58,8 @@ LEAVE_SECONDS = 10.0
 """The time limit for leaving a group, and for a server that left a broadcast to report why."""
 JOIN_VARIABLES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """By default, torch ends the whole process when a peer of a group is lost."""
+
+SHARED_MEMORY = "/dev/shm"
 
 COMPARED_TENSORS = 3
 """The number of tensors whose first rows a server is asked for."""
@@ -101,6 +109,49 @@ class Route:
     bucket_bytes: int = BUCKET_BYTES
 
 
+@dataclass(frozen=True, slots=True)
+class SharedAdapter:
+    """A LoRA adapter in the shared memory of a machine."""
+
+    machine: str
+    """The machine, see `this_machine`."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """PEFT's config of the adapter, in JSON values."""
+    handles: list[str] = field(default_factory=list)
+    """Pickles of the tensors by name, in base64. Each is for one reader, which reads it once."""
+    size: int = 0
+    """The number of bytes of all tensors."""
+    error: str = ""
+    """Why the adapter is not in shared memory."""
+
+
+def share_adapter(
+    config: dict[str, Any], tensors: Mapping[str, Tensor], readers: int
+) -> tuple[Bucket | None, SharedAdapter]:
+    """Put a LoRA adapter into shared memory.
+
+    Returns:
+        The memory, which must exist until the last reader has read it.
+    """
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    try:
+        space = os.statvfs(SHARED_MEMORY)
+        if (free := space.f_bavail * space.f_frsize) < 2 * size:
+            # A process that writes to full shared memory is killed by SIGBUS.
+            raise OSError(f"{SHARED_MEMORY} has {free:,} bytes left, the adapter has {size:,}")
+        (bucket,) = make_buckets(tensors.items(), limit=size)
+        named = dict(bucket.tensors())
+        handles = [base64.b64encode(pickle_shared(named)).decode() for _ in range(readers)]
+    except (OSError, RuntimeError, ValueError) as e:
+        return None, SharedAdapter(this_machine(), error=f"{type(e).__name__}: {e}")
+    return bucket, SharedAdapter(this_machine(), config, handles, size)
+
+
+def this_machine() -> str:
+    """Return a name of this machine, or of this container: processes of one share memory."""
+    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+
+
 @dataclass(slots=True)
 class Sent:
     """The result of sending weights."""
@@ -117,6 +168,8 @@ class Sent:
     """The weights of the model's norms, on the CPU."""
     errors: dict[str, str] = field(default_factory=dict)
     """Why weights did not arrive, by the URL of the target, or by the folder."""
+    adapter: SharedAdapter | None = None
+    """The adapter, if servers read it from shared memory."""
 
 
 class Sender(Protocol):

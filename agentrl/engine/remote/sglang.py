@@ -26,7 +26,7 @@ from agentrl.engine.remote.client import (
     sampling_params,
     token_versions,
 )
-from agentrl.engine.remote.loaders import Loader, SGLangFileLoader
+from agentrl.engine.remote.loaders import AdapterLoader, Loader, SGLangFileLoader
 from agentrl.engine.remote.senders import Sent
 from agentrl.engine.remote.weights_check import WeightsChecker
 from agentrl.errors import EngineError
@@ -186,7 +186,7 @@ class SGLangEngine(RemoteEngine):
 
     @property
     def _loads_adapter(self) -> bool:
-        return self.loader.source == "adapter"
+        return isinstance(self.loader, AdapterLoader)
 
     def _resume_memory(self, tag: str) -> None:
         if tag in self._released:

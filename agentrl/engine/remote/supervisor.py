@@ -476,8 +476,8 @@ class Supervisor:
             if self._asleep:  # The trainer began to work during the start: do not count it.
                 replica.restarts -= 1
             raise
-        if replica.engine.loader.source == "files" and engine.loader.files is not None:
-            engine.loader = engine.loader.files  # A server may have ended because of its memory.
+        if replica.engine.loader.files is None and engine.loader.files is not None:
+            engine.loader = engine.loader.files  # The one that ended could not use memory.
         with self._lock:
             if not self._closing.is_set():
                 replica.engine, replica.sent_update = engine, None
@@ -541,11 +541,14 @@ class Supervisor:
             EngineError: it did not load the update.
         """
         engine, loader = replica.engine, replica.engine.loader
-        engine.loader = loader.files or loader
+        files = loader.files if loader.source == "memory" else None
+        if files is not None:
+            engine.loader = files
         try:
             size, errors = self._distributor.publish([engine], update)
         finally:
-            engine.loader = loader
+            if files is not None:
+                engine.loader = loader
         for error in errors.values():
             raise error
         self.sent += size
