@@ -144,6 +144,22 @@ class Layout:
     """The number of responses of each prompt."""
     varlen: Varlen | None = None
     """The arguments of the kernel, if there is one."""
+    whole: bool = False
+    """True if every response has a prompt of its own, so that rows are also whole for layers that
+    mix tokens by other means than attention."""
+
+    def sequences(self, device: torch.device) -> dict[str, Any]:
+        """Return where whole rows begin and end, under the names of transformers."""
+        lengths = [sum(row) for row in zip(self.pieces[::2], self.pieces[1::2], strict=True)]
+        ends = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+        numbers = torch.arange(len(lengths), device=device, dtype=torch.int32)
+        return {
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": max(lengths),
+            "max_length_k": max(lengths),
+            "seq_idx": numbers.repeat_interleave(torch.tensor(lengths, device=device))[None],
+        }
 
     def to(self, device: torch.device) -> Layout:
         """Return a copy for a model on the device."""
@@ -465,7 +481,7 @@ def kernel_for(device: torch.device) -> Kernel | None:
 
     All supported versions (flash-attention since 2.1; torch's varlen is one of these) align the
     mask at the last key, as `Kernel` says. With another alignment, the logits would differ, and
-    `verify_packing` would refuse the model.
+    `prove_mode` would not choose packed rows.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return None

@@ -51,7 +51,7 @@ from agentrl.trainer.batch import (
 from agentrl.trainer.dispatch import RankGroup
 from agentrl.trainer.mismatch import importance_weight_metrics, mismatch_metrics
 from agentrl.trainer.optimizer import learning_rate
-from agentrl.trainer.packing import MicroBatch, assign_rows, make_micro_batch
+from agentrl.trainer.packing import MicroBatch, Mode, assign_rows, make_micro_batch
 from agentrl.trainer.rank import LocalRankGroup, LossName, ModelName, PassResult, Rank
 
 Check = Callable[[Mapping[str, float]], None]
@@ -255,10 +255,16 @@ class Learner:
         """
         check_tokens(batch, self._vocabulary)
         budget = self.config.optim.micro_batch_tokens
-        rows_by_rank = assign_rows(batch, rows.nonzero()[:, 0], self.ranks.size, budget)
+        rows_by_rank = assign_rows(batch, rows.nonzero()[:, 0], self.ranks.size, budget, self.mode)
         return rows_by_rank, [
-            [make_micro_batch(batch, r, mask, columns) for r in share] for share in rows_by_rank
+            [make_micro_batch(batch, r, mask, columns, self.mode) for r in share]
+            for share in rows_by_rank
         ]
+
+    @cached_property
+    def mode(self) -> Mode:
+        """How rows become the input of the model; the same on all ranks."""
+        return self.ranks.mode()
 
     @cached_property
     def _vocabulary(self) -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,10 +26,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from agentrl.engine.local.load import quiet_peft
-from agentrl.engine.local.windows import LONG, NoSmallCopy, describe_windows, with_short_windows
 from agentrl.errors import ConfigError
-from agentrl.trainer.attention import PACKED, Layout
 from agentrl.trainer.head import chosen_logprobs
+from agentrl.trainer.modes import hidden_states, prove_mode
 from agentrl.trainer.packing import PackedRows
 from agentrl.trainer.sharding import copy_full, full_tensor, is_rank_zero, reshard
 
@@ -312,11 +310,6 @@ class Critic:
 
 # --- the packed model ----------------------------------------------------------------------------
 
-_SUPPORTED = (
-    "Choose a model with causal attention whose logits are the output of its output layer, such as"
-    " Qwen or Llama."
-)
-
 
 class PackedModel(nn.Module):
     """A causal language model and, if there is a critic, its head.
@@ -333,14 +326,10 @@ class PackedModel(nn.Module):
             compute: the precision of the model's passes; None: that of its weights.
 
         Raises:
-            ConfigError: packing would change the output of the model.
+            ConfigError: see `prove_mode`.
         """
         super().__init__()
-        if compute in (None, model.dtype):
-            verify_packing(model)
-        else:
-            verify_packing(deepcopy(model).to(compute))  # type: ignore[arg-type]
-            model.set_attn_implementation(PACKED)
+        self.mode, self.mode_reason = prove_mode(model, compute)
         self.model = model
         self.value_head: nn.Linear | None = None
 
@@ -368,101 +357,6 @@ class PackedModel(nn.Module):
     def forward(self, packed: PackedRows, read: Callable[[Tensor], T]) -> T:
         """Run the transformer, and apply `read` to the states of the chosen tokens, (N, H)."""
         return read(hidden_states(self.model, packed))
-
-
-def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
-    """Return the states that predict the chosen tokens, (N, H)."""
-    output = model.get_decoder()(
-        input_ids=packed.input_ids,
-        position_ids=packed.position_ids,
-        use_cache=False,
-        layout=packed.layout,
-    )
-    return output.last_hidden_state[0].index_select(0, packed.states)
-
-
-@torch.no_grad()
-def verify_packing(model: PreTrainedModel) -> None:
-    """Switch a model to packed attention, and check that its logits stay the same.
-
-    The check packs two rows of one prompt, and compares with the model's own forward pass of one
-    row after the other. It fails for layers that mix tokens by other means than attention, and for
-    logits that are more than the output of the head. If the config has attention windows, a small
-    copy with short windows is checked on longer rows (`with_short_windows`).
-
-    Raises:
-        ConfigError: the logits change.
-    """
-    name = type(model).__name__
-    if problem := _find_unsupported(model):
-        raise ConfigError(f"{name} cannot be trained here: {problem}")
-    try:
-        short = with_short_windows(model)
-    except NoSmallCopy as e:
-        raise ConfigError(f"{name} cannot be trained here: {e}. {_SUPPORTED}") from e
-    if problem := _compare_packed(model, 4):
-        raise ConfigError(f"{name} cannot be trained here: {problem}. {_SUPPORTED}")
-    if short is not None and (problem := _compare_packed(short, LONG // 2)):
-        raise ConfigError(
-            f"{name} cannot be trained here: {describe_windows(model.config)}, and for longer rows"
-            f" {problem}. {_SUPPORTED}"
-        )
-
-
-def _compare_packed(model: PreTrainedModel, half: int) -> str:
-    """Switch a model to packed attention; return how its logits differ then, or "".
-
-    Args:
-        model: any; it keeps packed attention.
-        half: the number of tokens of the prompt, and of each of the two responses.
-    """
-    device, length = model.device, 2 * half
-    ids = torch.arange(length, device=device)
-    rows = ids, torch.cat([ids[:half], ids[half:].flip(0)])
-    plain = [model(input_ids=r[None], use_cache=False).logits[0, half - 1 :] for r in rows]
-    expected = torch.cat(plain).float()
-    first = torch.arange(half - 1, length)
-    pair = PackedRows(
-        input_ids=torch.cat([rows[0], rows[1][half:]])[None],
-        position_ids=torch.cat([ids, ids[half:]])[None],
-        layout=Layout(pieces=[half] * 3, responses=[2]).to(device),
-        states=torch.cat([first, first[:1], first[1:] + half]).to(device),
-        tokens=ids,
-    )
-    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 5e-2
-    head = model.get_output_embeddings()
-    try:
-        model.set_attn_implementation(PACKED)
-        packed_logits = head(hidden_states(model, pair)).float()  # type: ignore[operator]
-    except (TypeError, ValueError, AttributeError, RuntimeError) as e:
-        return str(e)
-    if (packed_logits - expected).abs().max() <= tolerance * expected.abs().max():
-        return ""
-    return "packed logits differ from the model's own forward pass"
-
-
-def _find_unsupported(model: PreTrainedModel) -> str:
-    """Return why packing would change the model in a way that a few tokens do not show, or ""."""
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        return "its output layer has a bias, which the loss head does not support"
-    changing = {"dynamic", "longrope"} & set(_rope_types(model.config.get_text_config().to_dict()))
-    if changing:
-        return (
-            f"its rotary positions ({', '.join(changing)}) depend on the longest row of a pass, so"
-            " a row's logprobs would depend on the other rows. Choose a model with another type"
-            " (default, linear, yarn, llama3)"
-        )
-    return ""
-
-
-def _rope_types(config: object) -> Iterator[str]:
-    """Yield all types of rotary positions in a config, at any depth."""
-    if isinstance(config, dict):
-        for key, value in config.items():
-            if key in ("rope_type", "type") and isinstance(value, str):
-                yield value
-            else:
-                yield from _rope_types(value)
 
 
 # --- LoRA layers ---------------------------------------------------------------------------------

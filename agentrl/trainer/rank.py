@@ -37,7 +37,7 @@ from agentrl.trainer.losses import (
     value_loss,
 )
 from agentrl.trainer.optimizer import BETAS, Optimizer
-from agentrl.trainer.packing import MicroBatch, pack_row
+from agentrl.trainer.packing import MicroBatch, Mode, pack_row
 from agentrl.trainer.policy import ACTOR, CRITIC, Critic, PackedModel, Policy
 from agentrl.trainer.sharding import is_rank_zero, open_accelerator, reshard, shard
 
@@ -159,6 +159,11 @@ class Rank:
         """Return the number of tokens in the model's vocabulary."""
         return self.policy.model.get_input_embeddings().num_embeddings  # type: ignore[return-value]
 
+    @dispatch(BROADCAST)
+    def mode(self) -> Mode:
+        """Return how rows become the input of the model."""
+        return self.policy.packed_model.mode
+
     @dispatch(SPLIT)
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], model: ModelName) -> list[Tensor]:
@@ -188,7 +193,7 @@ class Rank:
     @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> Tensor:
         """Return the logprob of each token but the first at temperature 1, (T - 1,) float32."""
-        row = pack_row(token_ids).to(self.device)
+        row = pack_row(token_ids, self.mode()).to(self.device)
         logprobs, _ = self.policy.logprobs(row, temperature=1.0)
         reshard(self.policy.packed_model)
         return logprobs.float().cpu()

@@ -3,6 +3,7 @@ model is refused, however long a window is."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 
@@ -12,11 +13,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from agentrl.engine.local.decoder import Decoder
-from agentrl.engine.local.windows import SHORT, find_windows, with_short_windows
-from agentrl.errors import ConfigError, UserError
+from agentrl.engine.local.windows import SHORT, find_windows, small_copy
+from agentrl.errors import UserError
 from agentrl.trainer.attention import PACKED, Layout
-from agentrl.trainer.packing import PackedRows
-from agentrl.trainer.policy import hidden_states, verify_packing
+from agentrl.trainer.modes import hidden_states, prove_mode
+from agentrl.trainer.packing import Mode, PackedRows
 from agentrl.trainer.sft import SFTLearner, make_sft_config
 
 SHAPE = {
@@ -88,24 +89,22 @@ def packed_error(model: PreTrainedModel, half: int = 40) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_is_refused_exactly_where_packed_rows_differ_beyond_its_window(kind):
+def test_rows_are_packed_exactly_where_this_is_right_beyond_a_models_window(kind):
     """The windows of 16 tokens are run; those of 4,096, which no test could run, are proved."""
     right = packed_error(random_model(config_of(kind, 16))) < 1e-3
-    model = random_model(config_of(kind, 4096))
+    mode, reason = prove_mode(random_model(config_of(kind, 4096)))
     if right:
-        verify_packing(model)
+        assert (mode, reason) == (Mode.PACKED, "")
     else:
-        with pytest.raises(
-            ConfigError, match=r"window\w*=4096\), and for longer rows packed logits differ"
-        ):
-            verify_packing(model)
+        assert mode is Mode.PADDED
+        assert re.search(r"window\w*=4096\), and for longer rows packed logits differ", reason)
     assert right == (kind != "phimoe")
 
 
-def test_a_model_that_computes_its_own_masks_is_refused():
+def test_a_model_whose_masks_depend_on_later_tokens_is_refused():
     config = CONFIG_MAPPING["doge"](**SHAPE, keep_window_size=4096)
-    with pytest.raises(ConfigError, match="DogeAttention needs attention_mask"):
-        verify_packing(random_model(config))
+    with pytest.raises(ConfigError, match="for longer rows a token changes the logits of earlier"):
+        prove_mode(random_model(config))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,7 +121,7 @@ def test_a_window_that_no_layer_has_is_no_reason_to_refuse():
     config.layer_types = ["full_attention"] * 4
     assert find_windows(config) == {"sliding_window": 4096}
     Decoder(random_model(config))
-    verify_packing(random_model(config))
+    assert prove_mode(random_model(config))[0] is Mode.PACKED
 
 
 def test_windows_are_found_anywhere_in_a_config():
@@ -141,16 +140,15 @@ def test_windows_are_found_anywhere_in_a_config():
 def test_the_copy_is_small_and_does_not_change_the_model_or_the_random_state():
     model = random_model(config_of("qwen2", 4096))
     before, state = model.config.to_dict(), torch.get_rng_state()
-    copy = with_short_windows(model)
-    assert copy is not None
+    copy = small_copy(model)
     assert model.config.to_dict() == before
     assert torch.equal(torch.get_rng_state(), state)
     assert copy.config.sliding_window == SHORT
     assert copy.config.layer_types == MIXED[:2]
-    assert with_short_windows(copy) is None
+    assert not find_windows(copy.config)
 
 
-def test_a_copy_that_cannot_be_made_is_a_refusal(monkeypatch):
+def test_without_a_copy_nothing_is_packed_that_has_windows(monkeypatch):
     model = random_model(config_of("mistral", 4096))
 
     def broken(*_, **__):
@@ -158,23 +156,24 @@ def test_a_copy_that_cannot_be_made_is_a_refusal(monkeypatch):
 
     monkeypatch.setattr(type(model), "_from_config", broken)
     cause = r"sliding_window=4096.*cannot build the small copy .*\(RuntimeError: no such shape\)"
-    with pytest.raises(ConfigError, match=cause):
-        verify_packing(model)
+    monkeypatch.setattr("agentrl.trainer.modes._results", {})
+    mode, reason = prove_mode(model)
+    assert mode is Mode.ALONE and re.search(cause, reason)
     with pytest.raises(UserError, match=cause):
         Decoder(model)
 
 
-def test_sft_refuses_such_a_model_too(tmp_path):
+def test_sft_pads_the_rows_of_such_a_model(tmp_path):
     random_model(config_of("phimoe", 4096)).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"PhimoeForCausalLM cannot be trained .* longer rows"):
-        SFTLearner(make_sft_config(tmp_path, steps=1, overrides=["trainer.device=cpu"]))
+    learner = SFTLearner(make_sft_config(tmp_path, steps=1, overrides=["trainer.device=cpu"]))
+    assert learner.mode is Mode.PADDED
 
 
 def test_the_check_takes_no_longer_for_a_longer_window():
     def seconds(window: int) -> float:
         model = random_model(config_of("mistral", window))
         start = time.thread_time()
-        verify_packing(model)
+        prove_mode(model)
         return time.thread_time() - start
 
     seconds(64)

@@ -20,7 +20,13 @@ from transformers.masking_utils import sdpa_mask
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.rows import RowCache, Rows
-from agentrl.engine.local.windows import LONG, NoSmallCopy, describe_windows, with_short_windows
+from agentrl.engine.local.windows import (
+    LONG,
+    NoSmallCopy,
+    describe_windows,
+    find_windows,
+    small_copy,
+)
 from agentrl.errors import EngineError, UserError
 
 PREFILL_TOKENS = 2048
@@ -226,12 +232,13 @@ class Decoder:
         Raises:
             UserError: such rows are not decoded correctly, or no small copy can be built.
         """
-        try:
-            short = with_short_windows(self.model)
-        except NoSmallCopy as e:
-            raise CannotDecode(self.model, str(e)) from e
-        if short is None:
+        if not find_windows(self.model.config):
             return
+        try:
+            short = small_copy(self.model)
+        except NoSmallCopy as e:
+            reason = f"{describe_windows(self.model.config)}, and {e}"
+            raise CannotDecode(self.model, reason) from e
         try:
             Decoder(short)  # The constructor compares the copy's cached logits with plain passes.
         except Exception as e:

@@ -1,0 +1,286 @@
+"""Find how rows become the input of a model, so that the numbers of a row depend on no other row.
+
+Packed rows that share their prompts cost the least (`packing.py`), but not every model computes
+them right: a layer may ignore the layout, and a recurrent layer carries its state from one row to
+the next. Nothing is derived from names or versions. `prove_mode` compares each mode with the
+model's own forward pass of one row after the other, logits and gradients, and takes the first that
+is equal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agentrl.engine.local.windows import (
+    VOCABULARY,
+    NoSmallCopy,
+    describe_windows,
+    find_windows,
+    small_copy,
+)
+from agentrl.errors import ConfigError
+from agentrl.trainer.attention import HALF, PACKED
+from agentrl.trainer.batch import TokenRows
+from agentrl.trainer.packing import Mode, PackedRows, pack
+
+SHORT_ROW, LONG_ROW = 4, 40
+"""The tokens of a prompt and of its longest response. Long rows exceed the windows of the small
+copy, the width of convolutions, and the 64 tokens that linear attention computes at a time."""
+TOLERANCE, GRADIENT_TOLERANCE = 1e-3, 1e-3
+"""The largest relative error of logits and of a weight's gradient in float32."""
+GRADIENT_ROUNDING = 1e-5
+"""The largest error of a weight's gradient, relative to the largest gradient."""
+HALF_TOLERANCE = 5e-2
+"""The same for logits in half precision. Rounding may send a few tokens to other experts, so there
+the median token counts."""
+SUPPORTED = (
+    "Choose a model with causal attention whose logits are the output of its output layer, such as"
+    " Qwen or Llama."
+)
+
+Errors = (TypeError, ValueError, AttributeError, RuntimeError, LookupError, NotImplementedError,
+          AssertionError)  # fmt: skip
+
+
+def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
+    """Return the states that predict the chosen tokens, (N, H)."""
+    output = model.get_decoder()(use_cache=False, **packed.arguments())
+    return output.last_hidden_state.flatten(0, 1).index_select(0, packed.states)
+
+
+def prove_mode(model: PreTrainedModel, compute: torch.dtype | None = None) -> tuple[Mode, str]:
+    """Find the first mode in which a model computes what its own forward pass does, and set it.
+
+    Each mode is tried with a few tokens in the model itself, and with longer rows in a small copy
+    with random weights (`small_copy`), in float32 and in the precision of the passes.
+
+    Args:
+        model: in evaluation mode; its attention implementation becomes that of the mode.
+        compute: the precision of the model's passes; None: that of its weights.
+
+    Returns:
+        The mode, and why the modes before it are wrong for this model ("" if it is the first).
+
+    Raises:
+        ConfigError: not even one row at a time is right, because the model is not causal, or its
+            logits are not the output of its output layer.
+    """
+    name = type(model).__name__
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise ConfigError(
+            f"{name} cannot be trained here: its output layer has a bias, which the loss head does"
+            " not support"
+        )
+    own = model.config._attn_implementation
+    copy = _Copy(model, own, compute or model.dtype)
+    first = problem = ""
+    for mode in Mode:
+        problem = _find_unsupported(model, mode) or _compare(model, mode, SHORT_ROW)
+        problem = problem or copy.compare(mode)
+        if not problem:
+            return mode, first
+        first = first or problem
+        model.set_attn_implementation(own)
+    raise ConfigError(f"{name} cannot be trained here: {problem}. {SUPPORTED}")
+
+
+class _Copy:
+    """A small copy of a model, which is compared on long rows."""
+
+    def __init__(self, model: PreTrainedModel, own: str | None, compute: torch.dtype):
+        """Build nothing yet.
+
+        Args:
+            model: any model.
+            own: its own attention implementation.
+            compute: the precision of its passes.
+        """
+        self._model, self._own, self._compute = model, own, compute
+        config = model.config.to_dict() | {"_name_or_path": "", "attention": own}
+        text = json.dumps(config, sort_keys=True, default=str)
+        self._key = type(model), text, model.device.type, compute
+
+    def compare(self, mode: Mode) -> str:
+        """Return how a mode changes the results of the copy, or ""; equal models are run once."""
+        key = *self._key, mode
+        if key not in _results:
+            _results[key] = self._compare(mode)
+        return _results[key]
+
+    def _compare(self, mode: Mode) -> str:
+        config = self._model.config
+        windows = f"{describe_windows(config)}, and " if find_windows(config) else ""
+        try:
+            copy = self._copy
+        except NoSmallCopy as e:
+            # Without windows, a few tokens in the model itself show the same.
+            return f"{windows}{e}" if windows and mode is not Mode.ALONE else ""
+        for dtype in dict.fromkeys((torch.float32, self._compute)):
+            copy.set_attn_implementation(self._own)  # type: ignore[arg-type]
+            copy.to(dtype)  # type: ignore[arg-type]
+            problem = _compare(copy, mode, LONG_ROW, gradients=True)
+            # Some kernels support half precision only.
+            if problem and (dtype == self._compute or not problem.startswith(_NO_OWN_PASS)):
+                return f"{windows}for longer rows {problem}"
+        return ""
+
+    @cached_property
+    def _copy(self) -> PreTrainedModel:
+        return small_copy(self._model)
+
+
+_results: dict[tuple[Any, ...], str] = {}
+"""The results of comparisons by class, config, device, precision and mode."""
+_NO_OWN_PASS = "the model's own forward pass fails"
+
+
+def _compare(model: PreTrainedModel, mode: Mode, length: int, *, gradients: bool = False) -> str:
+    """Return how a mode changes the results of a model, or ""; set its attention implementation."""
+    batch = _rows(length, min(VOCABULARY, model.config.get_text_config().vocab_size))
+    own = model.config._attn_implementation
+    try:
+        logits, own_gradients = _run(model, partial(_own_logits, model, batch), gradients)
+        if not _has_changing_positions(model) and not _is_causal(model, batch):
+            return "a token changes the logits of earlier tokens"
+    except Errors as e:
+        return f"{_NO_OWN_PASS} ({type(e).__name__}: {e})"
+    try:
+        model.set_attn_implementation(PACKED if mode.is_flat else own)
+        logits_of_mode = partial(_mode_logits, model, batch, mode)
+        mode_logits, mode_gradients = _run(model, logits_of_mode, gradients)
+    except Errors as e:
+        return str(e)
+    name = "packed logits" if mode.is_flat else "the logits of the output layer"
+    if not _are_close(mode_logits, logits):
+        return f"{name} differ from the model's own forward pass"
+    if not _are_gradients_close(mode_gradients, own_gradients):
+        return f"{name} have other gradients than the model's own forward pass"
+    return ""
+
+
+def _rows(length: int, vocabulary: int) -> TokenRows:
+    """Return three rows of different length; the first two have the same prompt."""
+    random = torch.Generator().manual_seed(0)
+
+    def draw(rows: int) -> Tensor:
+        return torch.randint(1, vocabulary, (rows, length), generator=random)
+
+    prompts, responses = draw(2)[[0, 0, 1]], draw(3)
+    lengths = torch.tensor([length, length - length // 4, length // 2])
+    is_there = torch.arange(length) < lengths[:, None]
+    prompt_lengths = torch.tensor([length, length, length - 1])
+    return TokenRows(prompts, prompt_lengths, responses * is_there, lengths, is_there)
+
+
+def _whole_rows(batch: TokenRows) -> Iterator[tuple[Tensor, int]]:
+    """Yield the tokens of each row, (T,), and the length of its prompt."""
+    for i, (prompt, response) in enumerate(
+        zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True)
+    ):
+        start = batch.prompt_ids.shape[1] - prompt
+        yield torch.cat([batch.prompt_ids[i, start:], batch.response_ids[i, :response]]), prompt
+
+
+def _own_logits(model: PreTrainedModel, batch: TokenRows) -> Tensor:
+    """Return the logits of all response tokens by the model's own forward pass, (N, V)."""
+    logits = []
+    for ids, prompt in _whole_rows(batch):
+        row = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0]
+        logits.append(row[prompt - 1 : -1])
+    return torch.cat(logits)
+
+
+def _mode_logits(model: PreTrainedModel, batch: TokenRows, mode: Mode) -> Tensor:
+    """Return the same logits by the input of a mode."""
+    numbers = torch.arange(len(batch.response_ids))
+    head: Any = model.get_output_embeddings()
+    logits = []
+    for rows in numbers.split(1) if mode is Mode.ALONE else [numbers]:
+        packed = pack(batch, rows, batch.response_mask[rows], mode).to(model.device)
+        logits.append(head(hidden_states(model, packed)))
+    return torch.cat(logits)
+
+
+def _is_causal(model: PreTrainedModel, batch: TokenRows) -> bool:
+    """Return whether logits stay the same without the tokens that follow."""
+    ids, prompt = next(_whole_rows(batch))
+    with torch.no_grad():
+        whole, part = (
+            model(input_ids=row[None].to(model.device), use_cache=False).logits[0, :prompt]
+            for row in (ids, ids[:prompt])
+        )
+    return _are_close(part, whole)
+
+
+def _run(
+    model: PreTrainedModel, compute: Callable[[], Tensor], gradients: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """Return (N, V) logits, and the gradients of a weighted sum of them if asked for."""
+    if not gradients:
+        with torch.no_grad():
+            return compute(), []
+    weights = [p for p in model.parameters() if p.requires_grad]
+    with torch.enable_grad():
+        logits = compute()
+        noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+        total = (logits.float() * noise.to(logits.device)).sum()
+        found = torch.autograd.grad(total, weights, allow_unused=True)
+    return logits.detach(), [
+        torch.zeros_like(w) if g is None else g for g, w in zip(found, weights, strict=True)
+    ]
+
+
+def _are_close(a: Tensor, b: Tensor) -> bool:
+    """Return whether (N, V) logits are equal up to rounding."""
+    errors, largest = (a.float() - b.float()).abs().amax(-1), b.float().abs().max()
+    if a.dtype in HALF:
+        return bool(errors.median() <= HALF_TOLERANCE * largest)
+    return bool(errors.max() <= TOLERANCE * largest)
+
+
+def _are_gradients_close(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    """Return whether the gradients of all weights are equal up to rounding; True in half precision.
+
+    Some gradients are 0 but for rounding: that of a bias of keys, for example.
+    """
+    if not b or b[0].dtype in HALF:
+        return True
+    errors = torch.stack([(x - y).norm() for x, y in zip(a, b, strict=True)])
+    norms = torch.stack([y.norm() for y in b])
+    return bool((errors <= GRADIENT_TOLERANCE * norms + GRADIENT_ROUNDING * norms.max()).all())
+
+
+# --- settings that a few tokens do not show -------------------------------------------------------
+
+
+def _find_unsupported(model: PreTrainedModel, mode: Mode) -> str:
+    """Return why a mode would change the model in a way that the rows do not show, or ""."""
+    if mode is not Mode.ALONE and (types := _has_changing_positions(model)):
+        return (
+            f"its rotary positions ({', '.join(sorted(types))}) depend on the longest row of a"
+            " pass, so a row's logprobs would depend on the other rows"
+        )
+    return ""
+
+
+def _has_changing_positions(model: PreTrainedModel) -> set[str]:
+    """Return the types of rotary positions that depend on the length of a row."""
+    config = model.config.get_text_config().to_dict()
+    return {"dynamic", "longrope"} & set(_rope_types(config))
+
+
+def _rope_types(config: object) -> Iterator[str]:
+    """Yield all types of rotary positions in a config, at any depth."""
+    if isinstance(config, dict):
+        for key, value in config.items():
+            if key in ("rope_type", "type") and isinstance(value, str):
+                yield value
+            else:
+                yield from _rope_types(value)

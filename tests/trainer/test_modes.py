@@ -1,0 +1,190 @@
+"""Rows become the input of a model in the first mode that computes what the model itself does."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+import torch
+from support.architectures import architecture, make_model
+from support.exact_rank import EXACT, ExactRank
+from support.processes import Processes
+from support.trainer_fixtures import as_sampled_by, config, random_groups, tiny_model
+from transformers import PreTrainedModel
+
+from agentrl.errors import ConfigError
+from agentrl.trainer.algorithms import make_targets
+from agentrl.trainer.batch import Batch, collate
+from agentrl.trainer.learner import Learner
+from agentrl.trainer.modes import prove_mode
+from agentrl.trainer.packing import Mode, assign_rows, make_micro_batch
+from agentrl.trainer.policy import Policy
+from agentrl.trainer.rank import LocalRankGroup
+
+LONGROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+    },
+    "original_max_position_embeddings": 24,
+}
+MODES = {
+    "Qwen3": Mode.PACKED,
+    "Qwen3.5": Mode.PADDED,
+    "Nemotron-H": Mode.PADDED,
+    "LFM2": Mode.PADDED,
+    "mamba2": Mode.PADDED,
+    "opt": Mode.PACKED,
+    "longrope": Mode.ALONE,
+}
+"""The mode on a CPU."""
+OTHERS = {
+    "mamba2": (
+        "mamba2",
+        {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16},
+    ),
+    "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "longrope": ("phi3", LONGROPE),
+}
+
+
+def model_of(name: str) -> PreTrainedModel:
+    return make_model(*OTHERS[name]) if name in OTHERS else architecture(name)
+
+
+def random_batch() -> Batch:
+    """12 rollouts of 3 prompts."""
+    return collate(random_groups(3, groups=3, n=4), 31)
+
+
+def own_logprobs(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    """Return (N,) logprobs of the sampled tokens: one plain forward pass for each row."""
+    found = []
+    for i in range(len(batch.response_ids)):
+        prompt, response = int(batch.prompt_lengths[i]), int(batch.response_lengths[i])
+        ids = torch.cat([batch.prompt_ids[i, -prompt:], batch.response_ids[i, :response]])
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, prompt - 1 : -1]
+        row = logits.log_softmax(-1).gather(1, ids[prompt:, None])[:, 0]
+        found.append(row[batch.response_mask[i, :response]])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_logprobs_and_gradients_are_those_of_one_row_after_the_other(name):
+    model, batch = model_of(name), random_batch()
+    weights = list(model.parameters())
+    expected = own_logprobs(model, batch)
+    noise = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    own = torch.autograd.grad((expected * noise).sum(), weights, allow_unused=True)
+
+    policy = Policy(model, 1.0)
+    mode = policy.packed_model.mode
+    assert mode is MODES[name]
+    rows = torch.arange(len(batch.response_ids))
+    for budget in (1, 100, 10_000):
+        total = [torch.zeros_like(w) for w in weights]
+        [share] = assign_rows(batch, rows, 1, budget, mode)
+        assert torch.equal(torch.cat(share).sort().values, rows)
+        assert mode is not Mode.ALONE or all(len(piece) == 1 for piece in share)
+        for piece in share:
+            columns = {"noise": torch.zeros(batch.response_mask.shape)}
+            columns["noise"][batch.response_mask] = noise
+            columns["expected"] = torch.zeros(batch.response_mask.shape)
+            columns["expected"][batch.response_mask] = expected.detach()
+            made = make_micro_batch(batch, piece, batch.response_mask, columns, mode)
+            if not mode.is_flat and len(piece) > 1:
+                assert made.packed.input_ids.numel() <= budget
+            logprobs, _ = policy.logprobs(made.packed)
+            torch.testing.assert_close(logprobs, made.columns["expected"], atol=1e-4, rtol=1e-4)
+            found = torch.autograd.grad(
+                (logprobs * made.columns["noise"]).sum(), weights, allow_unused=True
+            )
+            total = [t if g is None else t + g for t, g in zip(total, found, strict=True)]
+        largest = max(g.norm() for g in own if g is not None)
+        for a, b in zip(total, own, strict=True):
+            b = torch.zeros_like(a) if b is None else b
+            assert (a - b).norm() <= 1e-3 * b.norm() + 1e-5 * largest
+
+
+def test_a_scored_row_is_that_of_the_plain_model():
+    """The canary scores a row in the mode of the policy."""
+    for name in ("Qwen3", "Qwen3.5", "longrope"):
+        model = model_of(name)
+        row = torch.arange(1, 40)
+        logits = model(input_ids=row[None], use_cache=False).logits[0, :-1]
+        expected = logits.log_softmax(-1).gather(1, row[1:, None])[:, 0]
+        rank = object.__new__(ExactRank)
+        rank.policy, rank.device = Policy(model, 0.5), torch.device("cpu")
+        torch.testing.assert_close(rank.score(row.tolist()), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("mode", Mode)
+def test_every_row_is_run_once_and_ranks_run_equally_many_micro_batches(mode, ranks):
+    batch = random_batch()
+    rows = torch.arange(1, 12)
+    for budget in (1, 60, 150, 10_000):
+        shares = assign_rows(batch, rows, ranks, budget, mode)
+        assert len({len(share) for share in shares}) == 1
+        assert torch.cat([piece for share in shares for piece in share]).sort()[0].equal(rows)
+        for piece in (piece for share in shares for piece in share if len(piece) > 1):
+            made = make_micro_batch(batch, piece, batch.response_mask, {}, mode)
+            assert made.packed.input_ids.numel() <= budget
+            assert mode is not Mode.ALONE
+
+
+def test_rows_of_like_length_are_padded_together():
+    batch = random_batch()
+    batch = replace(batch, response_lengths=torch.tensor([31, 1] * 6))
+    [share] = assign_rows(batch, torch.arange(12), 1, 250, Mode.PADDED)
+    for piece in share:
+        lengths = (batch.prompt_lengths + batch.response_lengths)[piece]
+        assert lengths.max() <= 2 * lengths.min()
+
+
+def test_a_model_in_which_tokens_see_later_ones_is_refused():
+    model = make_model("qwen2", {})
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(ConfigError, match="a token changes the logits of earlier tokens"):
+        prove_mode(model)
+
+
+def test_the_reason_of_a_slower_mode_is_kept_and_the_model_keeps_its_own_attention():
+    model = model_of("Qwen3.5")
+    own = model.config._attn_implementation
+    mode, reason = prove_mode(model)
+    assert mode is Mode.PADDED and reason.startswith("packed logits differ")
+    assert model.config._attn_implementation == own
+    assert prove_mode(tiny_model()) == (Mode.PACKED, "")
+
+
+def test_a_run_of_a_hybrid_learns_the_same_on_two_ranks(tmp_path):
+    """In float64, with fewer rows than ranks in some passes."""
+    model = architecture("LFM2")
+    model.save_pretrained(tmp_path)
+    batch = as_sampled_by(model, collate(random_groups(3, groups=2, n=2, dead=[1]), 31))
+    results = []
+    for open_group in (lambda: LocalRankGroup(ExactRank(tmp_path)), two_ranks(tmp_path)):
+        with closing(open_group()) as group:
+            cfg = config(optim__lr=1e-3, optim__micro_batch_tokens=60)
+            group.begin(cfg)
+            learner = Learner("", cfg, total_steps=4, group=group)
+            assert learner.mode is Mode.PADDED
+            old = learner.old_logprobs(batch)
+            targets = make_targets(batch, cfg, old, None, None)
+            metrics = learner.update(batch, targets, 1)
+            results.append((metrics, learner.logprobs(batch), group.weights()))
+    (metrics, logprobs, weights), (metrics_2, logprobs_2, weights_2) = results
+    assert metrics["actor/grad_norm"] > 1e-3
+    torch.testing.assert_close(logprobs_2, logprobs, atol=EXACT, rtol=0)
+    for name, value in weights.items():
+        torch.testing.assert_close(weights_2[name], value, atol=EXACT, rtol=EXACT, msg=name)
+    assert metrics_2["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=1e-9)
+
+
+def two_ranks(folder):
+    return lambda: Processes(2, ExactRank, folder)
