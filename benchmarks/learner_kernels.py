@@ -31,7 +31,7 @@ from workload.updates import GPU, finish
 
 from agentrl.trainer import attention
 from agentrl.trainer.attention import PACKED, Layout, kernel_for, packed_attention, varlen
-from agentrl.trainer.head import chosen_logprobs
+from agentrl.trainer.head import Head, chosen_logprobs
 
 DEVICE = torch.device(updates.DEVICE)
 DTYPE = torch.bfloat16 if GPU else torch.float32
@@ -76,7 +76,9 @@ def head_step(
     frozen: bool,
 ) -> None:
     weight, learns = (weight.detach(), (hidden,)) if frozen else (weight, (hidden, weight))
-    outputs = chosen_logprobs(hidden, weight, tokens, 0.9, entropy, block_bytes=block, fused=fused)
+    outputs = chosen_logprobs(
+        hidden, Head(weight), tokens, 0.9, entropy, block_bytes=block, fused=fused
+    )
     total = sum((upstream * x).sum() for x in outputs if x.requires_grad)
     assert isinstance(total, Tensor)
     torch.autograd.grad(total, learns)
@@ -114,7 +116,7 @@ def heads(tiny: bool, repetitions: int) -> None:
         few = slice(0, min(n, 1024))
         exact = (hidden[few].float() @ weight.float().t() / 0.9).log_softmax(-1)
         expected = exact.gather(1, tokens[few, None])[:, 0]
-        logprobs = chosen_logprobs(hidden[few], weight, tokens[few], 0.9)[0]
+        logprobs = chosen_logprobs(hidden[few], Head(weight), tokens[few], 0.9)[0]
         print_figure(
             "head_logprob_error", (logprobs - expected).abs().max().item(), "nat", **context
         )

@@ -17,6 +17,7 @@ gradients of all tokens by that of the first one (its pull request 1298).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -35,9 +36,28 @@ MAX_PROGRAMS = 32
 than torch's limit of 8."""
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The output layer of a model: its logits are `logits_of(hidden @ weight.T + bias)`."""
+
+    weight: Tensor
+    """(V, H)."""
+    bias: Tensor | None = None
+    """(V,)."""
+    scale: float = 1.0
+    """Multiplies the logits (Granite, Cohere)."""
+    softcap: float | None = None
+    """Limits the logits to +- `softcap` (Gemma 2), after the scale."""
+
+    def logits_of(self, products: Tensor) -> Tensor:
+        """Return softcap * tanh(scale * products / softcap), or scale * products without a cap."""
+        scaled = products * self.scale
+        return scaled if self.softcap is None else self.softcap * (scaled / self.softcap).tanh()
+
+
 def chosen_logprobs(
     hidden: Tensor,
-    weight: Tensor,
+    head: Head,
     tokens: Tensor,
     temperature: float,
     entropy_gradient: bool = False,
@@ -45,14 +65,13 @@ def chosen_logprobs(
     block_bytes: int | None = None,
     fused: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log_softmax(hidden @ weight.T / temperature) at the chosen tokens, and the entropy.
+    """Return log_softmax(logits / temperature) at the chosen tokens, and the entropy.
 
-    The products are computed in the precision of `hidden`, the rest in float32 or wider. Output
-    layers with a bias are not supported.
+    The products are computed in the precision of `hidden`, the rest in float32 or wider.
 
     Args:
         hidden: (N, H), the states that predict the tokens.
-        weight: (V, H) of the output layer; it gets a gradient if it requires one.
+        head: the output layer; its weight and bias get a gradient if they require one.
         tokens: (N,) the chosen tokens.
         temperature: divides the logits, as in the engine. Dividing logprobs would be something
             else.
@@ -66,18 +85,26 @@ def chosen_logprobs(
     on_gpu = hidden.is_cuda
     if block_bytes is None:
         block_bytes = BLOCK_BYTES if on_gpu else CPU_BLOCK_BYTES
-    keep = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    parameters = [head.weight] if head.bias is None else [head.weight, head.bias]
+    needs_grad = any(x.requires_grad for x in (hidden, *parameters))
     with torch.autocast(hidden.device.type, enabled=False):
         logprobs, entropy = _Head.apply(
             hidden,
-            weight.to(hidden.dtype),
+            head.weight.to(hidden.dtype),
+            None if head.bias is None else head.bias.to(hidden.dtype),
             tokens,
-            temperature,
+            # One division: without a soft cap, logits are scaled and divided at once.
+            (temperature / head.scale, head.softcap and head.softcap / head.scale),
             block_bytes // hidden.element_size(),
             on_gpu if fused is None else fused,
-            keep,
+            torch.is_grad_enabled() and needs_grad,
         )
     return logprobs, entropy if entropy_gradient else entropy.detach()
+
+
+Shape = tuple[float, float | None]
+"""The shape of the function from products to logits / temperature: a divisor, temperature / scale,
+and a soft cap of the products, softcap / scale, or None."""
 
 
 class _Head(torch.autograd.Function):
@@ -86,8 +113,9 @@ class _Head(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         tokens: Tensor,
-        temperature: float,
+        shape: Shape,
         block_size: int,
         fused: bool,
         keep: bool,
@@ -97,13 +125,13 @@ class _Head(torch.autograd.Function):
         logprobs, entropy, lse = (hidden.new_empty(n, dtype=wide) for _ in range(3))
         ctx.logits = None
         for rows in _blocks(n, block_size // vocabulary):
-            logits = hidden[rows] @ weight.t()
-            results = _apply(_score_logits, fused, logits, (tokens[rows],), temperature)
+            logits = _multiply(hidden[rows], weight, bias)
+            results = _apply(_score_logits, fused, logits, (tokens[rows],), shape)
             logprobs[rows], entropy[rows], lse[rows] = results
             if keep and rows == slice(0, n):
                 ctx.logits = logits
-        ctx.save_for_backward(hidden, weight, tokens, entropy, lse)
-        ctx.temperature, ctx.block_size, ctx.fused = temperature, block_size, fused
+        ctx.save_for_backward(hidden, weight, bias, tokens, entropy, lse)
+        ctx.shape, ctx.block_size, ctx.fused = shape, block_size, fused
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -112,11 +140,11 @@ class _Head(torch.autograd.Function):
     def backward(  # type: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, tokens, entropy, lse = ctx.saved_tensors
+        hidden, weight, bias, tokens, entropy, lse = ctx.saved_tensors
         of_logprobs, of_entropy = grads
         if of_logprobs is None:
             of_logprobs = torch.zeros_like(lse)
-        to_hidden, to_weight = ctx.needs_input_grad[:2]
+        to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         n, vocabulary = len(hidden), len(weight)
         width = ctx.block_size // max(1, n) if ctx.logits is None else vocabulary
         columns = _blocks(vocabulary, width)
@@ -124,23 +152,31 @@ class _Head(torch.autograd.Function):
         wide = hidden.dtype if len(columns) == 1 else lse.dtype
         d_hidden = hidden.new_zeros(hidden.shape, dtype=wide) if to_hidden else None
         d_weight = torch.empty_like(weight) if to_weight else None
+        d_bias = torch.empty_like(bias) if to_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             for block in columns:
                 # The logits are overwritten, so a second backward pass computes them again.
                 logits, ctx.logits = ctx.logits, None
                 if logits is None:
-                    logits = hidden @ weight[block].t()
+                    logits = _multiply(hidden, weight[block], None if bias is None else bias[block])
                 places = tokens - block.start
                 rows = places, lse, entropy, of_logprobs, of_entropy
-                _apply(_write_gradient, ctx.fused, logits, rows, ctx.temperature)
+                _apply(_write_gradient, ctx.fused, logits, rows, ctx.shape)
                 if d_hidden is not None:
                     d_hidden += logits @ weight[block]
                 if d_weight is not None:
                     torch.mm(logits.t(), hidden, out=d_weight[block])
+                if d_bias is not None:
+                    d_bias[block] = logits.sum(0, dtype=lse.dtype)
                 del logits
         if d_hidden is not None:
             d_hidden = d_hidden.to(hidden.dtype)
-        return d_hidden, d_weight, None, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None, None
+
+
+def _multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return hidden @ weight.T + bias, (N, v)."""
+    return hidden @ weight.t() if bias is None else torch.addmm(bias, hidden, weight.t())
 
 
 def _blocks(n: int, max_size: int) -> list[slice]:
@@ -157,11 +193,9 @@ def _blocks(n: int, max_size: int) -> list[slice]:
     return [slice(i, min(n, i + size)) for i in range(0, n, size)] if n else []
 
 
-def _score_logits(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    """Return the logprobs of tokens, entropies and log-sum-exps of (N, V) logits, (N,) each."""
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature != 1.0:
-        z = z / temperature
+def _score_logits(logits: Tensor, tokens: Tensor, shape: Shape) -> tuple[Tensor, ...]:
+    """Return the logprobs of tokens, entropies and log-sum-exps of (N, V) products, (N,) each."""
+    z, _ = _to_logits(logits.to(torch.promote_types(logits.dtype, torch.float32)), shape)
     top = z.amax(-1, keepdim=True)
     z = z - top
     e = z.exp()
@@ -178,25 +212,23 @@ def _write_gradient(
     entropy: Tensor,
     of_logprobs: Tensor,
     of_entropy: Tensor | None,
-    temperature: float,
+    shape: Shape,
 ) -> tuple[Tensor, ...]:
-    """Overwrite a block of logits by their gradient.
+    """Overwrite a block of products by their gradient.
 
     With z = logits / temperature, p = exp(z - lse) and H = -sum p log p:
     d logp(a) / dz = [a] - p and dH / dz = -p (log p + H).
 
     Args:
-        logits: (N, v).
+        logits: (N, v), the products of states and weights.
         places: (N,) the chosen tokens as columns of the block; most are outside of it.
         lse: (N,).
         entropy: (N,).
         of_logprobs: (N,) the incoming gradient of the logprobs.
         of_entropy: (N,) the incoming gradient of the entropies, or None.
-        temperature: divides the logits.
+        shape: how products become logits.
     """
-    z = logits.to(lse.dtype)
-    if temperature != 1.0:
-        z = z / temperature
+    z, tanh = _to_logits(logits.to(lse.dtype), shape)
     log_p = z - lse[:, None]
     p = log_p.exp()
     is_chosen = torch.arange(logits.shape[1], device=logits.device) == places[:, None]
@@ -204,8 +236,20 @@ def _write_gradient(
     slope = (is_chosen.to(p.dtype) - p) * of_logprobs[:, None]
     if of_entropy is not None:
         slope = slope - of_entropy[:, None] * p * (log_p + entropy[:, None])
-    logits.copy_(slope / temperature if temperature != 1.0 else slope)
+    if tanh is not None:
+        slope = slope * (1 - tanh * tanh)
+    logits.copy_(slope / shape[0] if shape[0] != 1.0 else slope)
     return ()
+
+
+def _to_logits(products: Tensor, shape: Shape) -> tuple[Tensor, Tensor | None]:
+    """Return logits / temperature of products, and their tanh if there is a soft cap."""
+    divisor, softcap = shape
+    tanh = None
+    if softcap is not None:
+        tanh = (products / softcap).tanh()
+        products = softcap * tanh
+    return (products / divisor if divisor != 1.0 else products), tanh
 
 
 @cache
@@ -218,7 +262,7 @@ def _apply(
     fused: bool,
     logits: Tensor,
     rows: tuple[Tensor | None, ...],
-    temperature: float,
+    shape: Shape,
 ) -> tuple[Tensor, ...]:
     """Call a function of (N, v) logits and (N,) numbers of their rows, and return its (N,) results.
 
@@ -229,13 +273,11 @@ def _apply(
     if fused:
         torch._dynamo.mark_static(logits, 1)
         with torch._dynamo.config.patch(recompile_limit=MAX_PROGRAMS):
-            return _compiled(function)(logits, *rows, temperature)
+            return _compiled(function)(logits, *rows, shape)
     n, width = logits.shape
     step = max(1, CPU_TILE // width) if logits.device.type == "cpu" else max(1, n)
     results = []
     for i in range(0, n, step):
         part = slice(i, i + step)
-        results.append(
-            function(logits[part], *(x if x is None else x[part] for x in rows), temperature)
-        )
+        results.append(function(logits[part], *(x if x is None else x[part] for x in rows), shape))
     return tuple(torch.cat(parts) for parts in zip(*results, strict=True))

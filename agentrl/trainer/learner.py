@@ -264,7 +264,7 @@ class Learner:
     @cached_property
     def mode(self) -> Mode:
         """How rows become the input of the model; the same on all ranks."""
-        return self.ranks.mode()
+        return self.ranks.mode()[0]
 
     @cached_property
     def _vocabulary(self) -> int:

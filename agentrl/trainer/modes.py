@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from agentrl.engine.local.windows import (
     VOCABULARY,
@@ -26,8 +27,10 @@ from agentrl.engine.local.windows import (
     small_copy,
 )
 from agentrl.errors import ConfigError
+from agentrl.plural import plural
 from agentrl.trainer.attention import HALF, PACKED
 from agentrl.trainer.batch import TokenRows
+from agentrl.trainer.head import Head
 from agentrl.trainer.packing import Mode, PackedRows, pack
 
 SHORT_ROW, LONG_ROW = 4, 40
@@ -40,6 +43,9 @@ GRADIENT_ROUNDING = 1e-5
 HALF_TOLERANCE = 5e-2
 """The same for logits in half precision. Rounding may send a few tokens to other experts, so there
 the median token counts."""
+SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")
+"""Keys of configs with a factor of the logits. Granite divides by it, others multiply."""
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "softcap")
 SUPPORTED = (
     "Choose a model with causal attention whose logits are the output of its output layer, such as"
     " Qwen or Llama."
@@ -53,6 +59,36 @@ def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     """Return the states that predict the chosen tokens, (N, H)."""
     output = model.get_decoder()(use_cache=False, **packed.arguments())
     return output.last_hidden_state.flatten(0, 1).index_select(0, packed.states)
+
+
+@torch.no_grad()
+def find_scale_and_softcap(model: PreTrainedModel) -> tuple[float, float | None]:
+    """Return `scale` and `softcap` of a model's `Head`.
+
+    The keys of configs mean different things in different models. So each candidate is compared
+    with the model's own logits, and the closest one is returned; `prove_mode` checks that it is
+    close enough.
+    """
+    config = model.config.get_text_config()
+
+    def values_of(keys: Sequence[str]) -> list[float]:
+        values = [getattr(config, key, None) for key in keys]
+        return [float(v) for v in values if isinstance(v, float | int) and v]
+
+    factors, caps = values_of(SCALES), values_of(SOFTCAPS)
+    candidates = list(product([1.0, *factors, *(1 / f for f in factors)], [None, *caps]))
+    if len(candidates) == 1:
+        return candidates[0]
+    ids = torch.arange(1, 1 + SHORT_ROW, device=model.device)[None]
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    layer: Any = model.get_output_embeddings()
+    products = layer(model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state).float()
+
+    def error(candidate: tuple[float, float | None]) -> float:
+        own = Head(layer.weight, None, *candidate).logits_of(products)
+        return (own - logits).abs().max().item()
+
+    return min(candidates, key=error)
 
 
 def prove_mode(model: PreTrainedModel, compute: torch.dtype | None = None) -> tuple[Mode, str]:
@@ -73,11 +109,6 @@ def prove_mode(model: PreTrainedModel, compute: torch.dtype | None = None) -> tu
             logits are not the output of its output layer.
     """
     name = type(model).__name__
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise ConfigError(
-            f"{name} cannot be trained here: its output layer has a bias, which the loss head does"
-            " not support"
-        )
     own = model.config._attn_implementation
     copy = _Copy(model, own, compute or model.dtype)
     first = problem = ""
@@ -89,6 +120,43 @@ def prove_mode(model: PreTrainedModel, compute: torch.dtype | None = None) -> tu
         first = first or problem
         model.set_attn_implementation(own)
     raise ConfigError(f"{name} cannot be trained here: {problem}. {SUPPORTED}")
+
+
+def find_mode(config: PretrainedConfig) -> tuple[Mode, str]:
+    """Return what `prove_mode` finds on this machine's CPU for models with a config.
+
+    No weights are loaded.
+
+    Raises:
+        ConfigError: see `prove_mode`; or the small copy cannot be built.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    try:
+        return prove_mode(small_copy(model, "cpu"))
+    except NoSmallCopy as e:
+        raise ConfigError(f"{type(model).__name__}: {e}") from e
+
+
+def describe_mode(mode: Mode, reason: str, n: int) -> str:
+    """Return a line about how rows are run, and what it costs.
+
+    Args:
+        mode: the mode of a model.
+        reason: why the modes before it are wrong; see `prove_mode`.
+        n: the number of responses to a prompt.
+    """
+    if mode is Mode.PACKED:
+        return "rows: packed; a prompt is run once for all its responses"
+    how = {
+        Mode.WHOLE: "packed, each with its own prompt",
+        Mode.PADDED: "padded to the longest of a micro-batch, each with its own prompt",
+        Mode.ALONE: "one at a time, each with its own prompt",
+    }[mode]
+    return (
+        f"rows: {how}, because {reason}. With {plural(n, 'response')} to a prompt, each as long as"
+        f" the prompt, the learner runs {2 * n / (n + 1):.1f} times the tokens of packed rows"
+    )
 
 
 class _Copy:
@@ -147,13 +215,14 @@ def _compare(model: PreTrainedModel, mode: Mode, length: int, *, gradients: bool
     own = model.config._attn_implementation
     try:
         logits, own_gradients = _run(model, partial(_own_logits, model, batch), gradients)
+        shape = find_scale_and_softcap(model)
         if not _has_changing_positions(model) and not _is_causal(model, batch):
             return "a token changes the logits of earlier tokens"
     except Errors as e:
         return f"{_NO_OWN_PASS} ({type(e).__name__}: {e})"
     try:
         model.set_attn_implementation(PACKED if mode.is_flat else own)
-        logits_of_mode = partial(_mode_logits, model, batch, mode)
+        logits_of_mode = partial(_mode_logits, model, batch, mode, shape)
         mode_logits, mode_gradients = _run(model, logits_of_mode, gradients)
     except Errors as e:
         return str(e)
@@ -197,14 +266,17 @@ def _own_logits(model: PreTrainedModel, batch: TokenRows) -> Tensor:
     return torch.cat(logits)
 
 
-def _mode_logits(model: PreTrainedModel, batch: TokenRows, mode: Mode) -> Tensor:
-    """Return the same logits by the input of a mode."""
+def _mode_logits(
+    model: PreTrainedModel, batch: TokenRows, mode: Mode, shape: tuple[float, float | None]
+) -> Tensor:
+    """Return the same logits by the input of a mode, and a head with this scale and soft cap."""
     numbers = torch.arange(len(batch.response_ids))
-    head: Any = model.get_output_embeddings()
+    layer: Any = model.get_output_embeddings()
+    head = Head(layer.weight, layer.bias, *shape)
     logits = []
     for rows in numbers.split(1) if mode is Mode.ALONE else [numbers]:
         packed = pack(batch, rows, batch.response_mask[rows], mode).to(model.device)
-        logits.append(head(hidden_states(model, packed)))
+        logits.append(head.logits_of(layer(hidden_states(model, packed))))
     return torch.cat(logits)
 
 

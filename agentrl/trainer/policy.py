@@ -27,8 +27,8 @@ from transformers.pytorch_utils import Conv1D
 
 from agentrl.engine.local.load import quiet_peft
 from agentrl.errors import ConfigError
-from agentrl.trainer.head import chosen_logprobs
-from agentrl.trainer.modes import hidden_states, prove_mode
+from agentrl.trainer.head import Head, chosen_logprobs
+from agentrl.trainer.modes import find_scale_and_softcap, hidden_states, prove_mode
 from agentrl.trainer.packing import PackedRows
 from agentrl.trainer.sharding import copy_full, full_tensor, is_rank_zero, reshard
 
@@ -87,8 +87,8 @@ class Policy:
         temperature = self.temperature if temperature is None else temperature
 
         def read(hidden: Tensor) -> tuple[Tensor, Tensor]:
-            weight = self.packed_model.head.weight
-            return chosen_logprobs(hidden, weight, packed.tokens, temperature, entropy_gradient)
+            head = self.packed_model.head
+            return chosen_logprobs(hidden, head, packed.tokens, temperature, entropy_gradient)
 
         return self.packed_model(packed, read)
 
@@ -285,7 +285,7 @@ class Critic:
         self.packed_model = packed_model
         model = packed_model.model
         wide = torch.promote_types(model.dtype, torch.float32)
-        width = packed_model.head.in_features
+        width = packed_model.head.weight.shape[1]
         self.head = nn.Linear(width, 1, device=model.device, dtype=wide)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -329,16 +329,17 @@ class PackedModel(nn.Module):
             ConfigError: see `prove_mode`.
         """
         super().__init__()
+        self._scale_and_softcap = find_scale_and_softcap(model)
         self.mode, self.mode_reason = prove_mode(model, compute)
         self.model = model
         self.value_head: nn.Linear | None = None
 
     @property
-    def head(self) -> nn.Linear:
-        """The output layer."""
-        head = self.model.get_output_embeddings()
-        assert isinstance(head, nn.Linear)
-        return head
+    def head(self) -> Head:
+        """The output layer. Its weights are whole within `forward` only."""
+        layer = self.model.get_output_embeddings()
+        assert isinstance(layer, nn.Linear)
+        return Head(layer.weight, layer.bias, *self._scale_and_softcap)
 
     def layers(self) -> list[nn.Module]:
         """Return the blocks of the transformer, in order.

@@ -160,9 +160,9 @@ class Rank:
         return self.policy.model.get_input_embeddings().num_embeddings  # type: ignore[return-value]
 
     @dispatch(BROADCAST)
-    def mode(self) -> Mode:
-        """Return how rows become the input of the model."""
-        return self.policy.packed_model.mode
+    def mode(self) -> tuple[Mode, str]:
+        """Return how rows become the input of the model, and why; see `prove_mode`."""
+        return self.policy.packed_model.mode, self.policy.packed_model.mode_reason
 
     @dispatch(SPLIT)
     @torch.no_grad()
@@ -193,7 +193,7 @@ class Rank:
     @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> Tensor:
         """Return the logprob of each token but the first at temperature 1, (T - 1,) float32."""
-        row = pack_row(token_ids, self.mode()).to(self.device)
+        row = pack_row(token_ids, self.policy.packed_model.mode).to(self.device)
         logprobs, _ = self.policy.logprobs(row, temperature=1.0)
         reshard(self.policy.packed_model)
         return logprobs.float().cpu()

@@ -65,6 +65,8 @@ from agentrl.trainer.curve import write_curve
 from agentrl.trainer.dispatch import Placement, check_single_controller
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.mismatch import MismatchGuard
+from agentrl.trainer.modes import describe_mode
+from agentrl.trainer.packing import Mode
 from agentrl.trainer.publisher import Publisher
 from agentrl.trainer.rank import start_ranks
 from agentrl.trainer.resume import Start, find_start, write_config, write_fork
@@ -422,6 +424,9 @@ class Trainer:
         # A rank in this process belongs to this thread, as all its later work does.
         group = start() if starting is None else opening.wait_for(starting)
         self.learner = Learner(config.model.path, config, total_steps=self.total_steps, group=group)
+        mode, reason = self.learner.ranks.mode()
+        if mode is not Mode.PACKED:
+            self.console.note(describe_mode(mode, reason, config.rollout.n))
         canary = self._load(self.start)
         self.engine = opening.finish()
         self.console.note(f"threads: {self._describe_threads()}")

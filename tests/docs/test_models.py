@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from agentrl.errors import ConfigError
+from agentrl.trainer.packing import Mode
 from agentrl.trainer.policy import Policy
 
 TINY = {
@@ -61,40 +62,45 @@ def model(name: str, **keys: object) -> transformers.PreTrainedModel:
     return getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
 
 
+PADDED, ALONE = Mode.PADDED, Mode.ALONE
+
+
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
         *((name, {}) for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3Text", "Glm4")),
-        *((name, {}) for name in ("Phi3", "Olmo3", "Exaone4")),
+        *(
+            (name, {})
+            for name in ("Phi3", "Olmo3", "Exaone4", "SmolLM3", "Gemma2", "Phi", "Cohere")
+        ),
         *((name, EXPERTS) for name in ("Qwen3Moe", "GptOss")),
-        ("Gemma2", {"final_logit_softcapping": None}),
+        ("Cohere2", {}),
+        ("Granite", {"logits_scaling": 8.0}),
         ("DeepseekV3", DEEPSEEK),
-        ("SmolLM3", {}),
     ],
 )
-def test_these_are_trained(name, keys):
-    Policy(model(name, **keys), temperature=1.0)
+def test_rows_of_these_are_packed(name, keys):
+    assert Policy(model(name, **keys), temperature=1.0).packed_model.mode is Mode.PACKED
 
 
 @pytest.mark.parametrize(
-    ("name", "keys"),
+    ("name", "keys", "mode"),
     [
-        ("Gemma2", {}),
-        ("Doge", {}),
-        ("NemotronH", {}),
-        ("Jamba", EXPERTS),
-        ("GraniteMoeHybrid", {}),
-        ("Qwen3_5Text", {}),
-        ("Qwen3Next", EXPERTS),
-        ("MiniMax", EXPERTS),
-        ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
-        ("Cohere", {}),
-        ("Cohere2", {}),
-        ("Granite", {"logits_scaling": 8.0}),
-        ("Phi", {}),
-        ("Phi3", LONGROPE),
+        ("NemotronH", {}, PADDED),
+        ("Jamba", EXPERTS, PADDED),
+        ("GraniteMoeHybrid", {}, PADDED),
+        ("Qwen3_5Text", {}, PADDED),
+        ("Qwen3Next", EXPERTS, PADDED),
+        ("MiniMax", EXPERTS, PADDED),
+        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, PADDED),
+        ("Phimoe", EXPERTS | {"sliding_window": 16}, PADDED),
+        ("Phi3", LONGROPE, ALONE),
     ],
 )
-def test_these_are_refused(name, keys):
+def test_rows_of_these_are_not_packed_on_a_cpu(name, keys, mode):
+    assert Policy(model(name, **keys), temperature=1.0).packed_model.mode is mode
+
+
+def test_these_are_refused():
     with pytest.raises(ConfigError, match="cannot be trained here"):
-        Policy(model(name, **keys), temperature=1.0)
+        Policy(model("Doge"), temperature=1.0)

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from agentrl.engine.local.decoder import Decoder
 from agentrl.engine.local.windows import SHORT, find_windows, small_copy
-from agentrl.errors import UserError
+from agentrl.errors import ConfigError, UserError
 from agentrl.trainer.attention import PACKED, Layout
 from agentrl.trainer.modes import hidden_states, prove_mode
 from agentrl.trainer.packing import Mode, PackedRows

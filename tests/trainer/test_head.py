@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from agentrl.trainer.head import TILE, _blocks, _compiled, chosen_logprobs
+from agentrl.trainer.head import TILE, Head, _blocks, _compiled, chosen_logprobs
 
 
 def naive(hidden, weight, tokens, temperature):
@@ -53,7 +53,9 @@ def test_values_and_gradients_are_those_of_log_softmax(
     hidden, weight, tokens, u, e = world(seed, n, vocabulary, scale=scale)
 
     def ours(h, w):
-        return chosen_logprobs(h, w, tokens, temperature, entropy, block_bytes=8 * logits_at_once)
+        return chosen_logprobs(
+            h, Head(w), tokens, temperature, entropy, block_bytes=8 * logits_at_once
+        )
 
     def theirs(h, w):
         logprobs, entropies = naive(h, w, tokens, temperature)
@@ -67,7 +69,7 @@ def test_values_and_gradients_are_those_of_log_softmax(
 @pytest.mark.parametrize("at_once", [10**6, 64])
 def test_entropy_alone_has_a_gradient(at_once):
     hidden, weight, tokens, _, e = world(0, 6, 11)
-    entropy = chosen_logprobs(hidden, weight, tokens, 0.7, True, block_bytes=at_once)[1]
+    entropy = chosen_logprobs(hidden, Head(weight), tokens, 0.7, True, block_bytes=at_once)[1]
     expected = naive(hidden, weight, tokens, 0.7)[1]
     gradients = torch.autograd.grad((e * entropy).sum(), (hidden, weight))
     assert_close(gradients, torch.autograd.grad((e * expected).sum(), (hidden, weight)))
@@ -80,7 +82,7 @@ def test_frozen_tensors_get_no_gradient(at_once):
     for free, fixed, expected in ((hidden, weight, both[0]), (weight, hidden, both[1])):
         free.grad = fixed.grad = None
         fixed.requires_grad_(False)
-        logprobs, _ = chosen_logprobs(hidden, weight, tokens, 1.0, block_bytes=at_once)
+        logprobs, _ = chosen_logprobs(hidden, Head(weight), tokens, 1.0, block_bytes=at_once)
         (u * logprobs).sum().backward()
         fixed.requires_grad_()
         assert fixed.grad is None
@@ -90,7 +92,7 @@ def test_frozen_tensors_get_no_gradient(at_once):
 def test_a_second_backward_pass_gives_the_same():
     """The second backward pass computes again the values that the first one overwrote."""
     hidden, weight, tokens, u, _ = world(2, 6, 11)
-    total = (u * chosen_logprobs(hidden, weight, tokens, 1.0)[0]).sum()
+    total = (u * chosen_logprobs(hidden, Head(weight), tokens, 1.0)[0]).sum()
     first = torch.autograd.grad(total, (hidden, weight), retain_graph=True)
     second = torch.autograd.grad(total, (hidden, weight))
     assert_close(second, first, rtol=0, atol=0)
@@ -115,7 +117,7 @@ def test_no_more_logits_than_a_block_are_in_memory():
     hidden, weight, tokens, u, e = world(3, n, vocabulary)
     with Largest() as seen:
         logprobs, entropy = chosen_logprobs(
-            hidden, weight, tokens, 1.0, True, block_bytes=8 * at_once
+            hidden, Head(weight), tokens, 1.0, True, block_bytes=8 * at_once
         )
         (u * logprobs + e * entropy).sum().backward()
     assert seen.elements <= max(at_once, weight.numel())
@@ -130,14 +132,14 @@ def test_only_matrix_products_are_in_half_precision():
     u, e = u.float(), e.float()
 
     def wide(h, w):
-        return chosen_logprobs(h, w, tokens, 0.8, True)
+        return chosen_logprobs(h, Head(w), tokens, 0.8, True)
 
     expected = outcome(wide, hidden, weight, (u, e))
     for at_once in (10**9, 1000):
 
         def half(h, w, at_once=at_once):
             h, w = h.bfloat16(), w.bfloat16()
-            return chosen_logprobs(h, w, tokens, 0.8, True, block_bytes=at_once)
+            return chosen_logprobs(h, Head(w), tokens, 0.8, True, block_bytes=at_once)
 
         actual = outcome(half, hidden, weight, (u, e))
         assert actual[0].dtype == actual[1].dtype == torch.float32
@@ -149,7 +151,7 @@ def test_autocast_changes_nothing():
     hidden, weight, tokens, u, _ = world(5, 6, 11, dtype=torch.float32)
 
     def f(h, w):
-        return chosen_logprobs(h, w, tokens, 1.0, block_bytes=64)
+        return chosen_logprobs(h, Head(w), tokens, 1.0, block_bytes=64)
 
     expected = outcome(f, hidden, weight, (u, u))
     with torch.autocast("cpu", torch.bfloat16):
@@ -178,7 +180,7 @@ def test_compiled_results_are_equal_and_few_programs_are_compiled():
         hidden, weight, tokens, u, e = world(n, n, 300, dtype=torch.float32)
 
         def f(h, w, fused, tokens=tokens):
-            return chosen_logprobs(h, w, tokens, 0.9, True, block_bytes=4 * 3000, fused=fused)
+            return chosen_logprobs(h, Head(w), tokens, 0.9, True, block_bytes=4 * 3000, fused=fused)
 
         actual, expected = (
             outcome(lambda h, w, x=x: f(h, w, x), hidden, weight, (u.float(), e.float()))
@@ -187,3 +189,29 @@ def test_compiled_results_are_equal_and_few_programs_are_compiled():
         assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     # Two for scores, of one row and of more; for gradients one for each width that was met.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 + len(widths)
+
+
+@pytest.mark.parametrize("at_once", [8 * 3, 8 * 11 * 6])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("scale", [1.0, 0.25, 8.0])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_head_with_bias_scale_and_soft_cap(has_bias, scale, softcap, at_once):
+    """The formulas of Phi, Granite, Cohere and Gemma 2, by torch's own gradients in float64."""
+    hidden, weight, tokens, u, e = world(4, 6, 11)
+    bias = torch.linspace(-1, 1, 11, dtype=hidden.dtype).requires_grad_() if has_bias else None
+    inputs = [x for x in (hidden, weight, bias) if x is not None]
+    z = hidden @ weight.T if bias is None else hidden @ weight.T + bias
+    z = scale * z
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    log_p = torch.log_softmax(z / 0.7, -1)
+    expected = log_p.gather(1, tokens[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    head = Head(weight, bias, scale, softcap)
+    actual = chosen_logprobs(hidden, head, tokens, 0.7, True, block_bytes=at_once)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+    gradients = [
+        torch.autograd.grad((u * logprobs + e * entropy).sum(), inputs)
+        for logprobs, entropy in (actual, expected)
+    ]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-10)

@@ -14,7 +14,7 @@ from agentrl.config import AlgorithmConfig, load_config
 from agentrl.config.checks import without_effect
 from agentrl.errors import UserCodeError
 from agentrl.registry import policy_loss, policy_losses
-from agentrl.trainer.head import chosen_logprobs
+from agentrl.trainer.head import Head, chosen_logprobs
 from agentrl.trainer.losses import cispo, gspo, ratio, token_losses, value_loss, vanilla
 
 LOSSES = {"vanilla": vanilla, "gspo": gspo, "cispo": cispo}
@@ -331,7 +331,11 @@ def test_temperature_divides_logits_and_never_logprobs(temperature, seed):
     logits = torch.randn(3, 11, generator=torch.Generator().manual_seed(seed)).double()
     layer = torch.eye(11).double()
     every = torch.stack(
-        [chosen_logprobs(logits, layer, torch.full((3,), v), temperature)[0] for v in range(11)], 1
+        [
+            chosen_logprobs(logits, Head(layer), torch.full((3,), v), temperature)[0]
+            for v in range(11)
+        ],
+        1,
     )
     torch.testing.assert_close(every, torch.log_softmax(logits / temperature, -1))
     torch.testing.assert_close(every.exp().sum(1), torch.ones(3).double())
@@ -339,6 +343,6 @@ def test_temperature_divides_logits_and_never_logprobs(temperature, seed):
 
 def test_entropy_is_that_of_the_tempered_distribution():
     logits = tensor([[0.0, 0.7 * math.log(3.0)]])  # at 0.7 the second is three times likelier
-    _, entropy = chosen_logprobs(logits, torch.eye(2), tensor([0]), 0.7)
+    _, entropy = chosen_logprobs(logits, Head(torch.eye(2)), tensor([0]), 0.7)
     expected = 0.25 * math.log(4) + 0.75 * math.log(4 / 3)
     assert entropy.item() == pytest.approx(expected, rel=1e-5)

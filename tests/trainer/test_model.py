@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.trainer_fixtures import (
-    VOCABULARY,
     group,
     plain_logprobs,
     random_groups,
@@ -18,24 +17,13 @@ from support.trainer_fixtures import (
     tiny_model,
 )
 from torch import arange, tensor
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-)
 
 from agentrl.engine.local.load import load_causal_lm
 from agentrl.errors import ConfigError
 from agentrl.trainer.batch import Batch, collate
+from agentrl.trainer.modes import hidden_states
 from agentrl.trainer.packing import pack
-from agentrl.trainer.policy import ACTOR, CRITIC, Critic, Policy, hidden_states
+from agentrl.trainer.policy import ACTOR, CRITIC, Critic, Policy
 
 
 def rows_of(batch: Batch, *which: int):
@@ -277,66 +265,6 @@ def test_policy_and_critic_share_a_base_and_nothing_else():
 
 
 # --- loading ------------------------------------------------------------------------------------
-
-
-def test_a_model_that_does_more_to_its_logits_is_refused():
-    scaled = GraniteConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        logits_scaling=2.0,
-    )
-    with pytest.raises(ConfigError, match=r"GraniteForCausalLM .* packed logits differ"):
-        Policy(GraniteForCausalLM(scaled).eval(), 1.0)
-
-
-SMALL = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "config", "message"),
-    [
-        (
-            LlamaForCausalLM,
-            LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
-            "depend on the longest row",
-        ),
-        (PhiForCausalLM, PhiConfig(**SMALL), "has a bias"),
-    ],
-)
-def test_settings_that_only_long_rows_show_are_refused(kind, config, message):
-    with pytest.raises(ConfigError, match=message):
-        Policy(kind(config).eval(), 1.0)
-
-
-def test_a_model_that_caps_its_attention_is_refused():
-    capped = Gemma2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        final_logit_softcapping=None,
-    )
-    with pytest.raises(ConfigError, match=r"Gemma2ForCausalLM cannot be trained here: .* soft cap"):
-        Policy(Gemma2ForCausalLM(capped).eval(), 1.0)
-
-
-def test_a_model_that_mixes_tokens_without_attention_is_refused():
-    mamba = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=1)
-    with pytest.raises(ConfigError, match="MambaForCausalLM cannot be trained here"):
-        Policy(MambaForCausalLM(mamba).eval(), 1.0)
 
 
 def test_only_safetensors_are_read(tmp_path):

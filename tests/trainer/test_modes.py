@@ -38,6 +38,11 @@ MODES = {
     "LFM2": Mode.PADDED,
     "mamba2": Mode.PADDED,
     "opt": Mode.PACKED,
+    "gptj": Mode.WHOLE,
+    "gemma2": Mode.PACKED,
+    "cohere2": Mode.PACKED,
+    "granite": Mode.PACKED,
+    "phi": Mode.PACKED,
     "longrope": Mode.ALONE,
 }
 """The mode on a CPU."""
@@ -47,6 +52,12 @@ OTHERS = {
         {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16},
     ),
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    # Its attention does not use the interface, but its mask separates flat rows by positions.
+    "gptj": ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 99}),
+    "gemma2": ("gemma2", {"head_dim": 8, "sliding_window": 16, "final_logit_softcapping": 3.0}),
+    "cohere2": ("cohere2", {"head_dim": 8, "sliding_window": 16, "logit_scale": 0.25}),
+    "granite": ("granite", {"logits_scaling": 8.0}),
+    "phi": ("phi", {}),
     "longrope": ("phi3", LONGROPE),
 }
 
@@ -188,3 +199,17 @@ def test_a_run_of_a_hybrid_learns_the_same_on_two_ranks(tmp_path):
 
 def two_ranks(folder):
     return lambda: Processes(2, ExactRank, folder)
+
+
+def test_a_model_whose_logits_are_not_those_of_its_head_is_refused(monkeypatch):
+    model = tiny_model()
+    own = type(model).forward
+
+    def strange(self, *args, **kwargs):
+        output = own(self, *args, **kwargs)
+        output.logits = output.logits.sin()
+        return output
+
+    monkeypatch.setattr(type(model), "forward", strange)
+    with pytest.raises(ConfigError, match="cannot be trained here: the logits of the output layer"):
+        prove_mode(model)

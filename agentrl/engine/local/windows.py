@@ -53,7 +53,7 @@ class NoSmallCopy(Exception):
     """A small copy of a model cannot be built; the message is a clause with the reason."""
 
 
-def small_copy(model: PreTrainedModel) -> PreTrainedModel:
+def small_copy(model: PreTrainedModel, device: torch.device | str | None = None) -> PreTrainedModel:
     """Return a small copy of a model in which every window has `SHORT` tokens.
 
     The copy has one layer of each kind, a small vocabulary, narrow feed-forward layers and random
@@ -61,22 +61,25 @@ def small_copy(model: PreTrainedModel) -> PreTrainedModel:
 
     Args:
         model: any model; it is not changed.
+        device: the device of the copy; None: that of the model.
 
     Raises:
         NoSmallCopy: the class of the model does not accept such a config.
     """
     try:
         try:
-            return _small_copy(model, narrow=True)
+            return _small_copy(model, device or model.device, narrow=True)
         except Exception:  # The widths of some models depend on one another.
-            return _small_copy(model, narrow=False)
+            return _small_copy(model, device or model.device, narrow=False)
     except Exception as e:  # The model's class can raise any exception.
         raise NoSmallCopy(
             f"agentrl cannot build the small copy that tests it ({type(e).__name__}: {e})"
         ) from e
 
 
-def _small_copy(model: PreTrainedModel, *, narrow: bool) -> PreTrainedModel:
+def _small_copy(
+    model: PreTrainedModel, device: torch.device | str, *, narrow: bool
+) -> PreTrainedModel:
     config = deepcopy(model.config)
     for _, values, key in _windows(vars(config), ""):
         values[key] = SHORT
@@ -86,7 +89,7 @@ def _small_copy(model: PreTrainedModel, *, narrow: bool) -> PreTrainedModel:
         if key.endswith("intermediate_size") and isinstance(getattr(text, key), int):
             setattr(text, key, SMALL)
     text.vocab_size, text.pad_token_id = VOCABULARY, 0
-    with torch.random.fork_rng(), torch.device(model.device):
+    with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(0)
         copy = type(model)._from_config(config, dtype=torch.float32)
         with torch.no_grad():
