@@ -109,7 +109,7 @@ def prove_mode(model: PreTrainedModel, compute: torch.dtype | None = None) -> tu
             logits are not the output of its output layer.
     """
     name = type(model).__name__
-    own = model.config._attn_implementation
+    own: Any = model.config._attn_implementation
     copy = _Copy(model, own, compute or model.dtype)
     first = problem = ""
     for mode in Mode:
@@ -162,7 +162,7 @@ def describe_mode(mode: Mode, reason: str, n: int) -> str:
 class _Copy:
     """A small copy of a model, which is compared on long rows."""
 
-    def __init__(self, model: PreTrainedModel, own: str | None, compute: torch.dtype):
+    def __init__(self, model: PreTrainedModel, own: str, compute: torch.dtype):
         """Build nothing yet.
 
         Args:
@@ -191,7 +191,7 @@ class _Copy:
             # Without windows, a few tokens in the model itself show the same.
             return f"{windows}{e}" if windows and mode is not Mode.ALONE else ""
         for dtype in dict.fromkeys((torch.float32, self._compute)):
-            copy.set_attn_implementation(self._own)  # type: ignore[arg-type]
+            copy.set_attn_implementation(self._own)
             copy.to(dtype)  # type: ignore[arg-type]
             problem = _compare(copy, mode, LONG_ROW, gradients=True)
             # Some kernels support half precision only.
@@ -212,7 +212,7 @@ _NO_OWN_PASS = "the model's own forward pass fails"
 def _compare(model: PreTrainedModel, mode: Mode, length: int, *, gradients: bool = False) -> str:
     """Return how a mode changes the results of a model, or ""; set its attention implementation."""
     batch = _rows(length, min(VOCABULARY, model.config.get_text_config().vocab_size))
-    own = model.config._attn_implementation
+    own: Any = model.config._attn_implementation
     try:
         logits, own_gradients = _run(model, partial(_own_logits, model, batch), gradients)
         shape = find_scale_and_softcap(model)
