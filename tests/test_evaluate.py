@@ -165,6 +165,15 @@ def test_compare_prints_differences_and_draws_a_picture(compare, store, tmp_path
     assert "note:" not in output
 
 
+def test_one_row_has_no_interval(compare, store):
+    store("a", validation([0.0]), step=10)
+    store("b", validation([1.0]), step=10)
+    lines = [line.split() for line in compare("a", "b").splitlines()]
+    assert lines[1][:4] == ["a", "10", "1", "0.000"] and "±" not in lines[1]
+    [difference] = [line for line in lines if line[:3] == ["b", "-", "a"]]
+    assert difference[3:5] == ["1", "+1.000"] and not any("[" in word for word in difference)
+
+
 def test_compare_says_which_rows_are_not_shared(compare, store):
     store("a", validation([0.0], [1.0], [1.0]))
     store("b", validation([1.0], [1.0]))

@@ -264,8 +264,10 @@ def compare(
         cells = []
         for value in values.values():
             rows = [[value(s) for s in group.scored] for group in groups]
+            center = mean([x for row in rows for x in row])
+            has_error = len(rows) > 1
             cells.append(
-                f"{mean([x for row in rows for x in row]):.3f} ± {standard_error(rows):.3f}"
+                f"{center:.3f} ± {standard_error(rows):.3f}" if has_error else f"{center:.3f}"
             )
         lines.append([label, str(validation.step), str(len(groups)), *cells])
     typer.echo("\n".join(_aligned(lines, 1)))
@@ -279,7 +281,10 @@ def compare(
                 " truth is in both. Evaluate both on one file: agentrl eval --dataset FILE --model"
                 " RUN --output FOLDER"
             ) from None
-        cells = [f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]" for d in paired]
+        cells = [
+            f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]" if d.rows > 1 else f"{d.mean:+.3f}"
+            for d in paired
+        ]
         differences.append([f"{label} - {labels[0]}", str(paired[0].rows), *cells])
     typer.echo("\npaired differences on the rows that both have:")
     typer.echo("\n".join(_aligned(differences, 1)))

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 from pydantic import ValidationError
+from transformers.utils import logging
 
 from agentrl.chat import load_tokenizer
 from agentrl.config import Config
@@ -122,6 +123,7 @@ def _export(
     base = model or config.model.path
     lora = config.model.lora_rank > 0
     adapter = lora and not merge
+    logging.disable_progress_bar()  # two bars per model are noise
     try:
         tokenizer = load_tokenizer(base)
         with _atomic_folder(out) as folder:
