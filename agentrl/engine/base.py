@@ -67,8 +67,8 @@ class Update:
 
     version: int
     weights: Callable[[], Iterator[tuple[str, Any]]]
-    """Yields the tensors of the plain model by name, on the learner's device and in its precision,
-    with LoRA merged into them. Tensors that never change may be missing."""
+    """Yields the tensors of the plain model by their names in transformers, on the learner's device
+    and in its precision, with LoRA merged into them. Tensors that never change may be missing."""
     adapter: Callable[[Path], None] | None = None
     """Writes the LoRA adapter into an existing folder, as PEFT does. None if the weights themselves
     are trained."""
@@ -77,6 +77,9 @@ class Update:
     send: Callable[[Any], Any] | None = None
     """Sends the weights along a `Route`, and returns what was `Sent`. Set if the weights are in
     other processes, which send them."""
+    published: Callable[[], Iterator[tuple[str, Any]]] | None = None
+    """Yields the same tensors by the names and in the shapes of the model's files, which servers
+    load. None: those of `weights`."""
 
 
 class Sampler(Protocol):

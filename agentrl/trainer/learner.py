@@ -23,7 +23,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -346,18 +346,20 @@ class Learner:
         adapter = self.ranks.save_adapter if self.has_lora else None
         send = self.ranks.send_weights if self.rank is None else None
         share = self.ranks.share_adapter if self.has_lora else None
-        return Update(version, self.export, adapter, share, send)
+        published = partial(self.export, published=True)
+        return Update(version, self.export, adapter, share, send, published)
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
+    def export(self, *, published: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the named tensors of the plain model for an engine; see `Policy.export`.
 
         Ranks in other processes pass them through files.
         """
         if self.rank is not None:
-            yield from self.rank.policy.export()
+            yield from self.rank.policy.export(published=published)
             return
         with transfer_folder() as folder:
-            sent = self.ranks.send_weights(Route(0, folder=Path(folder)))
+            route = Route(0, folder=Path(folder), published=published)
+            sent = self.ranks.send_weights(route)
             if sent.errors:
                 raise RunStopped(*sent.errors.values())
             for file in sorted(Path(folder).glob("*.safetensors")):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from agentrl.engine.local.load import quiet_peft
+from agentrl.engine.local.load import quiet_peft, with_published_names
 from agentrl.errors import ConfigError
 from agentrl.trainer.head import Head, chosen_logprobs
 from agentrl.trainer.modes import find_scale_and_softcap, hidden_states, prove_mode
@@ -220,7 +220,9 @@ class Policy:
         named = self.model.named_parameters()
         return {f"base_model.model.{n}": full_tensor(p).cpu() for n, p in named if "lora_" in n}
 
-    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def export(
+        self, dtype: torch.dtype | None = None, *, published: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that an engine needs to sample from this policy, by name.
 
         With LoRA these are the adapted weights, each merged from the unchanged base: adding to the
@@ -231,7 +233,14 @@ class Policy:
         Args:
             dtype: the dtype of the tensors; None: their own. A shard is converted before it is
                 gathered.
+            published: True if the tensors have the names and shapes of the model's files; see
+                `with_published_names`.
         """
+        weights = self._gather_weights(dtype)
+        return with_published_names(self.model, weights) if published else weights
+
+    def _gather_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of `export` by their names in the model."""
         if self.peft is None:
             for name, p in self.model.named_parameters():
                 yield name, full_tensor(p.detach().to(dtype or p.dtype))
@@ -259,10 +268,13 @@ class Policy:
 
         LoRA is merged, as in `export`.
         """
+        # With the buffers: some routers have biases that are no parameters.
+        tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        tied -= {name for name, _ in self.model.named_parameters()}
         base = {
             name.replace(".base_layer.", "."): full_tensor(weight.detach()).cpu()
-            for name, weight in self.model.named_parameters()
-            if "lora_" not in name
+            for name, weight in self.model.state_dict().items()
+            if "lora_" not in name and name not in tied
         }
         merged = {} if self.peft is None else {n: t.cpu() for n, t in self.export()}
         if is_rank_zero():

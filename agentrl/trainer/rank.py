@@ -325,7 +325,8 @@ class Rank:
         """
         if route.folder is not None and is_rank_zero():
             check_folder_visible(route.folder)
-        return self._weights_sender.send(self.policy.export(route.dtype), route)
+        weights = self.policy.export(route.dtype, published=route.published)
+        return self._weights_sender.send(weights, route)
 
     @dispatch(BROADCAST)
     def save_adapter(self, folder: Path) -> None:

@@ -7,15 +7,19 @@ training would save only the adapter, and lose the changes to the base.
 from __future__ import annotations
 
 import os
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 
 import torch
 from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -148,3 +152,28 @@ def _merge(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         ) from e
     merged.name_or_path = ""
     return merged.requires_grad_(True)  # PEFT froze the weights.
+
+
+def with_published_names(
+    model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model by the names, and in the shapes, of its files.
+
+    transformers changes some tensors when it loads a model: it stacks all experts of a layer into
+    one tensor, for example. Servers load the files, so this undoes the changes, one layer at a
+    time. For a model that was not loaded from files, the files are those that `save_pretrained`
+    writes.
+
+    Args:
+        model: the model; its weights may be sharded, and it may have adapters.
+        tensors: by their names in the model, in its order. Either all or none of the tensors that
+            are one tensor in the files.
+    """
+    for _, layer in groupby(tensors, key=lambda named: _layer_of(named[0])):
+        yield from revert_weight_conversion(model, dict(layer)).items()
+
+
+def _layer_of(name: str) -> str:
+    """Return the part of a tensor's name that ends with the number of its layer, or ""."""
+    match = re.match(r".*?\.\d+\.", name)
+    return match[0] if match else ""

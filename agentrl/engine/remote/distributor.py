@@ -125,7 +125,8 @@ class Distributor:
             if update.send is not None:
                 sent = update.send(route)
             else:
-                sent = self._weights.send(update.weights(), route)
+                weights = update.published or update.weights
+                sent = self._weights.send(weights(), route)
         except OSError as e:
             raise EngineError(f"the weights cannot be read: {e}") from e
         for target, engine in targets.items():

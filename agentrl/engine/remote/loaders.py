@@ -135,7 +135,7 @@ class VLLMFileLoader(Loader):
 
         Args:
             admin: the client of the server.
-            names: the names of all tensors of the model.
+            names: the names of all tensors of the model in transformers.
             stale_head: whether the server runs on a CPU and ties the head to the embeddings. There,
                 vLLM keeps a packed copy of the head that an update does not change.
         """
@@ -161,7 +161,9 @@ class VLLMFileLoader(Loader):
                 the parts of a layer that are not in the files become uninitialized memory.
             EngineError: the server does not load the weights, or holds other weights afterwards.
         """
-        if missing := sorted(self._names.difference(sent.names)):
+        # The names in files may be others, and more: see `with_published_names`.
+        if len(sent.names) < len(self._names):
+            missing = sorted(self._names.difference(sent.names))
             raise ConfigError(
                 f"vLLM needs all weights at once, but {len(missing)} of {len(self._names)} are"
                 f" not published ({missing[0]}, ...). Send LoRA as an adapter:"

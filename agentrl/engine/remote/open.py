@@ -305,7 +305,7 @@ def vllm_loader(config: Config, base: str, *, cpu: bool) -> MakeLoader:
 
 
 def parameter_names(base: str) -> frozenset[str]:
-    """Return the names of all tensors of a model, each once. No weights are read."""
+    """Return the names in transformers of all tensors of a model, each once; read no weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
     return frozenset(name for name, _ in model.named_parameters())

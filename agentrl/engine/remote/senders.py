@@ -106,6 +106,9 @@ class Route:
     """An empty folder to write the weights to, for servers that read files."""
     dtype: torch.dtype | None = None
     """The dtype in which weights are sent; None: their own."""
+    published: bool = True
+    """True if tensors have the names and shapes of the model's files, False if those of
+    transformers. Used only if ranks send the weights."""
     bucket_bytes: int = BUCKET_BYTES
 
 

@@ -1,0 +1,141 @@
+"""Weights reach servers by the names and in the shapes of the files that the servers load."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.architectures import architecture
+from support.processes import Processes
+from support.trainer_fixtures import config, tensors_in
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from agentrl.engine.remote.senders import Route
+from agentrl.trainer.learner import Learner
+from agentrl.trainer.packing import pack_row
+from agentrl.trainer.policy import ACTOR, Policy
+from agentrl.trainer.rank import LocalRankGroup, Rank
+
+CONVERTED = ("Qwen3-MoE", "DeepSeek-V3", "Granite 4 hybrid", "Nemotron-H", "gpt-oss", "Qwen2.5")
+"""Experts stacked, with biases of the router, renamed, renamed everywhere; and as in the files."""
+CONSTANT = "e_score_correction_bias"
+"""The end of the names of a router's biases, which no gradient changes."""
+IDS = torch.arange(1, 12)[None]
+
+
+def reload(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+def published(policy: Policy) -> dict[str, Tensor]:
+    pairs = list(policy.export(published=True))
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)
+
+
+def are_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_published_tensors_are_those_of_the_saved_files(name, tmp_path):
+    model = architecture(name)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith(CONSTANT):
+            buffer.copy_(torch.randn(buffer.shape))
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "whole")
+    files = tensors_in(tmp_path / "whole")
+    constant = {n for n in files if n.endswith(CONSTANT)}
+    assert bool(constant) == (name == "DeepSeek-V3")
+    learnt = {n: t for n, t in files.items() if n not in constant}
+    for policy in (Policy(model, 1.0), Policy(reload(tmp_path / "whole"), 1.0)):
+        are_equal(published(policy), learnt)
+        names = {n for n, _ in policy.model.named_parameters()}
+        assert {n for n, _ in policy.export()} == names
+        assert (names == learnt.keys()) == (name in ("gpt-oss", "Qwen2.5"))
+    policy.save_whole(tmp_path / "saved")
+    are_equal(tensors_in(tmp_path / "saved"), files)
+    torch.testing.assert_close(logits(reload(tmp_path / "saved")), expected)
+
+
+@pytest.mark.parametrize("kind", ["prefix", "stacked"])
+def test_names_are_those_of_the_files_that_were_loaded(kind, tmp_path):
+    """A text model in the files of a larger one, and files in which experts are stacked."""
+    model = architecture("Qwen3.5-MoE" if kind == "stacked" else "Qwen3.5")
+    model.save_pretrained(tmp_path, save_original_format=kind != "stacked")
+    if kind == "prefix":
+        moved = {n.replace("model.", "model.language_model."): t for n, t in files_of(model)}
+        save_file(moved, tmp_path / "model.safetensors", {"format": "pt"})
+    policy = Policy(reload(tmp_path), 1.0)
+    are_equal(published(policy), tensors_in(tmp_path))
+    torch.testing.assert_close(logits(policy.model), logits(model), atol=1e-4, rtol=1e-4)
+
+
+def files_of(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    return [(n, t.clone()) for n, t in model.state_dict().items()]
+
+
+@pytest.mark.parametrize("name", ["Nemotron-H", "Qwen3-MoE"])
+def test_merged_adapters_are_published(name, tmp_path):
+    model = architecture(name)
+    policy = Policy(model, 1.0)
+    targets = ["q_proj", "o_proj", "down_proj"] if name == "Nemotron-H" else ["q_proj", "o_proj"]
+    policy.add_adapter(ACTOR, 4, 8, targets, seed=0)
+    with torch.no_grad():
+        for n, weight in policy.parameters(ACTOR).items():
+            weight.copy_(0.3 * torch.randn(weight.shape)) if "lora_B" in n else None
+    adapted = published(policy)
+    policy.save_whole(tmp_path)
+    files = tensors_in(tmp_path)
+    assert adapted and adapted.keys() < files.keys()
+    are_equal(adapted, {n: files[n] for n in adapted})
+    row = pack_row([0, *range(1, 12)], policy.packed_model.mode)
+    with torch.no_grad():
+        adapter, _ = policy.logprobs(row)
+        with policy.adapter(None):
+            assert (policy.logprobs(row)[0] - adapter).abs().max() > 0.1
+        merged = Policy(reload(tmp_path), 1.0).logprobs(row)[0]
+    torch.testing.assert_close(merged, adapter, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_ranks_send_published_names_and_export_their_own(lora, tmp_path):
+    """The local engine gets the names of the model, a server those of the files."""
+    architecture("Qwen3-MoE").save_pretrained(tmp_path / "model")
+    base = tensors_in(tmp_path / "model")
+    cfg = config(model__lora_rank=lora, model__lora_target_modules=["q_proj", "o_proj"])
+    seen = []
+    for group in (
+        LocalRankGroup(Rank(tmp_path / "model", cfg)),
+        Processes(2, Rank, tmp_path / "model", cfg),
+    ):
+        with closing(group):
+            folder = tmp_path / f"sent{len(seen)}"
+            folder.mkdir()
+            sent = group.send_weights(Route(1, folder=folder, dtype=torch.float32))
+            assert not sent.errors
+            files = tensors_in(folder)
+            assert files.keys() <= base.keys() and (lora or files.keys() == base.keys())
+            assert set(sent.names) == files.keys()
+            update = Learner("", cfg, total_steps=1, group=group).make_update(1)
+            own = dict(update.weights())
+            assert own.keys() <= {n for n, _ in reload(tmp_path / "model").named_parameters()}
+            assert update.published is not None
+            assert dict(update.published()).keys() == files.keys()
+            seen.append(files)
+    for name, tensor in seen[0].items():
+        torch.testing.assert_close(seen[1][name], tensor, atol=1e-6, rtol=0, msg=name)
+        if not lora:
+            torch.testing.assert_close(tensor, base[name], atol=1e-6, rtol=0, msg=name)
