@@ -55,9 +55,20 @@ Errors = (TypeError, ValueError, AttributeError, RuntimeError, LookupError, NotI
           AssertionError)  # fmt: skip
 
 
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the transformer below the output layer.
+
+    For some classes (Llama 4, ModernBERT) transformers' `get_decoder` returns the whole model or
+    the output layer instead.
+    """
+    decoder: Any = model.get_decoder()
+    is_decoder = decoder not in (model, model.get_output_embeddings())
+    return decoder if is_decoder else getattr(model, "model", decoder)
+
+
 def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     """Return the states that predict the chosen tokens, (N, H)."""
-    output = model.get_decoder()(use_cache=False, **packed.arguments())
+    output = decoder_of(model)(use_cache=False, **packed.arguments())
     return output.last_hidden_state.flatten(0, 1).index_select(0, packed.states)
 
 
@@ -82,7 +93,7 @@ def find_scale_and_softcap(model: PreTrainedModel) -> tuple[float, float | None]
     ids = torch.arange(1, 1 + SHORT_ROW, device=model.device)[None]
     logits = model(input_ids=ids, use_cache=False).logits.float()
     layer: Any = model.get_output_embeddings()
-    products = layer(model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state).float()
+    products = layer(decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state).float()
 
     def error(candidate: tuple[float, float | None]) -> float:
         own = Head(layer.weight, None, *candidate).logits_of(products)
@@ -216,7 +227,7 @@ def _compare(model: PreTrainedModel, mode: Mode, length: int, *, gradients: bool
     try:
         logits, own_gradients = _run(model, partial(_own_logits, model, batch), gradients)
         shape = find_scale_and_softcap(model)
-        if not _has_changing_positions(model) and not _is_causal(model, batch):
+        if not _is_causal(model, batch):
             return "a token changes the logits of earlier tokens"
     except Errors as e:
         return f"{_NO_OWN_PASS} ({type(e).__name__}: {e})"
@@ -281,14 +292,17 @@ def _mode_logits(
 
 
 def _is_causal(model: PreTrainedModel, batch: TokenRows) -> bool:
-    """Return whether logits stay the same without the tokens that follow."""
+    """Return whether logits stay the same if the tokens that follow change or are left out."""
     ids, prompt = next(_whole_rows(batch))
+    rows = [ids, torch.cat([ids[:prompt], ids[: len(ids) - prompt]])]
+    if not _find_rope_types(model, "longrope"):  # Its positions depend on the length of the row.
+        rows.append(ids[:prompt])
     with torch.no_grad():
-        whole, part = (
+        whole, *others = (
             model(input_ids=row[None].to(model.device), use_cache=False).logits[0, :prompt]
-            for row in (ids, ids[:prompt])
+            for row in rows
         )
-    return _are_close(part, whole)
+    return all(_are_close(other, whole) for other in others)
 
 
 def _run(
@@ -334,18 +348,23 @@ def _are_gradients_close(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 
 def _find_unsupported(model: PreTrainedModel, mode: Mode) -> str:
     """Return why a mode would change the model in a way that the rows do not show, or ""."""
-    if mode is not Mode.ALONE and (types := _has_changing_positions(model)):
+    if types := _find_rope_types(model, "dynamic"):
         return (
-            f"its rotary positions ({', '.join(sorted(types))}) depend on the longest row of a"
-            " pass, so a row's logprobs would depend on the other rows"
+            f"its rotary positions ({types}) depend on the longest row that ever ran, so a row's"
+            " logprobs would depend on the rows before it. longrope, linear, yarn and llama3 do not"
+        )
+    if mode is not Mode.ALONE and (types := _find_rope_types(model, "longrope")):
+        return (
+            f"its rotary positions ({types}) depend on the longest row of a pass, so a row's"
+            " logprobs would depend on the other rows"
         )
     return ""
 
 
-def _has_changing_positions(model: PreTrainedModel) -> set[str]:
-    """Return the types of rotary positions that depend on the length of a row."""
+def _find_rope_types(model: PreTrainedModel, kind: str) -> str:
+    """Return `kind` if a layer has rotary positions of this type, else ""."""
     config = model.config.get_text_config().to_dict()
-    return {"dynamic", "longrope"} & set(_rope_types(config))
+    return kind if kind in _rope_types(config) else ""
 
 
 def _rope_types(config: object) -> Iterator[str]:

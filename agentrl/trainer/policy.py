@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -28,7 +28,12 @@ from transformers.pytorch_utils import Conv1D
 from agentrl.engine.local.load import quiet_peft, with_published_names
 from agentrl.errors import ConfigError
 from agentrl.trainer.head import Head, chosen_logprobs
-from agentrl.trainer.modes import find_scale_and_softcap, hidden_states, prove_mode
+from agentrl.trainer.modes import (
+    decoder_of,
+    find_scale_and_softcap,
+    hidden_states,
+    prove_mode,
+)
 from agentrl.trainer.packing import PackedRows
 from agentrl.trainer.sharding import copy_full, full_tensor, is_rank_zero, reshard
 
@@ -38,6 +43,8 @@ PERTURBATION = 0.3
 """The norm of the change that a perturbed adapter makes to a layer, relative to the norm of the
 layer. Logprobs change by about half a nat, which is more than by training, so the measured rounding
 errors are not smaller than those of training."""
+LAYERS = ("layers", "h", "blocks")
+"""Names of the list of blocks in transformers' classes."""
 ACTOR, CRITIC = "default", "critic"
 """Names of the LoRA adapters. PEFT writes the adapter named "default" as a plain adapter folder."""
 
@@ -63,11 +70,15 @@ class Policy:
         self.peft: PeftModel | None = None
         head = model.get_output_embeddings()
         # An adapter on the head or the embeddings would be neither trained nor published.
-        self._adaptable_modules = [
-            name
+        linear = {
+            name: module
             for name, module in model.named_modules()
             if isinstance(module, (nn.Linear, Conv1D)) and module is not head
-        ]
+        }
+        self._adaptable_modules = [name for name, m in linear.items() if _returns_a_product(m)]
+        self._unadaptable_modules = {
+            name.rpartition(".")[2] for name in linear.keys() - set(self._adaptable_modules)
+        }
         self.packed_model = PackedModel(model, compute)
 
     def logprobs(
@@ -110,6 +121,9 @@ class Policy:
             r=rank,
             lora_alpha=alpha,
             target_modules=target_modules,
+            exclude_modules=self._find_excluded_modules()
+            if target_modules == "all-linear"
+            else None,
             lora_dropout=0.0,
             task_type="CAUSAL_LM",
         )
@@ -142,6 +156,26 @@ class Policy:
                 f" {', '.join(wrong) or 'an empty list'} cannot be adapted. Choose all-linear, or"
                 f" from {', '.join(names)}. The output layer and the embeddings are never adapted."
             )
+
+    def _find_excluded_modules(self) -> list[str]:
+        """Return the names of the linear layers that all-linear must leave out.
+
+        PEFT refuses `out_proj` of Mamba layers, even as a part of all-linear: their kernels for
+        training read its weight and skip the adapter. Layers that return more than a product, such
+        as Llama 4's routers, cannot have an adapter either.
+        """
+        adaptable = {name.rpartition(".")[2] for name in self._adaptable_modules}
+        excluded = self._unadaptable_modules - adaptable
+        with torch.random.fork_rng():
+            for name in adaptable:
+                trial: Any = nn.Module()
+                trial.config = self.model.config
+                trial.add_module(name, nn.Linear(1, 1))
+                try:
+                    inject_adapter_in_model(LoraConfig(r=1, target_modules=[name]), trial)
+                except ValueError:
+                    excluded.add(name)
+        return sorted(excluded)
 
     @contextmanager
     def adapter(self, name: str | None) -> Iterator[None]:
@@ -308,7 +342,7 @@ class Critic:
 
         The output layer is left out: the critic does not use it.
         """
-        named = self.packed_model.model.get_decoder().named_parameters()
+        named = decoder_of(self.packed_model.model).named_parameters()
         return {f"model.{name}": parameter for name, parameter in named}
 
     def values(self, packed: PackedRows) -> Tensor:
@@ -359,11 +393,12 @@ class PackedModel(nn.Module):
         Raises:
             ConfigError: they cannot be found.
         """
-        layers = getattr(self.model.get_decoder(), "layers", None)
+        decoder = decoder_of(self.model)
+        layers = next((x for n in LAYERS if (x := getattr(decoder, n, None)) is not None), None)
         if not isinstance(layers, nn.ModuleList):
             raise ConfigError(
-                f"{type(self.model).__name__} cannot be trained here: it has no list of layers"
-                " such as those of Qwen or Llama"
+                f"{type(self.model).__name__} cannot be trained here: it has no list of layers (a"
+                f" torch.nn.ModuleList of its {type(decoder).__name__} named {' or '.join(LAYERS)})"
             )
         return list(layers)
 
@@ -378,6 +413,17 @@ class PackedModel(nn.Module):
 def _base_weight(layer: LoraLayer) -> Tensor:
     """Return the frozen weight."""
     return layer.get_base_layer().weight  # type: ignore[return-value]
+
+
+def _returns_a_product(layer: nn.Linear | Conv1D) -> bool:
+    """Return whether a layer returns the product of its input and its weight, and nothing else."""
+    if type(layer) in (nn.Linear, Conv1D):
+        return True
+    try:
+        result = layer(layer.weight.new_zeros(1, layer.weight.shape[1]))
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return isinstance(result, Tensor) and result.shape == (1, layer.weight.shape[0])
 
 
 def _lora_b(layer: LoraLayer) -> Tensor:

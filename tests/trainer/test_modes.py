@@ -19,7 +19,7 @@ from agentrl.trainer.batch import Batch, collate
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.modes import prove_mode
 from agentrl.trainer.packing import Mode, assign_rows, make_micro_batch
-from agentrl.trainer.policy import Policy
+from agentrl.trainer.policy import ACTOR, Policy
 from agentrl.trainer.rank import LocalRankGroup
 
 LONGROPE = {
@@ -43,6 +43,7 @@ MODES = {
     "cohere2": Mode.PACKED,
     "granite": Mode.PACKED,
     "phi": Mode.PACKED,
+    "llama4": Mode.PACKED,
     "longrope": Mode.ALONE,
 }
 """The mode on a CPU."""
@@ -58,8 +59,16 @@ OTHERS = {
     "cohere2": ("cohere2", {"head_dim": 8, "sliding_window": 16, "logit_scale": 0.25}),
     "granite": ("granite", {"logits_scaling": 8.0}),
     "phi": ("phi", {}),
+    # `get_decoder` returns the whole model.
+    "llama4": (
+        "llama4_text",
+        {
+            "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4,
+            "attention_chunk_size": 16, "attn_temperature_tuning": False,
+        },
+    ),
     "longrope": ("phi3", LONGROPE),
-}
+}  # fmt: skip
 
 
 def model_of(name: str) -> PreTrainedModel:
@@ -94,6 +103,8 @@ def test_logprobs_and_gradients_are_those_of_one_row_after_the_other(name):
     policy = Policy(model, 1.0)
     mode = policy.packed_model.mode
     assert mode is MODES[name]
+    text = model.config.get_text_config()
+    assert len(policy.packed_model.layers()) == text.num_hidden_layers
     rows = torch.arange(len(batch.response_ids))
     for budget in (1, 100, 10_000):
         total = [torch.zeros_like(w) for w in weights]
@@ -156,12 +167,47 @@ def test_rows_of_like_length_are_padded_together():
         assert lengths.max() <= 2 * lengths.min()
 
 
-def test_a_model_in_which_tokens_see_later_ones_is_refused():
-    model = make_model("qwen2", {})
+@pytest.mark.parametrize("kind", [("qwen2", {}), ("phi3", LONGROPE)], ids=["qwen2", "longrope"])
+def test_a_model_in_which_tokens_see_later_ones_is_refused(kind):
+    model = make_model(*kind)
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
     with pytest.raises(ConfigError, match="a token changes the logits of earlier tokens"):
         prove_mode(model)
+
+
+def test_rotary_positions_that_depend_on_earlier_passes_are_refused():
+    """The logits of a row change for good once a longer row has run."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = make_model("llama", {"rope_parameters": rope, "max_position_embeddings": 16})
+    ids = torch.arange(1, 60)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids[:, :20]).logits
+        model(input_ids=ids)
+        assert (model(input_ids=ids[:, :20]).logits - before).abs().max() > 0.1
+    with pytest.raises(
+        ConfigError, match=r"rotary positions \(dynamic\) depend on the longest row"
+    ):
+        prove_mode(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out"), [("Nemotron-H", "out_proj"), ("llama4", "router"), ("LFM2", None)]
+)
+def test_all_linear_leaves_out_what_cannot_have_an_adapter(name, left_out):
+    policy = Policy(model_of(name), 1.0)
+    policy.add_adapter(ACTOR, 2, 4, "all-linear", 0)
+    adapted = {n.split(".lora_")[0].rpartition(".")[2] for n in policy.parameters(ACTOR)}
+    assert "q_proj" in adapted
+    assert left_out not in adapted
+    assert ("out_proj" in adapted) == (name == "LFM2")
+    batch = random_batch()
+    rows = torch.arange(1)
+    mode = policy.packed_model.mode
+    made = make_micro_batch(batch, rows, batch.response_mask, {}, mode)
+    policy.logprobs(made.packed)[0].sum().backward()
+    b = [p.grad for n, p in policy.parameters(ACTOR).items() if "lora_B" in n and "expert" not in n]
+    assert all(g is not None and g.any() for g in b)
 
 
 def test_the_reason_of_a_slower_mode_is_kept_and_the_model_keeps_its_own_attention():
