@@ -61,9 +61,10 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     For some classes (Llama 4, ModernBERT) transformers' `get_decoder` returns the whole model or
     the output layer instead.
     """
-    decoder: Any = model.get_decoder()
-    is_decoder = decoder not in (model, model.get_output_embeddings())
-    return decoder if is_decoder else getattr(model, "model", decoder)
+    decoder = model.get_decoder()
+    if decoder in (model, model.get_output_embeddings()):
+        return getattr(model, "model", decoder)  # type: ignore[return-value]
+    return decoder
 
 
 def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
