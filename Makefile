@@ -24,7 +24,7 @@ SGLANG_READY := $(if $(AGENTRL_SGLANG_PYTHON),,$(if $(filter Linux,$(shell uname
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-vllm check lint format setup sglang docs
+.PHONY: help demo test test-all test-gpu test-vllm check lint format setup sglang docs models
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -64,6 +64,9 @@ docs: $(VENV)/.installed-dev  ## the documentation that is written by a program
 	$(BIN)/python -m agentrl.config.page > docs/config.md
 	PYTHONPATH=tests $(BIN)/python -m support.tokens_page
 	PYTHONPATH=tests $(BIN)/python -m support.parsers_page
+
+models: $(VENV)/.installed-dev  ## the table of architectures in docs/models.md
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m support.models_page
 
 $(VENV)/.made:
 	@test -n "$(PYTHON)" || { echo "agentrl needs Python 3.11 or later with its venv module" \

@@ -1,10 +1,11 @@
-"""The table of models in docs/engines.md: which architectures the trainer accepts."""
+"""The tables of docs/models.md: which architectures the trainer accepts, and how."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import transformers
+from support.models_page import PAGE, with_table
 
 from agentrl.errors import ConfigError
 from agentrl.trainer.packing import Mode
@@ -104,3 +105,8 @@ def test_rows_of_these_are_not_packed_on_a_cpu(name, keys, mode):
 def test_these_are_refused():
     with pytest.raises(ConfigError, match="cannot be trained here"):
         Policy(model("Doge"), temperature=1.0)
+
+
+def test_the_table_of_architectures_is_up_to_date():
+    page = PAGE.read_text("utf-8")
+    assert with_table(page) == page, "make models"

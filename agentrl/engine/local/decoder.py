@@ -272,7 +272,7 @@ class Decoder:
                     self.model(input_ids=self._tensor(p)[None], use_cache=False).logits[0, -1]
                     for p in prompts
                 ]
-            except (TypeError, ValueError, AttributeError, RuntimeError) as e:
+            except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as e:
                 raise CannotDecode(self.model, f"{type(e).__name__}: {e}") from e
             difference = torch.stack(plain).float().log_softmax(-1) - ours.float().log_softmax(-1)
         if not difference.abs().max() < tolerance:
