@@ -39,10 +39,10 @@ copy, the width of convolutions, and the 64 tokens that linear attention compute
 TOLERANCE, GRADIENT_TOLERANCE = 1e-3, 1e-3
 """The largest relative error of logits and of a weight's gradient in float32."""
 GRADIENT_ROUNDING = 1e-5
-"""The largest error of a weight's gradient, relative to the largest gradient."""
+"""The error that is allowed in every weight's gradient, relative to the largest gradient."""
 HALF_TOLERANCE = 5e-2
-"""The same for logits in half precision. Rounding may send a few tokens to other experts, so there
-the median token counts."""
+"""The largest relative error of the logits of the median token in half precision. Rounding may send
+a few tokens to other experts."""
 SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")
 """Keys of configs with a factor of the logits. Granite divides by it, others multiply."""
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "softcap")
@@ -51,8 +51,10 @@ SUPPORTED = (
     " Qwen or Llama."
 )
 
-Errors = (TypeError, ValueError, AttributeError, RuntimeError, LookupError, NotImplementedError,
-          AssertionError)  # fmt: skip
+MODEL_ERRORS = (
+    TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError
+)  # fmt: skip
+"""What models raise if they do not support an input."""
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -230,20 +232,24 @@ def _compare(model: PreTrainedModel, mode: Mode, length: int, *, gradients: bool
         shape = find_scale_and_softcap(model)
         if not _is_causal(model, batch):
             return "a token changes the logits of earlier tokens"
-    except Errors as e:
-        return f"{_NO_OWN_PASS} ({type(e).__name__}: {e})"
+    except MODEL_ERRORS as e:
+        return f"{_NO_OWN_PASS} ({type(e).__name__}: {_one_line(e)})"
     try:
         model.set_attn_implementation(PACKED if mode.is_flat else own)
         logits_of_mode = partial(_mode_logits, model, batch, mode, shape)
         mode_logits, mode_gradients = _run(model, logits_of_mode, gradients)
-    except Errors as e:
-        return str(e)
+    except MODEL_ERRORS as e:
+        return _one_line(e) or type(e).__name__
     name = "packed logits" if mode.is_flat else "the logits of the output layer"
     if not _are_close(mode_logits, logits):
         return f"{name} differ from the model's own forward pass"
     if not _are_gradients_close(mode_gradients, own_gradients):
         return f"{name} have other gradients than the model's own forward pass"
     return ""
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _rows(length: int, vocabulary: int) -> TokenRows:
