@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from support.architectures import architecture
-from support.processes import Processes
-from support.trainer_fixtures import config, tensors_in
+from support.trainer_fixtures import tensors_in
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from agentrl.engine.remote.senders import Route
-from agentrl.trainer.learner import Learner
 from agentrl.trainer.packing import pack_row
 from agentrl.trainer.policy import ACTOR, Policy
-from agentrl.trainer.rank import LocalRankGroup, Rank
 
 CONVERTED = ("Qwen3-MoE", "DeepSeek-V3", "Granite 4 hybrid", "Nemotron-H", "gpt-oss", "Qwen2.5")
 """Experts stacked, with biases of the router, renamed, renamed everywhere; and as in the files."""
@@ -108,34 +103,3 @@ def test_merged_adapters_are_published(name, tmp_path):
             assert (policy.logprobs(row)[0] - adapter).abs().max() > 0.1
         merged = Policy(reload(tmp_path), 1.0).logprobs(row)[0]
     torch.testing.assert_close(merged, adapter, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("lora", [0, 4])
-def test_ranks_send_published_names_and_export_their_own(lora, tmp_path):
-    """The local engine gets the names of the model, a server those of the files."""
-    architecture("Qwen3-MoE").save_pretrained(tmp_path / "model")
-    base = tensors_in(tmp_path / "model")
-    cfg = config(model__lora_rank=lora, model__lora_target_modules=["q_proj", "o_proj"])
-    seen = []
-    for group in (
-        LocalRankGroup(Rank(tmp_path / "model", cfg)),
-        Processes(2, Rank, tmp_path / "model", cfg),
-    ):
-        with closing(group):
-            folder = tmp_path / f"sent{len(seen)}"
-            folder.mkdir()
-            sent = group.send_weights(Route(1, folder=folder, dtype=torch.float32))
-            assert not sent.errors
-            files = tensors_in(folder)
-            assert files.keys() <= base.keys() and (lora or files.keys() == base.keys())
-            assert set(sent.names) == files.keys()
-            update = Learner("", cfg, total_steps=1, group=group).make_update(1)
-            own = dict(update.weights())
-            assert own.keys() <= {n for n, _ in reload(tmp_path / "model").named_parameters()}
-            assert update.published is not None
-            assert dict(update.published()).keys() == files.keys()
-            seen.append(files)
-    for name, tensor in seen[0].items():
-        torch.testing.assert_close(seen[1][name], tensor, atol=1e-6, rtol=0, msg=name)
-        if not lora:
-            torch.testing.assert_close(tensor, base[name], atol=1e-6, rtol=0, msg=name)
