@@ -96,11 +96,14 @@ def check_run(settings: Config, *, checks_start: bool = False) -> None:
     # This import takes seconds, so it comes after the checks.
     from agentrl.engine.local.load import base_and_adapters
     from agentrl.trainer.modes import describe_mode, find_mode
+    from agentrl.trainer.policy import describe_targets
 
     base, _ = base_and_adapters(settings.model.path)
     model = AutoConfig.from_pretrained(base)
     check_model_fits(plan, template, model.max_position_embeddings)
-    row_mode = describe_mode(*find_mode(model), settings.rollout.n) if plan.train else ""
+    learning = [describe_mode(*find_mode(model), settings.rollout.n)] if plan.train else []
+    if plan.train and settings.model.lora_rank:
+        learning.append(describe_targets(settings.model))
     _print_tool_format(settings.rollout.tool_format, template, settings.rollout.python)
     with open_toolbox(settings.tools, settings.files) as toolbox:
         _check_tools(plan, toolbox)
@@ -109,8 +112,8 @@ def check_run(settings: Config, *, checks_start: bool = False) -> None:
         typer.echo(describe_history(plan, template))
         typer.echo(render_first_prompts(plan, template))
         typer.echo(f"tools: {toolbox.where}")
-    if row_mode:
-        typer.echo(row_mode)
+    for line in filter(None, learning):
+        typer.echo(line)
     row_tokens = longest_prompt(plan, template) + settings.rollout.max_trajectory_tokens
     row_tokens = min(row_tokens, model.max_position_embeddings)
     unchecked = [

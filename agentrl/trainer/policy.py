@@ -13,6 +13,7 @@ writes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,10 +23,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from agentrl.engine.local.load import quiet_peft, with_published_names
+from agentrl.config import ModelConfig
+from agentrl.engine.local.load import base_and_adapters, quiet_peft, with_published_names
 from agentrl.errors import ConfigError
 from agentrl.trainer.head import Head, chosen_logprobs
 from agentrl.trainer.modes import (
@@ -68,17 +70,7 @@ class Policy:
         self.model = model
         self.temperature = temperature
         self.peft: PeftModel | None = None
-        head = model.get_output_embeddings()
-        # An adapter on the head or the embeddings would be neither trained nor published.
-        linear = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, (nn.Linear, Conv1D)) and module is not head
-        }
-        self._adaptable_modules = [name for name, m in linear.items() if _returns_a_product(m)]
-        self._unadaptable_modules = {
-            name.rpartition(".")[2] for name in linear.keys() - set(self._adaptable_modules)
-        }
+        self._adaptable_modules = find_adaptable_modules(model)
         self.packed_model = PackedModel(model, compute)
 
     def logprobs(
@@ -117,13 +109,12 @@ class Policy:
             # PEFT interprets a single string as a regular expression over whole paths.
             target_modules = [target_modules]
         self._check_targets(target_modules)
+        # PEFT's own all-linear adds stacked experts and routers to the modules of some models.
+        all_linear = sorted({name.rpartition(".")[2] for name in self._adaptable_modules})
         config = LoraConfig(
             r=rank,
             lora_alpha=alpha,
-            target_modules=target_modules,
-            exclude_modules=self._find_excluded_modules()
-            if target_modules == "all-linear"
-            else None,
+            target_modules=all_linear if target_modules == "all-linear" else target_modules,
             lora_dropout=0.0,
             task_type="CAUSAL_LM",
         )
@@ -156,26 +147,6 @@ class Policy:
                 f" {', '.join(wrong) or 'an empty list'} cannot be adapted. Choose all-linear, or"
                 f" from {', '.join(names)}. The output layer and the embeddings are never adapted."
             )
-
-    def _find_excluded_modules(self) -> list[str]:
-        """Return the names of the linear layers that all-linear must leave out.
-
-        PEFT refuses `out_proj` of Mamba layers, even as a part of all-linear: their kernels for
-        training read its weight and skip the adapter. Layers that return more than a product, such
-        as Llama 4's routers, cannot have an adapter either.
-        """
-        adaptable = {name.rpartition(".")[2] for name in self._adaptable_modules}
-        excluded = self._unadaptable_modules - adaptable
-        with torch.random.fork_rng():
-            for name in adaptable:
-                trial: Any = nn.Module()
-                trial.config = self.model.config
-                trial.add_module(name, nn.Linear(1, 1))
-                try:
-                    inject_adapter_in_model(LoraConfig(r=1, target_modules=[name]), trial)
-                except ValueError:
-                    excluded.add(name)
-        return sorted(excluded)
 
     @contextmanager
     def adapter(self, name: str | None) -> Iterator[None]:
@@ -413,6 +384,68 @@ class PackedModel(nn.Module):
 def _base_weight(layer: LoraLayer) -> Tensor:
     """Return the frozen weight."""
     return layer.get_base_layer().weight  # type: ignore[return-value]
+
+
+def find_adaptable_modules(model: PreTrainedModel) -> list[str]:
+    """Return the names of the linear layers that can have an adapter.
+
+    The output layer cannot: its adapter would be neither trained nor published. Layers that return
+    more than a product, such as Llama 4's routers, cannot. PEFT refuses `out_proj` of Mamba layers,
+    whose kernels for training read its weight and skip the adapter. If transformers stacks the
+    experts of a model, PEFT interprets the names that they have in files (`gate_proj`) as the
+    stacked tensors, also if the model has linear layers of these names.
+    """
+    head = model.get_output_embeddings()
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D))
+        and module is not head
+        and _returns_a_product(module)
+    ]
+    refused = set()
+    with torch.random.fork_rng():
+        for end in {name.rpartition(".")[2] for name in names}:
+            trial: Any = nn.Module()
+            trial.config = model.config
+            trial.add_module(end, nn.Linear(1, 1, device="cpu"))
+            try:
+                inject_adapter_in_model(LoraConfig(r=1, target_modules=[end]), trial)
+            except ValueError:
+                refused.add(end)
+    return [name for name in names if name.rpartition(".")[2] not in refused]
+
+
+def describe_targets(config: ModelConfig) -> str:
+    """Return a line about the matrices that LoRA leaves out with all-linear; "" if there are none.
+
+    Embeddings, the output layer and vectors are not mentioned: no model's are adapted.
+
+    Args:
+        config: names the model and the modules; no weights are read.
+    """
+    if config.lora_target_modules != "all-linear":
+        return ""
+    base, _ = base_and_adapters(config.path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+    adaptable = {f"{name}.weight" for name in find_adaptable_modules(model)}
+    others = (model.get_input_embeddings(), model.get_output_embeddings())
+    common = {id(p) for layer in others if layer is not None for p in layer.parameters()}
+    sizes: dict[str, int] = {}
+    for name, p in model.named_parameters():
+        if p.dim() > 1 and name not in adaptable and id(p) not in common:
+            short = re.sub(r"^.*?\.\d+\.", "", name)
+            sizes[short] = sizes.get(short, 0) + p.numel()
+    if not sizes:
+        return ""
+    names = sorted(sizes, key=lambda name: -sizes[name])
+    listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    share = sum(sizes.values()) / sum(p.numel() for p in model.parameters())
+    return (
+        f"LoRA: model.lora_target_modules=all-linear leaves out {share:.1%} of the model's"
+        f" parameters, which are no linear layers or cannot have an adapter: {listed}"
+    )
 
 
 def _returns_a_product(layer: nn.Linear | Conv1D) -> bool:

@@ -67,6 +67,7 @@ from agentrl.trainer.learner import Learner
 from agentrl.trainer.mismatch import MismatchGuard
 from agentrl.trainer.modes import describe_mode
 from agentrl.trainer.packing import Mode
+from agentrl.trainer.policy import describe_targets
 from agentrl.trainer.publisher import Publisher
 from agentrl.trainer.rank import start_ranks
 from agentrl.trainer.resume import Start, find_start, write_config, write_fork
@@ -427,6 +428,8 @@ class Trainer:
         mode, reason = self.learner.ranks.mode()
         if mode is not Mode.PACKED:
             self.console.note(describe_mode(mode, reason, config.rollout.n))
+        if config.model.lora_rank and (line := describe_targets(config.model)):
+            self.console.note(line)
         canary = self._load(self.start)
         self.engine = opening.finish()
         self.console.note(f"threads: {self._describe_threads()}")

@@ -9,16 +9,19 @@ import torch
 from support.architectures import ARCHITECTURES, architecture, make_model
 from support.exact_rank import ExactRank
 from support.processes import Processes
-from support.trainer_fixtures import as_sampled_by, config, random_groups, tensors_in
+from support.trainer_fixtures import as_sampled_by, config, random_groups, tensors_in, tiny_folder
 from transformers import PreTrainedModel
 
+from agentrl.config import ModelConfig
 from agentrl.engine.local.load import load_causal_lm
 from agentrl.engine.remote.senders import Route
+from agentrl.errors import ConfigError
 from agentrl.trainer.algorithms import make_targets
 from agentrl.trainer.batch import collate
 from agentrl.trainer.dispatch import BROADCAST, dispatch
 from agentrl.trainer.learner import Learner
-from agentrl.trainer.packing import Mode
+from agentrl.trainer.packing import Mode, pack_row
+from agentrl.trainer.policy import ACTOR, Policy, describe_targets
 from agentrl.trainer.rank import LocalRankGroup, Rank
 from agentrl.trainer.sharding import full_tensor
 
@@ -150,3 +153,33 @@ def test_ranks_send_published_names_and_export_their_own(groups, lora, tmp_path)
         torch.testing.assert_close(seen[1][name], tensor, atol=1e-6, rtol=0, msg=name)
         if not lora:
             torch.testing.assert_close(tensor, base[name], atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "DeepSeek-V3", "gpt-oss"])
+def test_all_linear_adapts_attention_only_and_says_so(name, tmp_path):
+    """PEFT would adapt routers and stacked experts of some models, which engines do not load."""
+    model = architecture(name)
+    model.save_pretrained(tmp_path / "base")
+    keys = {"path": str(tmp_path / "base"), "lora_rank": 4}
+    stacked = sum(p.numel() for n, p in model.named_parameters() if ".mlp." in n and p.dim() > 1)
+    share = stacked / sum(p.numel() for p in model.parameters())
+    line = describe_targets(ModelConfig(**keys))
+    assert f"leaves out {share:.1%} of" in line and "mlp.experts.gate_up_proj" in line
+    assert not describe_targets(ModelConfig(**keys, lora_target_modules=["q_proj"]))
+    assert not describe_targets(ModelConfig(path=str(tiny_folder(tmp_path / "dense"))))
+
+    policy = Policy(load_causal_lm(tmp_path / "base", torch.float32), 1.0)
+    for targets in (["gate_proj", "up_proj"], ["experts"], ["gate"]):
+        with pytest.raises(ConfigError, match=r"cannot be adapted\. Choose all-linear, or from"):
+            policy.add_adapter(ACTOR, 4, 8, targets, 0)
+    policy.add_adapter(ACTOR, 4, 8, "all-linear", 0)
+    learning = policy.parameters(ACTOR)
+    assert learning and all(".self_attn." in n for n in learning)
+    with policy.perturbed_adapter(0), torch.no_grad():
+        row = pack_row(range(1, 12), policy.packed_model.mode)
+        expected, _ = policy.logprobs(row)
+        policy.save_adapter(tmp_path / "adapter")
+    merged = load_causal_lm(tmp_path / "adapter", torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(Policy(merged, 1.0).logprobs(row)[0], expected)
+        assert (policy.logprobs(row)[0] - expected).abs().max() > 0.1
