@@ -39,6 +39,7 @@ MODES = {
     "mamba2": Mode.PADDED,
     "opt": Mode.PACKED,
     "gptj": Mode.WHOLE,
+    "gpt_neo": Mode.PADDED,
     "gemma2": Mode.PACKED,
     "cohere2": Mode.PACKED,
     "granite": Mode.PACKED,
@@ -55,6 +56,12 @@ OTHERS = {
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     # Its attention does not use the interface, but its mask separates flat rows by positions.
     "gptj": ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 99}),
+    # Flat rows are longer than its masks, whose size is that of its positions.
+    "gpt_neo": (
+        "gpt_neo",
+        {"attention_types": [[["global", "local"], 2]], "window_size": 16,
+         "max_position_embeddings": 99},
+    ),
     "gemma2": ("gemma2", {"head_dim": 8, "sliding_window": 16, "final_logit_softcapping": 3.0}),
     "cohere2": ("cohere2", {"head_dim": 8, "sliding_window": 16, "logit_scale": 0.25}),
     "granite": ("granite", {"logits_scaling": 8.0}),

@@ -28,6 +28,9 @@ NOT_WINDOW_KEYS = re.compile("layers|pattern|feed_forward")
 """Config keys that match `WINDOW_KEYS` but limit something else."""
 SMALL = 16
 """The width of the copy's feed-forward layers."""
+POSITIONS = 128
+"""The positions of the copy, if they are not rotary: enough for a row of a test, and fewer than the
+tokens of all its rows. Some models have masks of this size (GPT-Neo)."""
 VOCABULARY = LONG
 """The size of the vocabulary of the copy: all tokens of a row can be different."""
 
@@ -89,6 +92,8 @@ def _small_copy(
         if key.endswith("intermediate_size") and isinstance(getattr(text, key), int):
             setattr(text, key, SMALL)
     text.vocab_size, text.pad_token_id = VOCABULARY, 0
+    if not getattr(text, "rope_parameters", None) and hasattr(text, "max_position_embeddings"):
+        text.max_position_embeddings = POSITIONS
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(0)
         copy = type(model)._from_config(config, dtype=torch.float32)
