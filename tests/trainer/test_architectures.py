@@ -22,10 +22,6 @@ DECODED = ("Qwen2.5", "Qwen3", "Qwen3-MoE", "Llama 3", "Phi-4", "SmolLM3", "GLM-
 """The architectures that the local engine runs."""
 
 
-FUSED = ("Qwen3-MoE", "GLM-4.5", "DeepSeek-V3")
-"""PEFT adapts their fused experts as parameters, which cannot be published yet."""
-
-
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "model"
@@ -33,9 +29,7 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("lora", [0, 4], ids=["full", "LoRA"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_is_saved_resumed_and_exported(name, lora, folder, tmp_path, request):
-    if lora and name in FUSED:
-        request.applymarker(pytest.mark.xfail(strict=True))
+def test_a_step_is_saved_resumed_and_exported(name, lora, folder, tmp_path):
     model = architecture(name)
     model.save_pretrained(folder)
     batch = as_sampled_by(model, collate(random_groups(3, groups=2, n=3), 31))
