@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from array import array
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.architectures import architecture
+from support.architectures import ARCHITECTURES, architecture, make_model
 from support.trainer_fixtures import tensors_in
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from agentrl.engine.base import Update
+from agentrl.engine.remote.launch import SGLangLaunch
+from agentrl.engine.remote.loaders import MemoryLoader
+from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.trainer.packing import pack_row
 from agentrl.trainer.policy import ACTOR, Policy
 
@@ -103,3 +110,38 @@ def test_merged_adapters_are_published(name, tmp_path):
             assert (policy.logprobs(row)[0] - adapter).abs().max() > 0.1
         merged = Policy(reload(tmp_path), 1.0).logprobs(row)[0]
     torch.testing.assert_close(merged, adapter, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.sglang
+def test_a_real_server_takes_experts_by_published_names(sglang_python, tiny_tokenizer, tmp_path):
+    """By the names of transformers, SGLang would ignore the experts without an error."""
+    kind, values = ARCHITECTURES["Qwen3-MoE"]
+    width = {"hidden_size": 128, "head_dim": 32, "num_hidden_layers": 2}
+    model = make_model(kind, values | width | {"vocab_size": len(tiny_tokenizer)})
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    policy, row = Policy(model, 1.0), array("i", range(3, 40))
+    server = SGLangLaunch(str(tmp_path), python=sglang_python, dtype="float32").start()
+    try:
+        engine = SGLangEngine(
+            server.url,
+            vocabulary=len(tiny_tokenizer),
+            key=server.token,
+            admin_key=server.admin_token,
+            process=server,
+            loader=partial(MemoryLoader, ranks=(0,)),
+        )
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "experts" in name:
+                    weight.add_(0.1 * torch.randn_like(weight))
+            expected, _ = policy.logprobs(pack_row(row))
+        before = torch.tensor(asyncio.run(engine.score(row)))[1:]
+        assert (before - expected).abs().max() > 0.1
+        engine.publish(Update(1, policy.export, published=partial(policy.export, published=True)))
+        after = torch.tensor(asyncio.run(engine.score(row)))[1:]
+        torch.testing.assert_close(after, expected, atol=1e-4, rtol=0)
+        engine._distributor.close()
+    finally:
+        server.stop()
