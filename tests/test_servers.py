@@ -103,7 +103,9 @@ def test_a_server_that_is_down():
 def test_a_slow_server_is_not_waited_for(base):
     began = time.monotonic()
     text, is_usable = ask(f"{base}/slow/v1")
-    assert text.startswith("does not answer (GET ") and "Timeout" in text and not is_usable
+    assert text.startswith("does not answer (GET ") and not is_usable
+    # httpx's own limit (ReadTimeout) and ours are equal: either may be first.
+    assert "Timeout" in text or "no complete response within 0.5 s" in text
     assert time.monotonic() - began < 1.4
 
 

@@ -176,7 +176,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: None,
     *,
-    layout: Layout,
+    layout: Layout | None = None,
     scaling: float | None = None,
     sliding_window: int | None = NOT_PASSED,
     softcap: float | None = None,
@@ -195,7 +195,7 @@ def packed_attention(
         key: (1, key-value heads, L, d).
         value: (1, key-value heads, L, e).
         attention_mask: None; the layout replaces it.
-        layout: the layout of the L tokens.
+        layout: the layout of the L tokens; None: the layer did not pass it on.
         scaling: the factor of the scores; None: 1 / sqrt(d).
         sliding_window: how many tokens back a token attends, itself included; None: all. If it is
             not passed, the layer's attribute of this name.
@@ -210,8 +210,13 @@ def packed_attention(
         (1, L, heads, e), and None in place of the scores.
 
     Raises:
-        NotImplementedError: the layer asks for something else that changes the result.
+        NotImplementedError: the layer passes no layout, or asks for something else that changes
+            the result.
     """
+    if layout is None:
+        raise NotImplementedError(
+            f"{type(module).__name__} does not pass the layout of packed rows to its attention"
+        )
     _raise_if_unsupported(module, query, key, attention_mask, dropout, is_causal, others)
     window, chunk = _limits(module, sliding_window)
     scores = Scores(scaling, window, chunk, softcap, s_aux)

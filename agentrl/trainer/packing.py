@@ -35,7 +35,7 @@ from agentrl.trainer.batch import TokenRows
 
 
 class Mode(Enum):
-    """How rows become the input of a model. `policy.prove_mode` finds the first that is exact."""
+    """How rows become the input of a model. `modes.prove_mode` finds the first that is exact."""
 
     PACKED = "packed"
     """One flat row; rows share their prompts."""

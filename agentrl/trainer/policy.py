@@ -1,6 +1,6 @@
 """Causal language models that score chosen tokens: the policy, and a critic.
 
-A model runs many rows packed into one (`packing.py`), and the numbers of a row do not depend on the
+A model runs many rows at once (`packing.py`), and the numbers of a row do not depend on the
 other rows. The head is by far the widest layer; it is applied to the states of chosen tokens only.
 Models stay in evaluation mode while they learn: with dropout the probability ratio at the first
 update would differ from 1.
@@ -57,7 +57,7 @@ class Policy:
     def __init__(
         self, model: PreTrainedModel, temperature: float, compute: torch.dtype | None = None
     ):
-        """Use `model` with packed rows from now on; `add_adapter` freezes it.
+        """Find how rows become the input of `model`; `add_adapter` freezes it.
 
         Args:
             model: in evaluation mode.
@@ -65,7 +65,7 @@ class Policy:
             compute: the precision of the model's passes; None: that of its weights.
 
         Raises:
-            ConfigError: packing would change the output of the model.
+            ConfigError: see `prove_mode`.
         """
         self.model = model
         self.temperature = temperature
@@ -336,7 +336,7 @@ class PackedModel(nn.Module):
     """
 
     def __init__(self, model: PreTrainedModel, compute: torch.dtype | None = None):
-        """Use `model` with packed rows from now on.
+        """Find how rows become the input of `model`, and set its attention implementation.
 
         Args:
             model: in evaluation mode.

@@ -96,6 +96,18 @@ def test_merged_lora_is_checked_by_the_sent_tensors():
     assert server.names() == [*adapted]
 
 
+def test_columns_that_the_server_padded_with_zeros_are_the_same():
+    """SGLang pads layers on a CPU."""
+    server = Server()
+    checker = proof(server)
+    wider = {n: torch.nn.functional.pad(t, (0, 3)) for n, t in weights(1).items() if t.dim() == 2}
+    publish(server, checker, 1, {n: weights(1)[n] for n in wider}, wider)
+    assert server.names()
+    wider = {n: t.index_fill(1, torch.tensor([t.shape[1] - 1]), 1.0) for n, t in wider.items()}
+    with pytest.raises(EngineError, match="other values"):
+        publish(server, checker, 2, {n: weights(1)[n] for n in wider}, wider)
+
+
 @pytest.mark.parametrize("fault", ["nothing", "the last", "one number", "another shape"])
 def test_other_values_are_refused(fault):
     server = Server(dtype=BF16)

@@ -15,7 +15,7 @@ from agentrl.config import Config
 from agentrl.trainer.batch import Batch, Targets
 from agentrl.trainer.dispatch import BROADCAST, dispatch
 from agentrl.trainer.learner import Learner
-from agentrl.trainer.packing import PackedRows
+from agentrl.trainer.packing import Mode, PackedRows
 from agentrl.trainer.rank import LocalRankGroup, Rank
 
 
@@ -38,6 +38,11 @@ class TensorRank(Rank):
     def vocabulary(self) -> int:
         """Return a size above every token id, because the ids are positions."""
         return 2**31
+
+    @dispatch(BROADCAST)
+    def mode(self) -> tuple[Mode, str]:
+        """Return the mode in which `packed.tokens` are the chosen tokens of flat rows."""
+        return Mode.PACKED, ""
 
     def _output(self, name: str, packed: PackedRows) -> Tensor:
         return self.outputs[name].flatten()[packed.tokens]

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.senders import COMPARED_ROWS, Sent
@@ -96,9 +96,15 @@ class WeightsChecker:
 
 
 def _is_same(server_weights: list[Any], sent: Tensor) -> bool:
-    """Return whether the numbers equal the tensor, in a dtype that the server may use."""
+    """Return whether the numbers equal the tensor, in a dtype that the server may use.
+
+    On a CPU SGLang pads columns with zeros to a multiple of 64.
+    """
     expected = sent.float()
     server_tensor = torch.tensor(server_weights, dtype=torch.float32)
+    if server_tensor.dim() == expected.dim() == 2:
+        more = server_tensor.shape[1] - expected.shape[1]
+        expected = nn.functional.pad(expected, (0, max(0, more)))
     if server_tensor.shape != expected.shape:
         return False
     return any(torch.equal(server_tensor, expected.to(d).float()) for d in DTYPES)
