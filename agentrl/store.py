@@ -20,9 +20,9 @@ import re
 import shutil
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import accumulate, pairwise
 from operator import attrgetter
@@ -164,6 +164,29 @@ class TrajectoryStore:
     def steps(self, split: str) -> list[int]:
         """Return the steps that have a file of this split, in order."""
         return [step for _, step, shard_split in self._shards() if shard_split == split]
+
+    def all_steps(self) -> list[int]:
+        """Return the steps that have a file of any split, in order."""
+        return sorted({step for _, step, _ in self._shards()})
+
+    def read_episodes(self, is_wanted: Callable[[int], bool] = lambda step: True) -> pa.Table:
+        """Return the rollouts of the chosen steps as rows, without their tokens.
+
+        Raises:
+            DataError: a file is damaged.
+        """
+        schema = pa.schema([SCHEMA.field(name) for name in _COLUMNS])
+        return self._read_tables(schema, is_wanted)
+
+    def _read_tables(self, schema: pa.Schema, is_wanted: Callable[[int], bool]) -> pa.Table:
+        """Return columns of the files; null where an older file lacks a column."""
+        tables = [schema.empty_table()]
+        for path, step, _ in self._shards():
+            if is_wanted(step):
+                with _readable(path), pq.ParquetFile(path) as file:
+                    known = [name for name in schema.names if name in file.schema_arrow.names]
+                    tables.append(file.read(known))
+        return pa.concat_tables(tables, promote_options="default").select(schema.names)
 
     def truncate_after(self, step: int) -> None:
         """Remove all files after a step (-1: all) and temporary files of killed processes."""
@@ -347,14 +370,20 @@ def _to_json(value: Any) -> Any:
 
 
 def _read_shard(path: Path) -> Iterator[StoredRollout]:
+    with _readable(path), pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(_BATCH):
+            streams = [_arrays(batch.column(name)) for name in STREAMS]
+            rows = batch.drop_columns(list(STREAMS)).to_pylist()
+            for row, *lists in zip(rows, *streams, strict=True):
+                segments = tuple(Segment(*s) for s in zip(*lists, strict=True))
+                yield _rollout_from_row(row, segments)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raise a `DataError` that names the file if the block cannot read it."""
     try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(_BATCH):
-                streams = [_arrays(batch.column(name)) for name in STREAMS]
-                rows = batch.drop_columns(list(STREAMS)).to_pylist()
-                for row, *lists in zip(rows, *streams, strict=True):
-                    segments = tuple(Segment(*s) for s in zip(*lists, strict=True))
-                    yield _rollout_from_row(row, segments)
+        yield
     except (pa.ArrowException, OSError, KeyError, ValueError, TypeError) as e:
         raise DataError(f"{path} is not a readable file of trajectories: {e!r}") from e
 

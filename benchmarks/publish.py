@@ -39,8 +39,8 @@ from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.distributor import Distributor
 from agentrl.engine.remote.loaders import MemoryLoader
 from agentrl.engine.remote.senders import Sent
+from agentrl.record import METRICS, read_metrics
 from agentrl.trainer import Trainer
-from agentrl.trainer.tracking import METRICS, read_metrics
 
 CASES = ("colocated", "tp2", "separate")
 FAKE_SECONDS = 0.2

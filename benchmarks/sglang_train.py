@@ -25,8 +25,8 @@ from workload.timing import print_figure, short
 from agentrl.config import Config, load_config
 from agentrl.demo import TINY_SETTINGS, tiny_model
 from agentrl.engine.remote.launch import MAX_ADAPTERS
+from agentrl.record import METRICS, read_metrics
 from agentrl.trainer import Trainer
-from agentrl.trainer.tracking import METRICS, read_metrics
 
 DATASETS = Path(__file__).parent.parent / "datasets"
 EVERY = 10

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "agentrl"
 
 # A room may look into rooms further up, never into its neighbours or down.
 LAYERS = (
-    ("errors", "installation", "open_files", "plural", "torch_threads", "trajectory"),
+    ("errors", "installation", "open_files", "plural", "record", "torch_threads", "trajectory"),
     ("siblings",),
     ("registry",),
     ("answers", "config", "http", "metrics", "signatures", "workers"),
@@ -26,7 +26,7 @@ LAYERS = (
     ("watchdog",),
     ("rollout",),
     ("evaluate", "plan"),
-    ("capacity", "servers"),
+    ("capacity", "report", "servers"),
     ("trainer",),
     ("cluster",),
     ("compat", "testing"),

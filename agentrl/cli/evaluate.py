@@ -243,8 +243,8 @@ def compare(
     from agentrl.errors import DataError
     from agentrl.evaluate import accuracy, paired_difference, read_validation
     from agentrl.metrics import mean, standard_error
+    from agentrl.record import METRICS
     from agentrl.trainer.curve import validation_points, write_comparison
-    from agentrl.trainer.tracking import METRICS
 
     if len(runs) < 2:
         raise UserError(f"compare needs two or more folders, and got only {runs[0]}")

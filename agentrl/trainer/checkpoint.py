@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError, RunStopped, UserError
-from agentrl.trainer.tracking import METRICS, read_metrics
+from agentrl.record import METRICS, read_metrics
 
 log = logging.getLogger("agentrl")
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from agentrl.config import Config
 from agentrl.plural import plural
+from agentrl.record import METRICS
 from agentrl.trainer.curve import TRAINING, validation_series
-from agentrl.trainer.tracking import METRICS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

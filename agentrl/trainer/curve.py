@@ -14,7 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.trainer.tracking import read_metrics
+from agentrl.record import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

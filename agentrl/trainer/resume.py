@@ -28,8 +28,8 @@ from pydantic import ValidationError
 from agentrl.config import FIELDS, Config
 from agentrl.config.sources import read_yaml
 from agentrl.errors import ConfigError, RunStopped
+from agentrl.record import METRICS, read_metrics
 from agentrl.trainer.checkpoint import BEST, META, Checkpoint, find_checkpoint, replace_file
-from agentrl.trainer.tracking import METRICS, read_metrics
 
 CHANGES = "changes.jsonl"
 CONFIG = "config.yaml"

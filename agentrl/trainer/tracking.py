@@ -1,10 +1,6 @@
-"""The metrics of a run: always in `metrics.jsonl`, and in trackers if configured.
+"""Writes the metrics of a run: always to `metrics.jsonl`, and to trackers if configured.
 
-The file is the record of the run. It has one line per step, `{"step": 12, "data":
-{"critic/score/mean": 0.5, ...}}`, which is on disk before the step's checkpoint is. So a resumed
-run finds every step up to its checkpoint, cuts what follows, and writes each later step again: no
-step is missing and none is there twice. TensorBoard and wandb are optional; if they fail, training
-continues.
+TensorBoard and wandb are optional; if they fail, training continues.
 """
 
 from __future__ import annotations
@@ -22,9 +18,9 @@ import orjson
 
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.installation import install_command
+from agentrl.record import METRICS, metric_lines
 from agentrl.registry import did_you_mean
 
-METRICS = "metrics.jsonl"
 EARLY_STOP = "training/early_stop"
 """The metric: 1 in the last step of a run that `trainer.patience` ended."""
 Data = Mapping[str, float]
@@ -142,24 +138,6 @@ def check_loggers(names: Sequence[str]) -> None:
             raise ConfigError(f"trainer.logger: {name} is not installed: {command}")
 
 
-def read_metrics(
-    path: Path, is_wanted: Callable[[str], bool] = lambda name: True
-) -> list[tuple[int, dict[str, Any]]]:
-    """Return the steps and their metrics, in order.
-
-    A file that does not exist has no steps. A line that a kill cut short is left out. Values are
-    numbers, or None for a number that was not finite.
-
-    Args:
-        path: the `metrics.jsonl` of a run.
-        is_wanted: selects metrics by name. All metrics of a long run take much memory.
-    """
-    return [
-        (step, {name: value for name, value in data.items() if is_wanted(name)})
-        for step, data, _ in _lines(path)
-    ]
-
-
 class Best:
     """Finds the best validation of a run, and ends a run that no longer improves.
 
@@ -230,7 +208,7 @@ def _truncate_after(path: Path, step: int) -> None:
     """Remove all lines after `step`, and an incomplete line. The file is replaced atomically."""
     if not path.exists():
         return
-    content = b"".join(line for s, _, line in _lines(path) if s <= step)
+    content = b"".join(line for s, _, line in metric_lines(path) if s <= step)
     if content == path.read_bytes():
         return
     staging = path.with_name(f".tmp-metrics-{os.getpid()}")
@@ -239,26 +217,6 @@ def _truncate_after(path: Path, step: int) -> None:
         f.flush()
         os.fsync(f.fileno())
     staging.rename(path)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any], bytes]]:
-    """Yield step, data and bytes of the complete lines.
-
-    If a step has several lines, the first one counts.
-    """
-    if not path.exists():
-        return
-    last: int | None = None
-    with path.open("rb") as lines:
-        for line in lines:
-            try:
-                record = orjson.loads(line)
-                step, data = int(record["step"]), dict(record["data"])
-            except (ValueError, KeyError, TypeError):
-                continue
-            if line.endswith(b"\n") and (last is None or step > last):
-                last = step
-                yield step, data, line
 
 
 class Sink(Protocol):

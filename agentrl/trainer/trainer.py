@@ -45,6 +45,7 @@ from agentrl.plan import (
     make_canary_row,
     make_plan,
 )
+from agentrl.record import METRICS, read_metrics
 from agentrl.rollout import open_rollouts
 from agentrl.store import TrajectoryStore, TrajectoryWriter
 from agentrl.torch_threads import choose_threads
@@ -71,14 +72,7 @@ from agentrl.trainer.policy import describe_targets
 from agentrl.trainer.publisher import Publisher
 from agentrl.trainer.rank import start_ranks
 from agentrl.trainer.resume import Start, find_start, write_config, write_fork
-from agentrl.trainer.tracking import (
-    EARLY_STOP,
-    METRICS,
-    Best,
-    Tracker,
-    check_loggers,
-    read_metrics,
-)
+from agentrl.trainer.tracking import EARLY_STOP, Best, Tracker, check_loggers
 from agentrl.trajectory import Group
 
 AUTO_SAVE_S = 1800.0

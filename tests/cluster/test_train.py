@@ -20,10 +20,10 @@ from agentrl.cluster import open_placement
 from agentrl.cluster.connect import open_cluster
 from agentrl.config import load_config
 from agentrl.errors import RunStopped
+from agentrl.record import read_metrics
 from agentrl.store import load_trajectories
 from agentrl.trainer import Trainer
 from agentrl.trainer.checkpoint import find_checkpoint
-from agentrl.trainer.tracking import read_metrics
 
 pytestmark = [
     pytest.mark.ray,

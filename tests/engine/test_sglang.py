@@ -31,10 +31,10 @@ from agentrl.errors import EngineDead, EngineError, PromptTooLong, RunStopped
 from agentrl.http import fetch_json
 from agentrl.metrics import rollout_metrics
 from agentrl.plan import make_plan
+from agentrl.record import read_metrics
 from agentrl.rollout import open_rollouts
 from agentrl.store import load_trajectories
 from agentrl.trainer import Trainer
-from agentrl.trainer.tracking import read_metrics
 
 pytestmark = pytest.mark.sglang
 

@@ -29,9 +29,9 @@ from agentrl.engine.remote.open import make_openers, parameter_names
 from agentrl.engine.remote.vllm import Completions, Generate, VLLMEngine
 from agentrl.errors import ConfigError, EngineDead, EngineError, PromptTooLong, UserError
 from agentrl.http import fetch
+from agentrl.record import read_metrics
 from agentrl.store import load_trajectories
 from agentrl.trainer import Trainer
-from agentrl.trainer.tracking import read_metrics
 
 pytestmark = pytest.mark.vllm
 

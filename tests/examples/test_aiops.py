@@ -15,10 +15,10 @@ import pytest
 from agentrl import play
 from agentrl.config import load_config, without_effect
 from agentrl.data import check_samples, load_samples, write_rows
+from agentrl.record import read_metrics
 from agentrl.registry import load_file
 from agentrl.rewards import check_graders, make_scorer
 from agentrl.testing import Scripted, byte_tokenizer
-from agentrl.trainer.tracking import read_metrics
 
 EXAMPLE = Path(__file__).parents[2] / "examples/aiops"
 ROOM = ["rollout.max_turn_tokens=8192", "rollout.max_trajectory_tokens=32768"]

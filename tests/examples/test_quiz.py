@@ -15,10 +15,10 @@ from agentrl.config import load_config
 from agentrl.data import load_checked
 from agentrl.demo import TINY_SETTINGS
 from agentrl.plan import make_plan
+from agentrl.record import METRICS, read_metrics
 from agentrl.rewards import make_scorer
 from agentrl.testing import Scripted, byte_tokenizer
 from agentrl.trainer import Trainer
-from agentrl.trainer.tracking import METRICS, read_metrics
 
 HERE = Path(__file__).parents[2] / "examples" / "quiz"
 

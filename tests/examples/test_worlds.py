@@ -15,10 +15,10 @@ from support.needs import needs_sandbox
 from agentrl import play
 from agentrl.config import load_config, without_effect
 from agentrl.data import check_samples, load_samples, write_rows
+from agentrl.record import read_metrics
 from agentrl.registry import load_file
 from agentrl.rewards import check_graders, make_scorer
 from agentrl.testing import Scripted, byte_tokenizer, call
-from agentrl.trainer.tracking import read_metrics
 from agentrl.trajectory import Scored
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

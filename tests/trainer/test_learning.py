@@ -9,8 +9,8 @@ import torch
 from agentrl.config import load_config
 from agentrl.demo import TINY_SETTINGS
 from agentrl.errors import RunStopped
+from agentrl.record import read_metrics
 from agentrl.trainer import Trainer
-from agentrl.trainer.tracking import read_metrics
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(600)]
 

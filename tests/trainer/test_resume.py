@@ -18,6 +18,7 @@ from support.forked_python import ForkedPython, run_agentrl
 
 from agentrl.config import FIELDS, Config, load_config
 from agentrl.errors import ConfigError, RunStopped
+from agentrl.record import read_metrics
 from agentrl.store import TrajectoryStore
 from agentrl.trainer import Trainer
 from agentrl.trainer import trainer as trainer_module
@@ -31,7 +32,6 @@ from agentrl.trainer.resume import (
     write_config,
     write_fork,
 )
-from agentrl.trainer.tracking import read_metrics
 
 ENV = """
 from agentrl import reward

@@ -25,12 +25,13 @@ from support.forked_python import ForkedPython, run_python
 from agentrl.config import load_config
 from agentrl.engine.local import LocalEngine
 from agentrl.errors import EngineError, RunStopped
+from agentrl.record import read_metrics
 from agentrl.store import TrajectoryStore
 from agentrl.trainer import Trainer
 from agentrl.trainer import checkpoint as checkpoint_module
 from agentrl.trainer import trainer as trainer_module
 from agentrl.trainer.checkpoint import find_steps
-from agentrl.trainer.tracking import Best, read_metrics
+from agentrl.trainer.tracking import Best
 
 ENV = """
 from agentrl import reward

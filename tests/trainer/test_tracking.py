@@ -14,8 +14,9 @@ import pytest
 
 from agentrl.config import Config
 from agentrl.errors import ConfigError, RunStopped
+from agentrl.record import METRICS, read_metrics
 from agentrl.trainer.console import Console
-from agentrl.trainer.tracking import METRICS, SINKS, Tracker, check_loggers, read_metrics
+from agentrl.trainer.tracking import SINKS, Tracker, check_loggers
 
 
 def steps(folder) -> list[int]:

@@ -1,0 +1,115 @@
+"""A recorded run as Arrow tables.
+
+    from agentrl import load_run
+
+    run = load_run("runs/demo")
+    run.metrics.to_pandas().plot(x="step", y="critic/score/mean")
+
+A table contains null where a run has not recorded a value, never a number in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import yaml
+
+from agentrl.errors import DataError
+from agentrl.record import METRICS, read_metrics
+from agentrl.store import StoredRollout, TrajectoryStore
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recorded run. Tables are read when they are first used.
+
+    Attributes:
+        folder: the run's folder.
+        steps: the steps that the tables contain; None: all.
+    """
+
+    folder: Path
+    steps: Collection[int] | None = None
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The present config, by section: the content of `config.yaml`."""
+        path = self.folder / "config.yaml"
+        return yaml.safe_load(path.read_text()) if path.exists() else {}
+
+    @cached_property
+    def metrics(self) -> pa.Table:
+        """One row per step: `step`, int64, and a float64 column for each metric."""
+        record = [(s, data) for s, data in read_metrics(self.folder / METRICS) if self._has(s)]
+        names = dict.fromkeys(name for _, data in record for name in data)
+        columns = {"step": pa.array([step for step, _ in record], pa.int64())}
+        for name in names:
+            columns[name] = pa.array([data.get(name) for _, data in record], pa.float64())
+        return pa.table(columns)
+
+    @cached_property
+    def episodes(self) -> pa.Table:
+        """One row per stored episode, without its tokens; the columns of `store.SCHEMA`.
+
+        Structured data (messages, turns, rewards) is JSON text.
+        """
+        return self._store.read_episodes(self._has)
+
+    @cached_property
+    def tokens(self) -> pa.Table:
+        """One row per response token of the stored episodes."""
+        raise NotImplementedError
+
+    @cached_property
+    def changes(self) -> pa.Table:
+        """One row per config key that was changed during the run: step, key, old, new."""
+        path = self.folder / "changes.jsonl"
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        return pa.Table.from_pylist([orjson.loads(line) for line in lines])
+
+    @cached_property
+    def findings(self) -> pa.Table:
+        """One row per finding of the diagnoses; see `Finding`."""
+        from agentrl.report.diagnosis import diagnose, findings_table
+
+        return findings_table(diagnose(self))
+
+    def rollouts(self, split: str | None = None) -> Iterator[StoredRollout]:
+        """Yield the stored rollouts of a split (None: all) with their tokens, messages and turns.
+
+        Raises:
+            DataError: a file is damaged.
+        """
+        for step in filter(self._has, self._store.all_steps()):
+            yield from self._store.read(step, split)
+
+    @cached_property
+    def _store(self) -> TrajectoryStore:
+        return TrajectoryStore(self.folder / "trajectories")
+
+    def _has(self, step: int) -> bool:
+        return self.steps is None or step in self.steps
+
+
+def load_run(path: str | Path, steps: Collection[int] | None = None) -> Run:
+    """Open the folder of a run, which may still be training.
+
+    Args:
+        path: the run's folder (`runs/NAME`).
+        steps: the steps that the tables contain, such as `range(100, 120)`; None: all.
+
+    Raises:
+        DataError: the folder does not exist, or is not that of a run.
+    """
+    folder = Path(path)
+    if not (folder / METRICS).exists() and not (folder / "trajectories").is_dir():
+        raise DataError(
+            f"{folder} is not the folder of a run: it has neither {METRICS} nor trajectories"
+        )
+    return Run(folder, steps)
