@@ -60,6 +60,7 @@ _SAMPLE = f"{_TRAJECTORY}.sample"
 _COLUMNS = {
     "step": (pa.int32(), "step"),
     "split": (pa.string(), "split"),
+    "group": (pa.int32(), "group"),
     "sample_id": (pa.string(), f"{_SAMPLE}.id"),
     "episode_id": (pa.string(), f"{_TRAJECTORY}.episode_id"),
     "rollout": (pa.int32(), f"{_TRAJECTORY}.rollout"),
@@ -106,6 +107,8 @@ _SAMPLES = TypeAdapter(Sample)
 _TURNS = TypeAdapter(tuple[Turn, ...])
 _MESSAGES = TypeAdapter(tuple[Message, ...])
 _SHARD = re.compile(r"([a-z]+)-(\d+)\.parquet")
+_ROW_GROUP = 8
+"""The rollouts of a row group, the part of a file that is read and decoded at once."""
 _BATCH = 64
 
 
@@ -118,6 +121,8 @@ class StoredRollout:
     dropped: int
     """The number of dropped rollouts in its group."""
     scored: Scored
+    group: int | None = None
+    """The index of its group among those of the step and split; None in files of older versions."""
 
 
 class TrajectoryStore:
@@ -137,7 +142,8 @@ class TrajectoryStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(staging, "wb") as file:
-                pq.write_table(_table(step, groups, split), file, compression="zstd")
+                table = _table(step, groups, split)
+                pq.write_table(table, file, compression="zstd", row_group_size=_ROW_GROUP)
                 file.flush()
                 os.fsync(file.fileno())
             staging.rename(path)
@@ -160,6 +166,30 @@ class TrajectoryStore:
         for path, shard_step, shard_split in self._shards():
             if step in (None, shard_step) and split in (None, shard_split):
                 yield from _read_shard(path)
+
+    def read_episode(self, episode_id: str, step: int | None = None) -> StoredRollout:
+        """Return one rollout. Only a few rows of its file are decoded.
+
+        Args:
+            episode_id: the id of the episode.
+            step: its step; None: look into the files of all steps, the last ones first.
+
+        Raises:
+            DataError: there is no such episode, or a file is damaged.
+        """
+        for path, shard_step, _ in reversed(self._shards()):
+            if step in (None, shard_step):
+                with _readable(path), pq.ParquetFile(path) as file:
+                    ids = file.read(["episode_id"]).column("episode_id")
+                    row = ids.index(episode_id).as_py()
+                    for i in range(file.num_row_groups if row >= 0 else 0):
+                        rows = file.metadata.row_group(i).num_rows
+                        if row < rows:
+                            [batch] = file.read_row_group(i).slice(row, 1).to_batches()
+                            return next(_read_rows(batch))
+                        row -= rows
+        where = self.folder if step is None else f"the files of step {step} in {self.folder}"
+        raise DataError(f"there is no episode {episode_id!r} in {where}")
 
     def steps(self, split: str) -> list[int]:
         """Return the steps that have a file of this split, in order."""
@@ -313,7 +343,11 @@ class TrajectoryWriter:
 
 
 def _table(step: int, groups: Sequence[Group], split: str) -> pa.Table:
-    rows = [StoredRollout(step, split, g.dropped, scored) for g in groups for scored in g.scored]
+    rows = [
+        StoredRollout(step, split, group.dropped, scored, index)
+        for index, group in enumerate(groups)
+        for scored in group.scored
+    ]
     columns = [
         pa.array([_cell(name, path, row) for row in rows], kind)
         for name, (kind, path) in _COLUMNS.items()
@@ -372,11 +406,15 @@ def _to_json(value: Any) -> Any:
 def _read_shard(path: Path) -> Iterator[StoredRollout]:
     with _readable(path), pq.ParquetFile(path) as file:
         for batch in file.iter_batches(_BATCH):
-            streams = [_arrays(batch.column(name)) for name in STREAMS]
-            rows = batch.drop_columns(list(STREAMS)).to_pylist()
-            for row, *lists in zip(rows, *streams, strict=True):
-                segments = tuple(Segment(*s) for s in zip(*lists, strict=True))
-                yield _rollout_from_row(row, segments)
+            yield from _read_rows(batch)
+
+
+def _read_rows(batch: pa.RecordBatch) -> Iterator[StoredRollout]:
+    streams = [_arrays(batch.column(name)) for name in STREAMS]
+    rows = batch.drop_columns(list(STREAMS)).to_pylist()
+    for row, *lists in zip(rows, *streams, strict=True):
+        segments = tuple(Segment(*s) for s in zip(*lists, strict=True))
+        yield _rollout_from_row(row, segments)
 
 
 @contextmanager
@@ -389,7 +427,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _rollout_from_row(row: Mapping[str, Any], segments: tuple[Segment, ...]) -> StoredRollout:
-    row = {"control_token_attempts": 0, **row}  # missing in older files
+    row = {"control_token_attempts": 0, "group": None, **row}  # missing in older files
     parts: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, (_, path) in _COLUMNS.items():
         owner, _, field = path.rpartition(".")

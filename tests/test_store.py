@@ -107,6 +107,46 @@ def test_any_parquet_reader_can_read_the_store(tmp_path):
     assert (row["agent_name"], row["reward"], row["stop_reason"]) == ("tool_agent", 1.0, "done")
 
 
+def test_a_rollout_knows_its_group(tmp_path):
+    store = TrajectoryStore(tmp_path)
+    empty = Group(Sample("x", PROMPT), (), 8)
+    path = store.write(1, [group(scored(0), scored(1)), empty, group(scored(2))])
+    assert [s.group for s in store.read()] == [0, 0, 2]
+    pq.write_table(pq.read_table(path).drop_columns(["group"]), path)  # an older version's
+    assert [s.group for s in store.read()] == [None] * 3
+    assert store.read_episodes().column("group").to_pylist() == [None] * 3
+
+
+def test_one_episode_is_read_without_decoding_the_others(tmp_path):
+    store = TrajectoryStore(tmp_path)
+    rollouts = [scored(i) for i in range(20)]
+    of_group = [group(*rollouts[:9]), group(*rollouts[9:])]
+    store.write(2, [group(scored(99))])
+    path = store.write(1, of_group)
+    store.write(1, [group(scored(21))], split="val")
+    for i in (0, 7, 8, 15, 16, 19):
+        stored = store.read_episode(f"e{i}")
+        assert (stored.scored, stored.group, stored.step) == (rollouts[i], int(i >= 9), 1)
+    assert store.read_episode("e21", step=1).split == "val"
+    with pytest.raises(DataError, match="no episode 'e99' in the files of step 1"):
+        store.read_episode("e99", step=1)
+    with pytest.raises(DataError, match="no episode 'e20' in"):
+        store.read_episode("e20")
+    file = pq.ParquetFile(path)
+    assert [file.metadata.row_group(i).num_rows for i in range(3)] == [8, 8, 4]
+    # The row groups of other episodes are not decoded: damage to the first one does no harm.
+    damaged = bytearray(path.read_bytes())
+    damaged[4:20] = bytes(16)
+    path.write_bytes(damaged)
+    assert store.read_episode("e19").scored == rollouts[19]
+    with pytest.raises(DataError, match="train-00000001"):
+        store.read_episode("e3")
+    # A file of an older version is one row group.
+    store.write(1, of_group)
+    pq.write_table(pq.read_table(path), path)
+    assert store.read_episode("e12").scored == rollouts[12]
+
+
 def test_reading_by_step_and_split(tmp_path):
     store = TrajectoryStore(tmp_path)
     for step in (1, 2, 10):
