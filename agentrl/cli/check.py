@@ -91,16 +91,17 @@ def check_run(settings: Config, *, checks_start: bool = False) -> None:
     settings = with_model_folder(settings)
     start = _describe_start(settings, plan) if checks_start else []
     template = load_template(settings)
-    from transformers import AutoConfig
-
     # This import takes seconds, so it comes after the checks.
-    from agentrl.engine.local.load import base_and_adapters
+    from agentrl.engine.local.decoder import check_config
+    from agentrl.engine.local.load import load_model_config
     from agentrl.trainer.modes import describe_mode, find_mode
     from agentrl.trainer.policy import describe_targets
 
-    base, _ = base_and_adapters(settings.model.path)
-    model = AutoConfig.from_pretrained(base)
-    check_model_fits(plan, template, model.max_position_embeddings)
+    model = load_model_config(settings.model.path)
+    max_length = model.get_text_config().max_position_embeddings
+    check_model_fits(plan, template, max_length)
+    if settings.rollout.name == "local":
+        check_config(model)
     learning = [describe_mode(*find_mode(model), settings.rollout.n)] if plan.train else []
     if plan.train and settings.model.lora_rank:
         learning.append(describe_targets(settings.model))
@@ -115,7 +116,7 @@ def check_run(settings: Config, *, checks_start: bool = False) -> None:
     for line in filter(None, learning):
         typer.echo(line)
     row_tokens = longest_prompt(plan, template) + settings.rollout.max_trajectory_tokens
-    row_tokens = min(row_tokens, model.max_position_embeddings)
+    row_tokens = min(row_tokens, max_length)
     unchecked = [
         *_ask_servers(plan),
         *_check_gpus(plan, model, row_tokens),

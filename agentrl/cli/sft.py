@@ -94,18 +94,18 @@ def sft(
     from agentrl.chat import ChatTemplate
     from agentrl.cluster import open_placement
     from agentrl.config import TINY, without_effect
+    from agentrl.engine.local.load import load_model_config
     from agentrl.trainer.sft import (
         ProgressPrinter,
         SFTLearner,
         batches,
         load_examples,
-        load_model_config,
         make_sft_config,
     )
 
     logging.disable_progress_bar()
     template = ChatTemplate.load(path)
-    max_length: int = load_model_config(path).max_position_embeddings
+    max_length: int = load_model_config(path).get_text_config().max_position_embeddings
     examples = load_examples(dataset, column, template, max_length, prompt_key)
     steps = steps or -(-len(examples) // batch_size)
     config = make_sft_config(

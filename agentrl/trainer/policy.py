@@ -23,11 +23,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from agentrl.config import ModelConfig
-from agentrl.engine.local.load import base_and_adapters, quiet_peft, with_published_names
+from agentrl.engine.local.load import load_model_config, quiet_peft, with_published_names
 from agentrl.errors import ConfigError
 from agentrl.trainer.head import Head, chosen_logprobs
 from agentrl.trainer.modes import (
@@ -426,9 +426,8 @@ def describe_targets(config: ModelConfig) -> str:
     """
     if config.lora_target_modules != "all-linear":
         return ""
-    base, _ = base_and_adapters(config.path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+        model = AutoModelForCausalLM.from_config(load_model_config(config.path))
     adaptable = {f"{name}.weight" for name in find_adaptable_modules(model)}
     others = (model.get_input_embeddings(), model.get_output_embeddings())
     common = {id(p) for layer in others if layer is not None for p in layer.parameters()}

@@ -21,14 +21,14 @@ from typing import Any, get_args
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.agent_loops import AgentLoop
 from agentrl.chat import ChatTemplate
 from agentrl.config import FIELDS, Config, load_config
 from agentrl.data import ColumnNames, open_rows
 from agentrl.data.rows import CALLS_ARE_TEXT, Mistakes
-from agentrl.engine.local.load import base_and_adapters, load_causal_lm
+from agentrl.engine.local.load import load_causal_lm, load_model_config
 from agentrl.errors import ConfigError, RegistryError
 from agentrl.registry import agent_loops, did_you_mean, tools, where_to_load
 from agentrl.tools import LocalToolbox
@@ -210,19 +210,6 @@ def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[list[
 
 
 # -- models ---------------------------------------------------------------------------------------
-
-
-def load_model_config(path: str | Path) -> PretrainedConfig:
-    """Return the config of a model, or of the model below an adapter; no weights are read.
-
-    Raises:
-        ConfigError: there is no such model.
-    """
-    base, _ = base_and_adapters(path)
-    try:
-        return AutoConfig.from_pretrained(base)
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"no model at {base!r}: {str(e).splitlines()[0]}") from e
 
 
 def init_causal_lm(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+from transformers import AutoTokenizer, Gemma3TextConfig, Qwen3_5Config
 from typer.testing import CliRunner
 
 from agentrl import registry
 from agentrl.cli import app
 from agentrl.config import load_config
 from agentrl.data.table import hash_file
+from agentrl.engine.local.decoder import CannotDecode
 from agentrl.trainer import memory
 from agentrl.trainer.checkpoint import save_checkpoint
 
@@ -199,3 +201,39 @@ def test_a_dry_run_checks_the_checkpoint_and_writes_nothing(tmp_path, random_mod
     fork = (f"trainer.resume={run}", "rollout.n=16", "trainer.total_steps=2")
     shown = dry_run(*fork, output=tmp_path / "fork")
     assert f"fork of {folder}" in shown and "all checks passed" in shown
+
+
+def test_a_model_that_the_local_engine_cannot_run(tmp_path, random_model):
+    config = Gemma3TextConfig(**SMALL, sliding_window=8, layer_types=["sliding_attention"] * 2)
+    with pytest.raises(CannotDecode, match="Gemma3ForCausalLM: its config limits.*name=sglang"):
+        check_config_of(tmp_path, random_model, config)
+    result = check_config_of(tmp_path, random_model, config, "rollout.name=sglang")
+    assert result.exit_code == 0 and "rows: packed" in result.output
+
+
+def test_a_config_with_parts_for_text_and_images(tmp_path, random_model):
+    config = Qwen3_5Config(text_config=SMALL, vision_config={"depth": 1})
+    result = check_config_of(tmp_path, random_model, config, "rollout.name=sglang")
+    assert result.exit_code == 0, result.output
+    assert "rows: padded" in result.output
+
+
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+}
+
+
+def check_config_of(tmp_path, random_model, config, *words):
+    """Return the result of `agentrl check` for a folder with a config and a tokenizer."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW))
+    config.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(random_model).save_pretrained(tmp_path / "model")
+    arguments = ["--dataset", tmp_path / "rows.jsonl", "--model", tmp_path / "model", *words]
+    return CliRunner().invoke(app, ["check", *map(str, arguments)], catch_exceptions=False)

@@ -12,7 +12,9 @@ from torch import nn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    AutoModelForCausalLM,
     DynamicCache,
+    PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -232,22 +234,8 @@ class Decoder:
         Raises:
             UserError: such rows are not decoded correctly, or no small copy can be built.
         """
-        if not find_windows(self.model.config):
-            return
-        try:
-            short = small_copy(self.model)
-        except NoSmallCopy as e:
-            reason = f"{describe_windows(self.model.config)}, and {e}"
-            raise CannotDecode(self.model, reason) from e
-        try:
-            Decoder(short)  # The constructor compares the copy's cached logits with plain passes.
-        except Exception as e:
-            cause = e.reason if isinstance(e, CannotDecode) else f"{type(e).__name__}: {e}"
-            raise CannotDecode(
-                self.model,
-                f"{describe_windows(self.model.config)}, and the test with a small copy of"
-                f" the model failed ({cause})",
-            ) from e
+        if find_windows(self.model.config):
+            _check_small_copy(self.model, self.device)
 
     def _check_cache(self) -> None:
         """Check that decoding with the cache equals plain forward passes, on rows of two lengths.
@@ -281,6 +269,31 @@ class Decoder:
             )
         self.rows.cached[:] = 0
         self.rows.alive[:] = False
+
+
+def check_config(config: PretrainedConfig) -> None:
+    """Check that the local engine decodes models with a config. No weights are loaded.
+
+    Raises:
+        UserError: a small copy of such a model is not decoded correctly, or cannot be built.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _check_small_copy(model, "cpu")
+
+
+def _check_small_copy(model: PreTrainedModel, device: torch.device | str) -> None:
+    windows = f"{describe_windows(model.config)}, and " if find_windows(model.config) else ""
+    try:
+        short = small_copy(model, device)
+    except NoSmallCopy as e:
+        raise CannotDecode(model, f"{windows}{e}") from e
+    try:
+        Decoder(short)  # The constructor compares the copy's cached logits with plain passes.
+    except Exception as e:
+        cause = e.reason if isinstance(e, CannotDecode) else f"{type(e).__name__}: {e}"
+        reason = f"{windows}the test with a small copy of the model failed ({cause})"
+        raise CannotDecode(model, reason) from e
 
 
 def grouped_attention(

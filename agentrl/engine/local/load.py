@@ -18,7 +18,7 @@ import torch
 from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -87,6 +87,19 @@ def load_causal_lm(
     for adapter in adapters:
         model = _merge(model, adapter)
     return model.eval()
+
+
+def load_model_config(path: str | Path) -> PretrainedConfig:
+    """Return the config of a model, or of the model below an adapter; no weights are read.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    base, _ = base_and_adapters(path)
+    try:
+        return AutoConfig.from_pretrained(base)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"no model at {base!r}: {str(e).splitlines()[0]}") from e
 
 
 def base_and_adapters(path: str | Path) -> tuple[str, list[str]]:
