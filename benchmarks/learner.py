@@ -5,6 +5,7 @@
     python benchmarks/learner.py --shape 7b --lora 32 --arms agentrl
     python benchmarks/learner.py --case long --shape 7b --lora 32  # one row of 32 k tokens
     python benchmarks/learner.py --case shared --shape 1.5b        # prompts of 4 k, shared or not
+    python benchmarks/learner.py --case modes --shape 1.5b         # packed, padded, one by one
 
 agentrl  `Learner.update` and the calls of `Trainer` before it: targets, packing, metrics
 hand     a hand-written loop for this model (`workload/packed.py`)
@@ -42,9 +43,10 @@ from workload.updates import DEVICE, GPU, Timed, Update, measure, memory, peak_f
 
 from agentrl.config import Config
 from agentrl.trainer.algorithms import make_targets
+from agentrl.trainer.attention import PACKED
 from agentrl.trainer.batch import Batch, Targets
 from agentrl.trainer.learner import Learner
-from agentrl.trainer.packing import assign_rows, has_new_prompt
+from agentrl.trainer.packing import Mode, assign_rows, pack
 
 CARD = 78e9
 """The bytes that PyTorch may use of a card of 80 GB; the driver and the libraries use the rest."""
@@ -91,7 +93,7 @@ def update_of(learner: Learner, batch: Batch) -> dict[str, float]:
     """Run the part of `Trainer.step` that follows the collection of a batch."""
     old = learner.old_logprobs(batch)
     targets = make_targets(batch, learner.config, old, None, None)
-    return learner.update(batch, targets, 1)
+    return learner.update(batch, targets, 1)[0]
 
 
 def targets_of(batch: Batch, args: argparse.Namespace) -> Targets:
@@ -133,13 +135,13 @@ ARMS = {"hand": hand_arm, "trl": trl_arm, "agentrl": agentrl_arm}
 # --- the cases -----------------------------------------------------------------------------------
 
 
-def tokens_run(batch: Batch, args: argparse.Namespace) -> dict[str, int]:
-    """Return the number of tokens that run (shared prompts count once) and of micro-batches."""
+def tokens_run(batch: Batch, args: argparse.Namespace, mode: Mode = Mode.PACKED) -> dict[str, int]:
+    """Return the number of tokens that run, with padding, and of micro-batches."""
     every = torch.arange(len(batch.prompt_ids))
-    dealt = assign_rows(batch, every, args.ranks, args.tokens)
+    dealt = assign_rows(batch, every, args.ranks, args.tokens, mode)
     pieces = [rows for share in dealt for rows in share if len(rows)]
-    prompts = sum(int(batch.prompt_lengths[p] @ has_new_prompt(batch, p).long()) for p in pieces)
-    return {"tokens": prompts + int(batch.response_lengths.sum()), "passes": len(dealt[0])}
+    passes = [pack(batch, rows, batch.response_mask[rows], mode) for rows in pieces]
+    return {"tokens": sum(p.input_ids.numel() for p in passes), "passes": len(dealt[0])}
 
 
 def side_by_side(folder: Path, model: Any, args: argparse.Namespace) -> None:
@@ -294,7 +296,47 @@ def shared(folder: Path, model: Any, args: argparse.Namespace) -> None:
     )
 
 
-CASES = {"update": side_by_side, "long": long, "shared": shared}
+def modes(folder: Path, model: Any, args: argparse.Namespace) -> None:
+    """Compare the modes of rows, in a model that is right in each of them."""
+    rollouts = draw(
+        args.trajs, args.group, args.prompt, long_tailed(args.mean), model.vocab_size, args.seed
+    )
+    batch = rollouts.batch(model.vocab_size)
+
+    def cost_of(timed: Timed) -> float:
+        return timed.seconds if GPU else statistics.median(timed.cpu)
+
+    def update_in(mode: Mode) -> None:
+        packed_model.mode = mode
+        packed_model.model.set_attn_implementation(PACKED if mode.is_flat else "sdpa")
+        update_of(learner, batch)
+
+    with open_learner(folder, settings(args)) as (learner, _):
+        assert learner.rank is not None, "--ranks 1"
+        packed_model = learner.rank.policy.packed_model
+        took = measure({mode.value: partial(update_in, mode) for mode in Mode}, args.steps)
+    for mode in Mode:
+        wall, run = took[mode.value].seconds, tokens_run(batch, args, mode)
+        print_figure(
+            f"learner/{mode.value.replace(' ', '_')}",
+            cost_of(took[mode.value]) / cost_of(took[Mode.PACKED.value]),
+            "times the seconds of packed rows" if GPU else "times the CPU seconds of packed rows",
+            shape=args.shape,
+            group=args.group,
+            rows=args.trajs,
+            prompt=args.prompt,
+            mean_response=round((rollouts.tokens / args.trajs) - args.prompt),
+            step_s=round(wall, 4),
+            cpu_s=round(statistics.median(took[mode.value].cpu), 4),
+            run_tokens=run["tokens"],
+            times_the_tokens=round(run["tokens"] / tokens_run(batch, args)["tokens"], 3),
+            passes=run["passes"],
+            lora=args.lora,
+            recompute=args.recompute,
+        )
+
+
+CASES = {"update": side_by_side, "long": long, "shared": shared, "modes": modes}
 
 
 def main() -> None:

@@ -80,7 +80,7 @@ def make_targets(
         advantages=advantages,
         weights=loss_weights(batch, a.loss_agg_mode, a.mini_batch_size, scale),
         old_logprobs=old_logprobs,
-        reference_logprobs=reference_logprobs if a.kl_loss_coef else None,
+        reference_logprobs=reference_logprobs,
         returns=returns,
         values=values,
     )

@@ -108,7 +108,7 @@ class Targets:
     """(B, T) float32: the trainer's at the start of the step. None if one mini-batch is the whole
     batch: then the first pass of the update gives the same numbers."""
     reference_logprobs: Tensor | None
-    """(B, T) float32 of the reference policy; None without a KL loss."""
+    """(B, T) float32 of the reference policy; None without a KL term."""
     returns: Tensor | None
     """(B, T) float32, the targets of the critic; None without a critic."""
     values: Tensor | None

@@ -23,6 +23,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
@@ -53,6 +54,35 @@ from agentrl.trainer.mismatch import importance_weight_metrics, mismatch_metrics
 from agentrl.trainer.optimizer import learning_rate
 from agentrl.trainer.packing import MicroBatch, Mode, assign_rows, make_micro_batch
 from agentrl.trainer.rank import LocalRankGroup, LossName, ModelName, PassResult, Rank
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """The numbers that an update used for each token, (B, T); NaN where a number is unknown.
+
+    Numbers are known for sampled tokens of rollouts that train (`Batch.action_mask`). Those of the
+    passes are also unknown in rows that were not run, see `Learner.update`. A field is None if it
+    is unknown for all tokens.
+    """
+
+    old_logprobs: Tensor | None
+    """The trainer's at the start of the step."""
+    reference_logprobs: Tensor | None
+    """Those of the reference policy; None without a KL term."""
+    values: Tensor | None
+    """The critic's at the start of the step; None without a critic."""
+    advantages: Tensor
+    returns: Tensor | None
+    """The targets of the critic; None without a critic."""
+    importance_weights: Tensor | None
+    """The factors of the policy loss that correct for sampling by the engine, after
+    `algorithm.tis_cap`; None without a cap."""
+    entropy: Tensor | None
+    """Of the policy in the first pass of the token, in nats."""
+    clipped: Tensor | None
+    """The number of passes in which the policy loss clipped the token; None if the loss does not
+    report it (`losses.clipped_tokens`)."""
+
 
 Check = Callable[[Mapping[str, float]], None]
 
@@ -136,7 +166,7 @@ class Learner:
         check: Check | None = None,
         *,
         learn_policy: bool = True,
-    ) -> dict[str, float]:
+    ) -> tuple[dict[str, float], Learned]:
         """Run the optimizer steps of the step: one per mini-batch and epoch.
 
         A row whose tokens all have advantage 0 cannot move the policy, unless a KL or an entropy
@@ -154,7 +184,8 @@ class Learner:
         Returns:
             Metrics under verl's names, as means over the optimizer steps (a gradient norm of 0 if
             there was none). `training/rollout_*` and `rollout_corr/*` compare the engine's logprobs
-            with the trainer's at the start of the step.
+            with the trainer's at the start of the step. And the numbers that were used for each
+            token.
 
         Raises:
             RunStopped: a logprob of the trainer at the start of the step is not finite (no weight
@@ -171,7 +202,8 @@ class Learner:
         if learn_policy and old is not None:
             mismatch = self._compare(batch, old, mask, check)
         collected: dict[str, list[float]] = defaultdict(list)
-        for _, m in product(range(a.ppo_epochs), range(int(mini_batch.max()) + 1)):
+        of_tokens: dict[str, Tensor] = {}
+        for epoch, m in product(range(a.ppo_epochs), range(int(mini_batch.max()) + 1)):
             in_mini_batch = mini_batch == m
             # The policy first: if it stops the step, the critic must not have changed either.
             if learn_policy:
@@ -180,9 +212,10 @@ class Learner:
                     "actor", batch, rows_to_run, mask, columns["actor"]
                 )
                 if old is None:
-                    old = _scatter(mask, rows, [result.logprobs for result in results])
+                    old = _scatter(mask, rows, _of_tokens(results, "logprobs"))
                     columns["actor"]["old"] = old
                     mismatch = self._compare(batch, old, mask & is_run[:, None], check)
+                _record_tokens(of_tokens, mask, rows, results, is_first=epoch == 0)
                 sums = self._optimizer_step("actor", step, results, is_first=not collected)
                 _add_metrics(collected, "actor", sums)
             if a.critic:
@@ -197,7 +230,16 @@ class Learner:
         metrics = {f"{name}/grad_norm": 0.0 for name in learning}  # if no step was made
         metrics |= {name: sum(values) / len(values) for name, values in collected.items()}
         metrics |= {f"{name}/lr": self._lr(name, step) for name in learning}
-        return metrics | mismatch | target_metrics(batch, targets)
+        has_old = mask if targets.old_logprobs is not None else mask & is_run[:, None]
+        learned = Learned(
+            old_logprobs=_nan_outside(has_old, old),
+            reference_logprobs=_nan_outside(mask, targets.reference_logprobs),
+            values=_nan_outside(mask, targets.values),
+            advantages=targets.advantages.masked_fill(~mask, math.nan),
+            returns=_nan_outside(mask, targets.returns),
+            **{name: of_tokens.get(name) for name in PASS_NUMBERS},
+        )
+        return metrics | mismatch | target_metrics(batch, targets), learned
 
     def _columns(self, loss: LossName, batch: Batch, targets: Targets) -> dict[str, Tensor]:
         """Return the (B, T) tensors that a loss needs, by name.
@@ -387,14 +429,69 @@ def _add_metrics(into: dict[str, list[float]], name: str, counts: dict[str, floa
         into[f"{name}/{key}"].append(value if key in SUM_METRICS else value / tokens)
 
 
+PASS_NUMBERS = ("importance_weights", "entropy", "clipped")
+"""The fields of `Learned` that the passes report."""
+
+
+def _of_tokens(results: Sequence[PassResult], name: str) -> list[list[Tensor | None]]:
+    """Return a number of the tokens of each micro-batch; None where a pass does not report it."""
+    return [[tokens.get(name) for tokens in result.tokens] for result in results]
+
+
+def _record_tokens(
+    into: dict[str, Tensor],
+    mask: Tensor,
+    rows_by_rank: Sequence[Sequence[Tensor]],
+    results: Sequence[PassResult],
+    *,
+    is_first: bool,
+) -> None:
+    """Add `PASS_NUMBERS` of a pass to (B, T) tensors.
+
+    Args:
+        into: the tensors by name, NaN where a number is unknown.
+        mask: (B, T) bool, the chosen tokens.
+        rows_by_rank: the rows of each rank's micro-batches.
+        results: the result of each rank.
+        is_first: True for the first pass of these rows. In later ones only `clipped` is read.
+    """
+    for name in PASS_NUMBERS if is_first else ("clipped",):
+        flats = _of_tokens(results, name)
+        if name not in into:
+            kinds = [flat.dtype for share in flats for flat in share if flat is not None]
+            if not kinds:
+                continue
+            dtype = torch.promote_types(kinds[0], torch.float32)
+            into[name] = torch.full(mask.shape, math.nan, dtype=dtype)
+        out = into[name]
+        for rows, flat in _pairs(rows_by_rank, flats):
+            chosen, now = mask[rows], out[rows]
+            numbers = math.nan if flat is None else flat.to(out)
+            now[chosen] = numbers if is_first else now[chosen] + numbers
+            out[rows] = now
+
+
 def _scatter(
-    mask: Tensor, rows_by_rank: Sequence[Sequence[Tensor]], values: Sequence[Sequence[Tensor]]
+    mask: Tensor,
+    rows_by_rank: Sequence[Sequence[Tensor]],
+    values: Sequence[Sequence[Tensor | None]],
 ) -> Tensor:
     """Return a (B, T) tensor of the ranks' values at the chosen tokens; 0 elsewhere."""
-    kinds = {flat.dtype for share in values for flat in share} | {torch.float32}
+    pairs = [(rows, flat) for rows, flat in _pairs(rows_by_rank, values) if flat is not None]
+    kinds = {flat.dtype for _, flat in pairs} | {torch.float32}
     out = torch.zeros(mask.shape, dtype=max(kinds, key=lambda kind: kind.itemsize))
-    for share, flats in zip(rows_by_rank, values, strict=False):
-        for rows, flat in zip(share, flats, strict=True):
-            if len(rows):
-                out[rows] = out[rows].masked_scatter(mask[rows], flat.to(out))
+    for rows, flat in pairs:
+        out[rows] = out[rows].masked_scatter(mask[rows], flat.to(out))
     return out
+
+
+def _pairs(
+    rows_by_rank: Sequence[Sequence[Tensor]], values: Sequence[Sequence[Tensor | None]]
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the rows of each micro-batch that has any, and its values."""
+    for share, flats in zip(rows_by_rank, values, strict=False):
+        yield from (pair for pair in zip(share, flats, strict=True) if len(pair[0]))
+
+
+def _nan_outside(mask: Tensor, values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.masked_fill(~mask, math.nan)

@@ -13,7 +13,8 @@ row is one segment: the whole rollout, unless its history was edited.
 - advantages: of the chosen tokens; they may differ within a row.
 - config: the section `algorithm`.
 - loss: of each token, 0 where there is none. It is not aggregated; `Targets.weights` do that.
-- counts: metric -> (b, A), reported as its mean over tokens.
+- counts: metric -> (b, A), reported as its mean over tokens. If `pg_clipfrac` is a bool tensor, the
+  run also stores for each token in how many passes it was clipped (`clipped_tokens`).
 
 A policy loss is not called for an empty micro-batch, which a rank runs to stay in step with the
 others.
@@ -192,6 +193,21 @@ def token_losses(
     if is_only_term and logprobs.requires_grad and not loss.requires_grad:
         raise refuse("a loss that does not depend on `logprobs`, so it has no gradient")
     return loss, dict(counts)
+
+
+def clipped_tokens(counts: Mapping[str, Tensor]) -> Tensor | None:
+    """Return whether each token was clipped, (b, A) bool; None if the loss does not report it.
+
+    A token was clipped if the count `pg_clipfrac` or `pg_clipfrac_lower` is True there. Counts that
+    are not bool may be shares of a row or a micro-batch, so they say nothing about a token.
+
+    Args:
+        counts: those that `token_losses` returned.
+    """
+    flags = [counts[name] for name in ("pg_clipfrac", "pg_clipfrac_lower") if name in counts]
+    if "pg_clipfrac" not in counts or any(flag.dtype != torch.bool for flag in flags):
+        return None
+    return torch.stack(flags).any(0)
 
 
 def describe_value(thing: object) -> str:

@@ -31,6 +31,7 @@ from agentrl.engine.remote.senders import (
 from agentrl.trainer.dispatch import BROADCAST, SPLIT, Placement, RankGroup, dispatch
 from agentrl.trainer.losses import (
     ESTIMATORS,
+    clipped_tokens,
     importance_ratios,
     importance_weights,
     token_losses,
@@ -54,8 +55,10 @@ class PassResult:
 
     counts: dict[str, float] = field(default_factory=dict)
     """Sums over the rank's micro-batches, `tokens` and `loss` among them."""
-    logprobs: list[Tensor] = field(default_factory=list)
-    """(N,) for each micro-batch without old logprobs: the logprobs before the update."""
+    tokens: list[dict[str, Tensor]] = field(default_factory=list)
+    """For each micro-batch of the policy, numbers of its chosen tokens, (N,) each: the `entropy`;
+    the `importance_weights` if the loss has any; `clipped`, bool, if the loss reports it; the
+    `logprobs` before the update if the micro-batch has no old ones."""
 
 
 class LocalRankGroup:
@@ -231,9 +234,8 @@ class Rank:
         result = PassResult()
         with self._use_adapter_of(name):
             for micro_batch in micro_batches:
-                loss, loss_sums, *logprobs = losses[name](micro_batch.to(self.device))
-                if "old" not in micro_batch.columns:
-                    result.logprobs += logprobs
+                loss, loss_sums, *tokens = losses[name](micro_batch.to(self.device))
+                result.tokens += tokens
                 # Not `accelerator.backward`: it divides by process-wide state.
                 loss.backward()
                 for key, value in {"loss": loss.detach(), **loss_sums}.items():
@@ -241,7 +243,7 @@ class Rank:
         if sums:
             numbers = torch.stack([value.double() for value in sums.values()])
             result.counts = dict(zip(sums, numbers.tolist(), strict=True))
-        result.logprobs = [logprobs.cpu() for logprobs in result.logprobs]
+        result.tokens = [{key: x.cpu() for key, x in tokens.items()} for tokens in result.tokens]
         return result
 
     @dispatch(BROADCAST)
@@ -259,8 +261,8 @@ class Rank:
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
 
-    def _actor_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Return the policy loss of a micro-batch, sums for metrics, and the logprobs."""
+    def _actor_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Return the policy loss of a micro-batch, sums for metrics, and `PassResult.tokens`."""
         a, columns = self.config.algorithm, batch.columns
         logprobs, entropy = self.policy.logprobs(batch.packed, entropy_gradient=a.entropy_coef > 0)
         old = columns.get("old", logprobs.detach())
@@ -275,9 +277,15 @@ class Rank:
             "ppo_kl": (old - logprobs.detach()).sum(),
             **{name: count[mask].sum() for name, count in counts.items()},
         }
+        tokens = {"entropy": entropy.detach()}
+        if "old" not in columns:
+            tokens["logprobs"] = logprobs.detach()
+        if (clipped := clipped_tokens(counts)) is not None:
+            tokens["clipped"] = clipped[mask]
         if a.tis_cap:
             ratios = importance_ratios(rows(old), rows(columns["rollout"]), mask, a.tis_level)[mask]
-            loss = loss * importance_weights(ratios, a.tis_cap, a.tis_mode)
+            tokens["importance_weights"] = importance_weights(ratios, a.tis_cap, a.tis_mode)
+            loss = loss * tokens["importance_weights"]
         loss_sums["pg_loss"] = (weights * loss).detach().sum()
         if a.kl_loss_coef:
             kl = ESTIMATORS[a.kl_type](logprobs, columns["reference"])
@@ -289,7 +297,7 @@ class Rank:
             loss_sums["kl_loss"] = (weights * kl).detach().sum()
         if a.entropy_coef:
             loss = loss - a.entropy_coef * entropy
-        return (weights * loss).sum(), loss_sums, logprobs.detach()
+        return (weights * loss).sum(), loss_sums, tokens
 
     def _critic_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the critic loss of a micro-batch, and the sums for metrics."""

@@ -184,9 +184,10 @@ class Trainer:
         self._is_consistent = False  # until the update has finished
         with self.clock.timed("update_actor"):
             step, check = self.global_step + 1, self._check_mismatch
-            metrics |= self.learner.update(
+            updated, _ = self.learner.update(
                 batch, targets, step, check, learn_policy=self._policy_learns
             )
+            metrics |= updated
         metrics |= self._update_kl_coef(batch, old, reference)
         self.position, self.global_step = rollouts.position, step
         self._unfinished, self._is_consistent = metrics, True

@@ -88,7 +88,7 @@ def test_the_loop_by_hand_has_the_gradient_of_the_learner(models, recompute):
     batch = draw(6, 3, 8, long_tailed(60.0), vocabulary).batch(vocabulary)
     config = Config.model_validate({"optim": {"micro_batch_tokens": 200, "recompute": recompute}})
     targets = make_targets(batch, config, None, None, None)
-    mine = Learner(folder, config, total_steps=9).update(batch, targets, 1)["actor/grad_norm"]
+    mine = Learner(folder, config, total_steps=9).update(batch, targets, 1)[0]["actor/grad_norm"]
     how = {"device": "cpu", "compiled": False, "recompute": recompute, "rank": 0}
     its = Packed(folder, batch, targets, 200, **how).update()
     assert its == pytest.approx(mine, rel=1e-4)

@@ -67,7 +67,7 @@ def step(learner: Learner, batch, number: int) -> dict[str, float]:
         learner.values(batch),
         learner.reference_logprobs(batch),
     )
-    return learner.update(batch, targets, number)
+    return learner.update(batch, targets, number)[0]
 
 
 WORLDS = {
@@ -115,7 +115,7 @@ def test_the_first_pass_has_the_old_logprobs(folder, batch):
         make_targets(batch, learner.config, None, None, None),
         old_logprobs=learner.logprobs(batch),
     )
-    assert abs(learner.update(batch, targets, 1)["actor/ppo_kl"]) < 1e-3
+    assert abs(learner.update(batch, targets, 1)[0]["actor/ppo_kl"]) < 1e-3
 
 
 def test_small_steps_are_not_lost(folder, batch):

@@ -14,7 +14,7 @@ from torch import Tensor
 from agentrl.config import Config
 from agentrl.trainer.batch import Batch, Targets
 from agentrl.trainer.dispatch import BROADCAST, dispatch
-from agentrl.trainer.learner import Learner
+from agentrl.trainer.learner import Learned, Learner
 from agentrl.trainer.packing import Mode, PackedRows
 from agentrl.trainer.rank import LocalRankGroup, Rank
 
@@ -59,12 +59,12 @@ def token_positions(batch: Batch) -> Tensor:
 
 def update_on_tensors(
     batch: Batch, targets: Targets, config: Config, **outputs: Tensor
-) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Return the metrics of one update, and the gradient with respect to each model output."""
+) -> tuple[dict[str, float], dict[str, Tensor], Learned]:
+    """Return the metrics of one update, the gradient of each model output, and what was learned."""
     rank = TensorRank(config, **outputs)
-    metrics = Learner("", config, total_steps=1, group=LocalRankGroup(rank)).update(
-        batch, targets, 1
-    )
-    return metrics, {
+    learner = Learner("", config, total_steps=1, group=LocalRankGroup(rank))
+    metrics, learned = learner.update(batch, targets, 1)
+    gradients = {
         name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in rank.outputs.items()
     }
+    return metrics, gradients, learned

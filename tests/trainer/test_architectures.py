@@ -56,7 +56,7 @@ def test_a_step_is_saved_resumed_and_exported(name, lora, folder, tmp_path):
 
 def step(learner, batch, number):
     targets = make_targets(batch, learner.config, learner.old_logprobs(batch), None, None)
-    return learner.update(batch, targets, number)
+    return learner.update(batch, targets, number)[0]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -74,7 +74,7 @@ def one_step(folder: Path, group=None) -> tuple[Learner, torch.Tensor]:
     keys = config(optim__lr=1e-2, optim__max_grad_norm=0.1, model__path=str(folder))
     learner = Learner(folder, keys, total_steps=1, group=group)
     batch = as_sampled_by(tiny_model(), collate(random_groups(3, groups=2, n=4), 31))
-    metrics = learner.update(batch, make_targets(batch, keys, None, None, None), 1)
+    metrics, _ = learner.update(batch, make_targets(batch, keys, None, None, None), 1)
     assert metrics["actor/grad_norm"] > 0.5
     return learner, torch.tensor(metrics["actor/grad_norm"])
 

@@ -109,7 +109,8 @@ def update(
         outputs["reference"],
     )
     models = {name: outputs[name] for name in ("logprobs", "entropy", "values")}
-    return targets, *update_on_tensors(batch, targets, c, **models)
+    metrics, gradients, _ = update_on_tensors(batch, targets, c, **models)
+    return targets, metrics, gradients
 
 
 # --- observations -------------------------------------------------------------------------------
@@ -240,7 +241,7 @@ def test_baselines_and_weights_count_rollouts_and_not_rows(estimator, loss, mode
         batch = replace(batch, response_ids=token_positions(batch), baseline=torch.arange(4) / 8)
         targets = make_targets(batch, c, old, before if c.algorithm.critic else None, None)
         outputs = {"logprobs": now, "entropy": torch.zeros_like(now), "values": values}
-        _, gradients = update_on_tensors(batch, targets, c, **outputs)
+        _, gradients, _ = update_on_tensors(batch, targets, c, **outputs)
         in_time = {n: x[mask][order.argsort()] for n, x in gradients.items()}
         by_rows.append(in_time)
     assert by_rows[0]["logprobs"].any()

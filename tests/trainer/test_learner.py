@@ -5,13 +5,14 @@ import hashlib
 import math
 import warnings
 from array import array
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from support.tensor_rank import token_positions, update_on_tensors
 from support.trainer_fixtures import (
     as_sampled_by,
     config,
@@ -66,7 +67,7 @@ def targets_of(learner: Learner, batch: Batch) -> Targets:
 
 
 def step(learner: Learner, batch: Batch, number: int = 1) -> dict[str, float]:
-    return learner.update(batch, targets_of(learner, batch), number)
+    return learner.update(batch, targets_of(learner, batch), number)[0]
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
@@ -153,8 +154,9 @@ def test_recomputed_old_logprobs_train_like_passed_ones(folder, batch):
     without = Learner(folder, config(**FULL, algorithm__ppo_epochs=2), total_steps=1)
     with_logprobs = Learner(folder, config(**FULL, algorithm__ppo_epochs=2), total_steps=1)
     targets = targets_of(without, batch)
-    a = without.update(batch, targets, 1)
-    b = with_logprobs.update(batch, replace(targets, old_logprobs=with_logprobs.logprobs(batch)), 1)
+    a, _ = without.update(batch, targets, 1)
+    targets = replace(targets, old_logprobs=with_logprobs.logprobs(batch))
+    b, _ = with_logprobs.update(batch, targets, 1)
     assert a["actor/ppo_kl"] != 0.0
     assert a["actor/pg_loss"] == pytest.approx(b["actor/pg_loss"], abs=1e-6)
     for n, w in weights(without).items():
@@ -173,10 +175,16 @@ def plain_update(
     mode: str = "truncate",
     **w: float,
 ):
-    """The same update written without batching, skipping or packing: row by row, token by token."""
+    """The same update written without batching, skipping or packing: row by row, token by token.
+
+    Returns:
+        The weights, and (B, T) numbers of each token, NaN where there is none.
+    """
     model = in_float64(tiny_model())
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     old: dict[tuple[int, int], torch.Tensor] = {}
+    names = ("old_logprobs", "importance_weights", "entropy", "clipped")
+    numbers = {n: torch.full(batch.response_mask.shape, NAN).double() for n in names}
     tokens = int(batch.response_mask.sum())
     for _ in range(epochs):
         loss = torch.zeros((), dtype=torch.float64)
@@ -198,19 +206,27 @@ def plain_update(
                 pg = -torch.minimum(ratio * adv, ratio.clamp(0.8, 1.2) * adv)
                 weight = math.exp(gaps[t] if level == "token" else sum(gaps.values()))
                 if mode == "mask":
-                    pg = pg * (weight if 1 / CAP <= weight <= CAP else 0.0)
+                    weight = weight if 1 / CAP <= weight <= CAP else 0.0
                 else:
-                    pg = pg * min(weight, CAP)
+                    weight = min(weight, CAP)
+                pg = pg * weight
                 gap = reference[b, t] - lp
                 now = math.exp(float(lp - batch.rollout_logprobs[b, t]))
                 kl = (gap.exp() - 1 - gap) * min(now, CAP)  # whatever the mode is
                 entropy = -(row.exp() * row).sum()
+                is_clipped = bool(ratio > 1.2 if adv > 0 else ratio < 0.8)
+                if numbers["entropy"][b, t].isnan():
+                    numbers["old_logprobs"][b, t] = old[b, t]
+                    numbers["importance_weights"][b, t] = weight
+                    numbers["entropy"][b, t] = entropy.detach()
+                    numbers["clipped"][b, t] = 0.0
+                numbers["clipped"][b, t] += is_clipped and adv != 0
                 loss = loss + (pg + w["kl"] * kl - w["entropy"] * entropy) / tokens
         adam.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()
-    return dict(model.named_parameters())
+    return dict(model.named_parameters()), numbers
 
 
 @pytest.mark.parametrize(
@@ -239,13 +255,91 @@ def test_the_update_is_the_one_in_the_paper(folder, batch, kl, entropy, level, m
     in_float64(learner.rank.policy.model)
     reference = plain_logprobs(tiny_model(1), batch)
     targets = replace(targets_of(learner, batch), reference_logprobs=reference)
-    metrics = learner.update(batch, targets, 1)
+    metrics, learned = learner.update(batch, targets, 1)
     shares = [metrics[f"rollout_corr/rollout_is_ratio_fraction_{x}"] for x in ("high", "low")]
     assert all(0.01 < share < 0.99 for share in shares)  # or the cap would not be tried
-    expected = plain_update(batch, targets, reference, 3, level, mode, kl=kl, entropy=entropy)
+    expected, numbers = plain_update(
+        batch, targets, reference, 3, level, mode, kl=kl, entropy=entropy
+    )
     # Old logprobs are float32 between the epochs, and Adam divides by small gradients.
     for name, weight in weights(learner).items():
         torch.testing.assert_close(weight, expected[name].detach(), atol=2e-6, rtol=0.0)
+    # A row without advantages is run only for a KL or an entropy term. Else nothing is known of it.
+    is_run = (targets.advantages != 0).any(1) if kl == entropy == 0 else torch.tensor(True)
+    assert is_run.all() or not is_run[batch.group[batch.rollout] == 1].any()
+    for name, column in numbers.items():
+        column = column.masked_fill(~is_run.view(-1, 1), NAN)
+        mine = getattr(learned, name).double()
+        torch.testing.assert_close(mine, column, atol=3e-6, rtol=0.0, equal_nan=True, msg=name)
+    assert numbers["clipped"].nan_to_num().max() == 2  # not in the first of the three passes
+
+
+def test_each_number_of_a_token_is_the_one_that_the_loss_used():
+    """Two epochs over two mini-batches of PPO with a KL term; a rollout is masked."""
+    batch = collate(random_groups(1, groups=4, n=2), 31)
+    batch = replace(batch, response_ids=token_positions(batch), train=torch.arange(8) != 2)
+    mask = batch.response_mask & (batch.train[batch.rollout])[:, None]
+    drawn = torch.randn(5, *mask.shape, generator=torch.Generator().manual_seed(0)) - 3
+    now, old, reference, values, entropy = drawn
+    c = config(
+        **PPO,
+        algorithm__kl_loss_coef=0.1,
+        algorithm__ppo_epochs=2,
+        algorithm__mini_batch_size=4,
+        algorithm__dual_clip=3.0,
+        algorithm__tis_cap=CAP,
+    )
+    targets = make_targets(batch, c, old, values, reference)
+    outputs = {"logprobs": now, "entropy": entropy, "values": values}
+    _, _, learned = update_on_tensors(batch, targets, c, **outputs)
+    ratios, a = (now.double() - old).exp(), targets.advantages
+    too_low, too_high, far = (
+        (a < 0) & (ratios < 0.8),
+        (a > 0) & (ratios > 1.2),
+        (a < 0) & (ratios > 3),
+    )
+    assert all((mask & part).any() for part in (too_low, too_high, far))
+    expected = {
+        "old_logprobs": old,
+        "reference_logprobs": reference,
+        "values": values,
+        "advantages": targets.advantages,
+        "returns": targets.returns,
+        "importance_weights": (old.double() - batch.rollout_logprobs).exp().clamp(max=CAP),
+        "entropy": entropy,
+        "clipped": 2.0 * (too_low | too_high | far),
+    }
+    assert {field.name for field in fields(learned)} == expected.keys()
+    for name, numbers in expected.items():
+        numbers = numbers.double().masked_fill(~mask, NAN)
+        mine = getattr(learned, name).double()
+        torch.testing.assert_close(mine, numbers, atol=0, rtol=1e-5, equal_nan=True, msg=name)
+
+
+def test_what_is_not_known_is_not_zero(folder, batch):
+    """Of rows that are not run, and without a critic, a KL term, a cap or a count of clips."""
+
+    def silent(logprobs, old, advantages, mask, config):
+        return torch.where(mask, -advantages * logprobs, 0.0), {"pg_clipfrac": mask.float()}
+
+    policy_loss("silent")(silent)
+    keys = {"algorithm__tis_cap": 0, "algorithm__policy_loss": "silent"}
+    learner = Learner(folder, config(**FULL, **keys), total_steps=1)
+    targets = targets_of(learner, batch)
+    _, learned = learner.update(batch, targets, 1)
+    for name in ("reference_logprobs", "values", "returns", "importance_weights", "clipped"):
+        assert getattr(learned, name) is None
+    is_dead = (batch.group[batch.rollout] == 1)[:, None]
+    assert (learned.advantages[batch.action_mask & is_dead] == 0).all()
+    assert torch.equal(~learned.advantages.isnan(), batch.action_mask)
+    for numbers in (learned.old_logprobs, learned.entropy):
+        assert torch.equal(~numbers.isnan(), batch.action_mask & ~is_dead)
+    # Old logprobs that were computed before the update are known for all rows.
+    old = learner.logprobs(batch)
+    _, learned = learner.update(batch, replace(targets, old_logprobs=old), 2)
+    assert torch.equal(~learned.old_logprobs.isnan(), batch.action_mask)
+    _, learned = learner.update(batch, targets, 3, learn_policy=False)
+    assert learned.old_logprobs is learned.entropy is learned.clipped is None
 
 
 @pytest.mark.parametrize(
@@ -260,7 +354,7 @@ def test_micro_batches_change_neither_loss_nor_gradient(folder, batch, tmp_path,
         if runs:
             targets = runs[0][2]
         in_float64(learner.rank.policy.model)
-        metrics = learner.update(batch, targets, 1)
+        metrics, _ = learner.update(batch, targets, 1)
         out = tmp_path / str(tokens)
         out.mkdir()
         runs.append((metrics, gradient(learner, out), targets))
@@ -293,7 +387,7 @@ def test_nothing_outside_the_mask_is_read(folder, batch):
             values=spoil(targets.values),
         )
         padded = replace(batch, rollout_logprobs=spoil(batch.rollout_logprobs))
-        metrics = learner.update(padded, spoilt, 1)
+        metrics, _ = learner.update(padded, spoilt, 1)
         runs.append((metrics, weights(learner)))
     assert all(math.isfinite(v) for v in runs[0][0].values())
     for metrics, w in runs[1:]:
@@ -425,7 +519,7 @@ def test_a_check_is_called_once_before_any_weight_changes(folder, batch, tmp_pat
         assert same(everything(learner, tmp_path / f"check{len(seen)}"), before)
         seen.append(dict(metrics))
 
-    metrics = learner.update(batch, targets, 1, check)
+    metrics, _ = learner.update(batch, targets, 1, check)
     (checked,) = seen
     assert checked["rollout_corr/logprob_diff_mean"] < 1e-6
     assert checked.items() <= metrics.items()

@@ -15,7 +15,15 @@ from agentrl.config.checks import without_effect
 from agentrl.errors import UserCodeError
 from agentrl.registry import policy_loss, policy_losses
 from agentrl.trainer.head import Head, chosen_logprobs
-from agentrl.trainer.losses import cispo, gspo, ratio, token_losses, value_loss, vanilla
+from agentrl.trainer.losses import (
+    cispo,
+    clipped_tokens,
+    gspo,
+    ratio,
+    token_losses,
+    value_loss,
+    vanilla,
+)
 
 LOSSES = {"vanilla": vanilla, "gspo": gspo, "cispo": cispo}
 CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.3)
@@ -35,6 +43,21 @@ def apply(loss, ratios, advantages, config=CONFIG):
 
 def test_they_are_registered_by_their_names():
     assert {name: policy_losses.get(name) for name in LOSSES} == LOSSES
+
+
+def test_a_loss_reports_clipped_tokens_by_a_bool_count():
+    ratios = tensor([[0.5, 1.0, 1.5, 4.0]])
+    for loss in (vanilla, cispo):
+        for advantages, clipped in ((1.0, [0, 0, 1, 1]), (-1.0, [1, 0, 0, 0])):
+            _, counts, _ = apply(loss, ratios, advantages)
+            clipped = [1, 0, 1, 1] if loss is cispo else clipped
+            assert clipped_tokens(counts).tolist() == [clipped]
+    _, counts, _ = apply(vanilla, ratios, -1.0, DUAL)
+    assert clipped_tokens(counts).tolist() == [[True, False, False, True]]
+    _, counts, _ = apply(gspo, ratios, 1.0)
+    assert clipped_tokens(counts).tolist() == [[True] * 4]  # the row's mean ratio is 1.32
+    share = torch.full((1, 4), 0.5)
+    assert clipped_tokens({"pg_clipfrac": share}) is clipped_tokens({"far": share > 0}) is None
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ from support.processes import Processes
 from support.trainer_fixtures import as_sampled_by, config, random_groups, tiny_model
 from transformers import PreTrainedModel
 
+from agentrl.engine.local.decoder import CannotDecode, Decoder
 from agentrl.errors import ConfigError
+from agentrl.trainer import modes
 from agentrl.trainer.algorithms import make_targets
 from agentrl.trainer.batch import Batch, collate
 from agentrl.trainer.learner import Learner
-from agentrl.trainer.modes import prove_mode
+from agentrl.trainer.modes import describe_mode, prove_mode
 from agentrl.trainer.packing import Mode, assign_rows, make_micro_batch
 from agentrl.trainer.policy import ACTOR, Policy
 from agentrl.trainer.rank import LocalRankGroup
@@ -240,7 +242,7 @@ def test_a_run_of_a_hybrid_learns_the_same_on_two_ranks(tmp_path):
             assert learner.mode is Mode.PADDED
             old = learner.old_logprobs(batch)
             targets = make_targets(batch, cfg, old, None, None)
-            metrics = learner.update(batch, targets, 1)
+            metrics, _ = learner.update(batch, targets, 1)
             results.append((metrics, learner.logprobs(batch), group.weights()))
     (metrics, logprobs, weights), (metrics_2, logprobs_2, weights_2) = results
     assert metrics["actor/grad_norm"] > 1e-3
@@ -266,3 +268,68 @@ def test_a_model_whose_logits_are_not_those_of_its_head_is_refused(monkeypatch):
     monkeypatch.setattr(type(model), "forward", strange)
     with pytest.raises(ConfigError, match="cannot be trained here: the logits of the output layer"):
         prove_mode(model)
+
+
+@pytest.mark.parametrize("name", ["granite", "gemma2", "Qwen3"])
+def test_a_model_whose_forward_pass_fails_is_refused_with_the_cause(name, monkeypatch):
+    """Also if its config has a scale or a cap, which are found by forward passes."""
+    model = model_of(name)
+
+    def fail(*args, **kwargs):
+        raise ValueError("no such kernel")
+
+    monkeypatch.setattr(type(model), "forward", fail)
+    cause = r"cannot be trained here: the model's own forward pass fails \(ValueError: no such kern"
+    with pytest.raises(ConfigError, match=cause):
+        Policy(model, 1.0)
+
+
+@pytest.mark.parametrize("name", ["granite", "Qwen3"])
+def test_a_model_without_a_linear_output_layer_is_refused(name):
+    for layer, cause in (
+        (None, "it has no output layer"),
+        (torch.nn.Identity(), r"its output layer is a Identity, not a torch\.nn\.Linear"),
+    ):
+        model = model_of(name)
+        model.lm_head = layer
+        with pytest.raises(ConfigError, match=f"cannot be trained here: {cause}"):
+            Policy(model, 1.0)
+
+
+def test_own_passes_are_run_once_for_all_modes(monkeypatch):
+    """Once for a few tokens, and once for the long rows of the small copy."""
+    runs, own = [], modes._own_logits
+    monkeypatch.setattr(modes, "_own_logits", lambda *a: runs.append(a) or own(*a))
+    monkeypatch.setattr(modes, "_results", {})
+    model = make_model("phimoe", {"sliding_window": 4096, "num_local_experts": 4})
+    mode, reason = prove_mode(model)
+    assert mode is Mode.PADDED and "for longer rows packed logits differ" in reason
+    assert len(runs) == 2
+
+
+@pytest.mark.parametrize("name", ["Nemotron-H", "Granite 4 hybrid"])
+def test_the_steps_of_mamba_layers_are_not_called_limits(name):
+    with pytest.raises(CannotDecode) as caught:
+        Decoder(model_of(name))
+    assert "limits which tokens a token sees" not in str(caught.value)
+    assert "limits which" not in prove_mode(model_of(name))[1]
+
+
+def test_the_cost_of_a_mode_is_what_it_computes():
+    """Eight responses as long as their prompt: 16 pieces instead of 9."""
+    rows = collate(random_groups(3, groups=1, n=8), 31)
+    even = replace(
+        rows,
+        prompt_ids=rows.prompt_ids[:, -2:],
+        prompt_lengths=torch.full((8,), 2),
+        response_lengths=torch.full((8,), 2),
+    )
+    for mode in (Mode.WHOLE, Mode.PADDED, Mode.ALONE):
+        [share] = assign_rows(even, torch.arange(8), 1, 10_000, mode)
+        made = [make_micro_batch(even, piece, even.response_mask, {}, mode) for piece in share]
+        tokens = sum(one.packed.input_ids.numel() for one in made)
+        packed = make_micro_batch(even, torch.arange(8), even.response_mask, {}).packed
+        line = describe_mode(mode, "it mixes tokens", 8)
+        assert f"runs {tokens / packed.input_ids.numel():.1f} times the tokens" in line
+        assert ("padding" in line) == (mode is Mode.PADDED)
+        assert ("micro-batches of one row" in line) == (len(made) == 8)

@@ -109,7 +109,7 @@ def test_two_ranks_have_the_gradients_of_one(groups, world, tmp_path):
         learner = Learner("", cfg, total_steps=4, group=group)
         assert learner.mode is Mode.PACKED
         old = learner.old_logprobs(batch)
-        metrics = learner.update(batch, make_targets(batch, cfg, old, None, None), 1)
+        metrics, _ = learner.update(batch, make_targets(batch, cfg, old, None, None), 1)
         found.append(
             (metrics["actor/grad_norm"], old, group.first_gradients(), group.parameter_names())
         )

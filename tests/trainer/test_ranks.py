@@ -5,7 +5,7 @@ Real processes over gloo, weights spread by `fully_shard`, everything in float64
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 
 import pytest
@@ -76,12 +76,14 @@ def batch() -> Batch:
 def run(group, cfg, batch: Batch, steps: int = 2):
     group.begin(cfg)
     learner = Learner("", cfg, total_steps=4, group=group)
-    seen = []
+    seen, learned = [], []
     for step in range(1, steps + 1):
         old, values = learner.old_logprobs(batch), learner.values(batch)
         targets = make_targets(batch, cfg, old, values, learner.reference_logprobs(batch))
-        seen.append(learner.update(batch, targets, step))
-    return seen, learner.logprobs(batch), group.weights()
+        metrics, numbers = learner.update(batch, targets, step)
+        seen.append(metrics)
+        learned.append(numbers)
+    return seen, learner.logprobs(batch), group.weights(), learned
 
 
 def close(actual: dict, expected: dict) -> None:
@@ -99,7 +101,7 @@ def close(actual: dict, expected: dict) -> None:
 )
 def test_ranks_and_micro_batches_change_nothing(groups, batch, world, cuts):
     cfg = config(**KEYS, **WORLDS[world])
-    metrics, logprobs, weights = run(groups[1], cfg, batch)
+    metrics, logprobs, weights, learned = run(groups[1], cfg, batch)
     assert all(any(m[f"{who}/grad_norm"] > 1e-3 for m in metrics) for who in ["actor"])
     for ranks, budget in cuts:
         other = config(**KEYS, **WORLDS[world], optim__micro_batch_tokens=budget)
@@ -110,13 +112,19 @@ def test_ranks_and_micro_batches_change_nothing(groups, batch, world, cuts):
             close(mine, theirs)
         torch.testing.assert_close(result[1], logprobs, atol=EXACT, rtol=0)
         close(result[2], weights)
+        for mine, theirs in zip(result[3], learned, strict=True):
+            for field in fields(theirs):
+                both = getattr(mine, field.name), getattr(theirs, field.name)
+                assert (both[0] is None) == (both[1] is None), field.name
+                if both[0] is not None:
+                    torch.testing.assert_close(*both, atol=EXACT, rtol=EXACT, equal_nan=True)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_order_of_rollouts_changes_nothing(groups, batch, ranks):
     """This holds for each assignment of rows to ranks."""
     cfg = config(**KEYS, algorithm__name="ppo")
-    _, logprobs, weights = run(groups[1], cfg, batch, 1)
+    _, logprobs, weights, _ = run(groups[1], cfg, batch, 1)
     order = torch.tensor([12, 13, 14, 15, 4, 7, 6, 5, 2, 0, 1, 3, 11, 10, 9, 8])
     result = run(groups[ranks], cfg, reordered(batch, order), 1)
     torch.testing.assert_close(result[1], logprobs[order], atol=EXACT, rtol=0)
@@ -149,7 +157,7 @@ def test_ranks_without_anything_to_do_keep_step(groups, batch, ranks, rows):
         learner = Learner("", cfg, total_steps=4, group=group)
         targets = make_targets(alone, cfg, None, None, None)
         targets = replace(targets, advantages=torch.where(alone.action_mask, 0.5, 0.0))
-        results.append((learner.update(alone, targets, 1), group.weights()))
+        results.append((learner.update(alone, targets, 1)[0], group.weights()))
     close(results[1][0], results[0][0])
     close(results[1][1], results[0][1])
 
@@ -166,7 +174,7 @@ def test_a_loss_of_the_users_is_not_called_by_a_rank_without_rows(groups, batch)
         learner = Learner("", cfg, total_steps=4, group=groups[2])
         targets = make_targets(one, cfg, None, None, None)
         targets = replace(targets, advantages=torch.where(one.action_mask, 0.5, 0.0).double())
-        results.append((learner.update(one, targets, 1), groups[2].weights()))
+        results.append((learner.update(one, targets, 1)[0], groups[2].weights()))
     close(results[1][1], results[0][1])
     assert results[1][0]["actor/largest"] == 0.5
     for name in ("actor/entropy", "actor/ppo_kl", "actor/grad_norm"):
