@@ -10,13 +10,14 @@ is equal.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from agentrl.engine.local.windows import (
@@ -69,6 +70,21 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return decoder
 
 
+def output_layer(model: PreTrainedModel) -> nn.Linear:
+    """Return the layer that computes the logits.
+
+    Raises:
+        ConfigError: there is none, or it is not a linear layer.
+    """
+    layer = model.get_output_embeddings()
+    if isinstance(layer, nn.Linear):
+        return layer
+    what = "it has no output layer"
+    if layer is not None:
+        what = f"its output layer is a {type(layer).__name__}, not a torch.nn.Linear"
+    raise _refusal(model, what)
+
+
 def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     """Return the states that predict the chosen tokens, (N, H)."""
     output = decoder_of(model)(use_cache=False, **packed.arguments())
@@ -82,6 +98,9 @@ def find_scale_and_softcap(model: PreTrainedModel) -> tuple[float, float | None]
     The keys of configs mean different things in different models. So each candidate is compared
     with the model's own logits, and the closest one is returned; `prove_mode` checks that it is
     close enough.
+
+    Raises:
+        ConfigError: the model has no output layer, or its own forward pass fails.
     """
     config = model.config.get_text_config()
 
@@ -94,9 +113,13 @@ def find_scale_and_softcap(model: PreTrainedModel) -> tuple[float, float | None]
     if len(candidates) == 1:
         return candidates[0]
     ids = torch.arange(1, 1 + SHORT_ROW, device=model.device)[None]
-    logits = model(input_ids=ids, use_cache=False).logits.float()
-    layer: Any = model.get_output_embeddings()
-    products = layer(decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state).float()
+    layer = output_layer(model)
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits.float()
+        states = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state
+        products = layer(states).float()
+    except MODEL_ERRORS as e:
+        raise _refusal(model, _no_own_pass(e)) from e
 
     def error(candidate: tuple[float, float | None]) -> float:
         own = Head(layer.weight, None, *candidate).logits_of(products)
@@ -122,18 +145,8 @@ def prove_mode(model: PreTrainedModel, compute: torch.dtype | None = None) -> tu
         ConfigError: not even one row at a time is right, because the model is not causal, or its
             logits are not the output of its output layer.
     """
-    name = type(model).__name__
-    own: Any = model.config._attn_implementation
-    copy = _Copy(model, own, compute or model.dtype)
-    first = problem = ""
-    for mode in Mode:
-        problem = _find_unsupported(model, mode) or _compare(model, mode, SHORT_ROW)
-        problem = problem or copy.compare(mode)
-        if not problem:
-            return mode, first
-        first = first or problem
-        model.set_attn_implementation(own)
-    raise ConfigError(f"{name} cannot be trained here: {problem}. {SUPPORTED}")
+    copy = _Copy(model, compute or model.dtype)
+    return _find_mode(model, [_Comparison(model, SHORT_ROW), copy])
 
 
 def find_mode(config: PretrainedConfig) -> tuple[Mode, str]:
@@ -147,9 +160,32 @@ def find_mode(config: PretrainedConfig) -> tuple[Mode, str]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     try:
-        return prove_mode(small_copy(model, "cpu"))
+        copy = small_copy(model, "cpu")
     except NoSmallCopy as e:
         raise ConfigError(f"{type(model).__name__}: {e}") from e
+    long_rows = _Comparison(copy, LONG_ROW, gradients=True)
+    return _find_mode(copy, [_Comparison(copy, SHORT_ROW), long_rows])
+
+
+def _find_mode(
+    model: PreTrainedModel, comparisons: Sequence[_Comparison | _Copy]
+) -> tuple[Mode, str]:
+    """Return the first mode that changes no result; see `prove_mode`."""
+    output_layer(model)
+    own: Any = model.config._attn_implementation
+    first = problem = ""
+    for mode in Mode:
+        problem = _find_unsupported(model, mode)
+        problem = problem or next(filter(None, (c.compare(mode) for c in comparisons)), "")
+        if not problem:
+            return mode, first
+        first = first or problem
+        model.set_attn_implementation(own)
+    raise _refusal(model, problem)
+
+
+def _refusal(model: PreTrainedModel, problem: str) -> ConfigError:
+    return ConfigError(f"{type(model).__name__} cannot be trained here: {problem}. {SUPPORTED}")
 
 
 def describe_mode(mode: Mode, reason: str, n: int) -> str:
@@ -162,30 +198,92 @@ def describe_mode(mode: Mode, reason: str, n: int) -> str:
     """
     if mode is Mode.PACKED:
         return "rows: packed; a prompt is run once for all its responses"
-    how = {
-        Mode.WHOLE: "packed, each with its own prompt",
-        Mode.PADDED: "padded to the longest of a micro-batch, each with its own prompt",
-        Mode.ALONE: "one at a time, each with its own prompt",
+    how, more = {
+        Mode.WHOLE: ("packed", ""),
+        Mode.PADDED: (
+            "padded to the longest of a micro-batch",
+            ", and padding, which is less than half of a micro-batch",
+        ),
+        Mode.ALONE: ("one at a time", ", in micro-batches of one row"),
     }[mode]
     return (
-        f"rows: {how}, because {reason}. With {plural(n, 'response')} to a prompt, each as long as"
-        f" the prompt, the learner runs {2 * n / (n + 1):.1f} times the tokens of packed rows"
+        f"rows: {how}, each with its own prompt, because {reason}. With {plural(n, 'response')} to"
+        f" a prompt, each as long as the prompt, the learner runs {2 * n / (n + 1):.1f} times the"
+        f" tokens of packed rows{more}"
     )
+
+
+class _Comparison:
+    """The logits and gradients of a model for a few rows, which a mode must not change."""
+
+    def __init__(self, model: PreTrainedModel, length: int, *, gradients: bool = False):
+        """Run nothing yet.
+
+        Args:
+            model: has its own attention implementation.
+            length: the tokens of a prompt and of its longest response.
+            gradients: True if gradients are computed, too.
+        """
+        self._model, self._gradients = model, gradients
+        self._attention: Any = model.config._attn_implementation
+        self._batch = _rows(length, min(VOCABULARY, model.config.get_text_config().vocab_size))
+
+    def compare(self, mode: Mode) -> str:
+        """Return how a mode changes the results, or "".
+
+        The model's attention implementation becomes that of the mode.
+        """
+        model = self._model
+        if self.failure:
+            return self.failure
+        name = "packed logits" if mode.is_flat else "the logits of the output layer"
+        try:
+            model.set_attn_implementation(PACKED if mode.is_flat else self._attention)
+            with torch.set_grad_enabled(self._gradients):
+                logits = _mode_logits(model, self._batch, mode, self._own.scale_and_softcap)
+            if not _are_close(logits, self._own.logits):
+                return f"{name} differ from the model's own forward pass"
+            if self._gradients and not _are_gradients_close(
+                _gradients(model, logits), self._own.gradients
+            ):
+                return f"{name} have other gradients than the model's own forward pass"
+        except MODEL_ERRORS as e:
+            return _one_line(e) or type(e).__name__
+        return ""
+
+    @cached_property
+    def failure(self) -> str:
+        """Why no mode can be right, or ""."""
+        try:
+            self._model.set_attn_implementation(self._attention)
+            self._own = self._run()
+            is_causal = _is_causal(self._model, self._batch)
+        except MODEL_ERRORS as e:
+            return _no_own_pass(e)
+        return "" if is_causal else "a token changes the logits of earlier tokens"
+
+    def _run(self) -> _Results:
+        model = self._model
+        with torch.set_grad_enabled(self._gradients):
+            logits = _own_logits(model, self._batch)
+        gradients = _gradients(model, logits) if self._gradients else []
+        return _Results(logits.detach(), gradients, find_scale_and_softcap(model))
 
 
 class _Copy:
     """A small copy of a model, which is compared on long rows."""
 
-    def __init__(self, model: PreTrainedModel, own: str, compute: torch.dtype):
+    def __init__(self, model: PreTrainedModel, compute: torch.dtype):
         """Build nothing yet.
 
         Args:
-            model: any model.
-            own: its own attention implementation.
+            model: any model, with its own attention implementation.
             compute: the precision of its passes.
         """
-        self._model, self._own, self._compute = model, own, compute
-        config = model.config.to_dict() | {"_name_or_path": "", "attention": own}
+        self._model, self._compute = model, compute
+        self._attention: Any = model.config._attn_implementation
+        self._comparisons: dict[torch.dtype, _Comparison] = {}
+        config = model.config.to_dict() | {"_name_or_path": "", "attention": self._attention}
         text = json.dumps(config, sort_keys=True, default=str)
         self._key = type(model), text, model.device.type, compute
 
@@ -205,9 +303,10 @@ class _Copy:
             # Without windows, a few tokens in the model itself show the same.
             return f"{windows}{e}" if windows and mode is not Mode.ALONE else ""
         for dtype in dict.fromkeys((torch.float32, self._compute)):
-            copy.set_attn_implementation(self._own)
+            copy.set_attn_implementation(self._attention)
             copy.to(dtype)  # type: ignore[arg-type]
-            problem = _compare(copy, mode, LONG_ROW, gradients=True)
+            comparison = _Comparison(copy, LONG_ROW, gradients=True)
+            problem = self._comparisons.setdefault(dtype, comparison).compare(mode)
             # Some kernels support half precision only.
             if problem and (dtype == self._compute or not problem.startswith(_NO_OWN_PASS)):
                 return f"{windows}for longer rows {problem}"
@@ -215,7 +314,9 @@ class _Copy:
 
     @cached_property
     def _copy(self) -> PreTrainedModel:
-        return small_copy(self._model)
+        copy = small_copy(self._model)
+        # Rounded first, so that no later change of the precision changes a weight.
+        return copy.to(self._compute).to(torch.float32)  # type: ignore[arg-type]
 
 
 _results: dict[tuple[Any, ...], str] = {}
@@ -223,29 +324,20 @@ _results: dict[tuple[Any, ...], str] = {}
 _NO_OWN_PASS = "the model's own forward pass fails"
 
 
-def _compare(model: PreTrainedModel, mode: Mode, length: int, *, gradients: bool = False) -> str:
-    """Return how a mode changes the results of a model, or ""; set its attention implementation."""
-    batch = _rows(length, min(VOCABULARY, model.config.get_text_config().vocab_size))
-    own: Any = model.config._attn_implementation
-    try:
-        logits, own_gradients = _run(model, partial(_own_logits, model, batch), gradients)
-        shape = find_scale_and_softcap(model)
-        if not _is_causal(model, batch):
-            return "a token changes the logits of earlier tokens"
-    except MODEL_ERRORS as e:
-        return f"{_NO_OWN_PASS} ({type(e).__name__}: {_one_line(e)})"
-    try:
-        model.set_attn_implementation(PACKED if mode.is_flat else own)
-        logits_of_mode = partial(_mode_logits, model, batch, mode, shape)
-        mode_logits, mode_gradients = _run(model, logits_of_mode, gradients)
-    except MODEL_ERRORS as e:
-        return _one_line(e) or type(e).__name__
-    name = "packed logits" if mode.is_flat else "the logits of the output layer"
-    if not _are_close(mode_logits, logits):
-        return f"{name} differ from the model's own forward pass"
-    if not _are_gradients_close(mode_gradients, own_gradients):
-        return f"{name} have other gradients than the model's own forward pass"
-    return ""
+def _no_own_pass(error: Exception) -> str:
+    return f"{_NO_OWN_PASS} ({type(error).__name__}: {_one_line(error)})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """What a model computes for rows, one row after the other."""
+
+    logits: Tensor
+    """(N, V) of all response tokens."""
+    gradients: list[Tensor]
+    """Those of all weights, or none."""
+    scale_and_softcap: tuple[float, float | None]
+    """See `find_scale_and_softcap`."""
 
 
 def _one_line(error: Exception) -> str:
@@ -289,7 +381,7 @@ def _mode_logits(
 ) -> Tensor:
     """Return the same logits by the input of a mode, and a head with this scale and soft cap."""
     numbers = torch.arange(len(batch.response_ids))
-    layer: Any = model.get_output_embeddings()
+    layer = output_layer(model)
     head = Head(layer.weight, layer.bias, *shape)
     logits = []
     for rows in numbers.split(1) if mode is Mode.ALONE else [numbers]:
@@ -312,22 +404,13 @@ def _is_causal(model: PreTrainedModel, batch: TokenRows) -> bool:
     return all(_are_close(other, whole) for other in others)
 
 
-def _run(
-    model: PreTrainedModel, compute: Callable[[], Tensor], gradients: bool
-) -> tuple[Tensor, list[Tensor]]:
-    """Return (N, V) logits, and the gradients of a weighted sum of them if asked for."""
-    if not gradients:
-        with torch.no_grad():
-            return compute(), []
+def _gradients(model: PreTrainedModel, logits: Tensor) -> list[Tensor]:
+    """Return the gradients of a weighted sum of (N, V) logits with respect to all weights."""
     weights = [p for p in model.parameters() if p.requires_grad]
-    with torch.enable_grad():
-        logits = compute()
-        noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
-        total = (logits.float() * noise.to(logits.device)).sum()
-        found = torch.autograd.grad(total, weights, allow_unused=True)
-    return logits.detach(), [
-        torch.zeros_like(w) if g is None else g for g, w in zip(found, weights, strict=True)
-    ]
+    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    total = (logits.float() * noise.to(logits.device)).sum()
+    found = torch.autograd.grad(total, weights, allow_unused=True)
+    return [torch.zeros_like(w) if g is None else g for g, w in zip(found, weights, strict=True)]
 
 
 def _are_close(a: Tensor, b: Tensor) -> bool:

@@ -34,6 +34,7 @@ from agentrl.trainer.modes import (
     decoder_of,
     find_scale_and_softcap,
     hidden_states,
+    output_layer,
     prove_mode,
 )
 from agentrl.trainer.packing import PackedRows
@@ -354,8 +355,7 @@ class PackedModel(nn.Module):
     @property
     def head(self) -> Head:
         """The output layer. Its weights are whole within `forward` only."""
-        layer = self.model.get_output_embeddings()
-        assert isinstance(layer, nn.Linear)
+        layer = output_layer(self.model)
         return Head(layer.weight, layer.bias, *self._scale_and_softcap)
 
     def layers(self) -> list[nn.Module]:
@@ -389,18 +389,19 @@ def _base_weight(layer: LoraLayer) -> Tensor:
 def find_adaptable_modules(model: PreTrainedModel) -> list[str]:
     """Return the names of the linear layers that can have an adapter.
 
-    The output layer cannot: its adapter would be neither trained nor published. Layers that return
+    Layers outside of the decoder cannot: an adapter of the output layer would be neither trained
+    nor published, and layers for images do not run on text. Layers that return
     more than a product, such as Llama 4's routers, cannot. PEFT refuses `out_proj` of Mamba layers,
     whose kernels for training read its weight and skip the adapter. If transformers stacks the
     experts of a model, PEFT interprets the names that they have in files (`gate_proj`) as the
     stacked tensors, also if the model has linear layers of these names.
     """
-    head = model.get_output_embeddings()
+    decoder = set(decoder_of(model).modules())
     names = [
         name
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D))
-        and module is not head
+        and module in decoder
         and _returns_a_product(module)
     ]
     refused = set()

@@ -148,6 +148,25 @@ def test_the_copy_is_small_and_does_not_change_the_model_or_the_random_state():
     assert not find_windows(copy.config)
 
 
+def test_the_copy_has_one_layer_of_each_kind_where_a_list_numbers_the_layers():
+    kinds = ["conv", "conv", "full_attention"] * 6
+    config = CONFIG_MAPPING["lfm2"](**SHAPE | {"num_hidden_layers": 18, "layer_types": kinds})
+    config.full_attn_idxs = list(range(18))
+    copy = small_copy(random_model(config))
+    assert copy.config.layer_types == ["conv", "full_attention"]
+    assert len(copy.model.layers) == 2
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "granitemoehybrid"])
+def test_steps_of_computation_are_short_in_the_copy_and_are_no_windows(kind):
+    mamba = {"num_heads": 4, "head_dim": 16, "state_size": 8, "chunk_size": 256}
+    hybrid = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_chunk_size": 256}
+    config = CONFIG_MAPPING[kind](**SHAPE | (mamba if kind == "mamba2" else hybrid))
+    assert not find_windows(config)
+    copy = small_copy(random_model(config)).config
+    assert {getattr(copy, k, SHORT) for k in ("chunk_size", "mamba_chunk_size")} == {SHORT}
+
+
 def test_without_a_copy_nothing_is_packed_that_has_windows(monkeypatch):
     model = random_model(config_of("mistral", 4096))
 

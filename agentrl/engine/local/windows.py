@@ -26,11 +26,16 @@ WINDOW_KEYS = re.compile(
 """Config keys whose values limit which tokens a token sees."""
 NOT_WINDOW_KEYS = re.compile("layers|pattern|feed_forward")
 """Config keys that match `WINDOW_KEYS` but limit something else."""
+STEP_KEYS = re.compile(r"(^|\.)(mamba_)?chunk_size$")
+"""Config keys that match `WINDOW_KEYS` but limit nothing: Mamba layers compute so many tokens at a
+time, and pass their state on. They are short in the copy, too, so that its rows have several."""
 SMALL = 16
 """The width of the copy's feed-forward layers."""
 POSITIONS = 128
 """The positions of the copy, if they are not rotary: enough for a row of a test, and fewer than the
 tokens of all its rows. Some models have masks of this size (GPT-Neo)."""
+MOST_KINDS = 4
+"""The layers of a model that may all be of different kinds."""
 VOCABULARY = LONG
 """The size of the vocabulary of the copy: all tokens of a row can be different."""
 
@@ -43,7 +48,8 @@ def find_windows(config: PretrainedConfig) -> dict[str, int]:
     Args:
         config: the config of a model; nested configs and dictionaries are searched too.
     """
-    return {path: values[key] for path, values, key in _windows(vars(config), "")}
+    windows = _windows(vars(config), "")
+    return {path: values[key] for path, values, key in windows if not STEP_KEYS.search(path)}
 
 
 def describe_windows(config: PretrainedConfig) -> str:
@@ -132,8 +138,16 @@ def _keep_one_layer_of_each_kind(text: PretrainedConfig) -> None:
     """
     count = text.num_hidden_layers
     lists = {k: v for k, v in vars(text).items() if isinstance(v, list) and len(v) == count}
-    kinds = list(zip(*lists.values(), strict=True))
+    kinds = list(zip(*filter(_lists_kinds, lists.values()), strict=True))
     kept_layers = sorted({kinds.index(kind) for kind in kinds} if kinds else {0, count - 1})
     text.num_hidden_layers = len(kept_layers)
     for key, values in lists.items():
         setattr(text, key, [values[i] for i in kept_layers])
+
+
+def _lists_kinds(values: list[Any]) -> bool:
+    """Return whether a list with a value for each layer distinguishes kinds of layers.
+
+    If all values differ, they are rather the indices of layers (LFM2's `full_attn_idxs`).
+    """
+    return len(values) <= MOST_KINDS or any(value in values[:i] for i, value in enumerate(values))
