@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.architectures import ARCHITECTURES, architecture
+from support.architectures import ARCHITECTURES, SHAPE, architecture
 from support.trainer_fixtures import as_sampled_by, config, plain_logprobs, random_groups
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3Config
 
 from agentrl.engine.local.decoder import CannotDecode, Decoder
 from agentrl.trainer.algorithms import make_targets
 from agentrl.trainer.batch import collate
 from agentrl.trainer.learner import Learner
+from agentrl.trainer.policy import find_adaptable_modules
 
 QUICK = ("Qwen3", "Qwen3-MoE", "Qwen3.5", "gpt-oss", "Gemma 3", "Nemotron-H")
 """The others run in `make test-all`."""
@@ -67,3 +68,22 @@ def test_the_local_engine_runs_it_or_says_why_not(name):
     else:
         with pytest.raises(CannotDecode, match=f"cannot run {type(model).__name__}: .*sglang"):
             Decoder(model)
+
+
+@pytest.mark.parametrize("lora", [0, 4], ids=["full", "LoRA"])
+def test_only_the_text_part_of_a_model_for_images_learns(lora, folder):
+    text = {**SHAPE, "head_dim": 8, "sliding_window": 8, "num_hidden_layers": 2}
+    text["layer_types"] = ["sliding_attention", "full_attention"]
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    model = AutoModelForCausalLM.from_config(
+        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    ).eval()
+    model.save_pretrained(folder)
+    batch = as_sampled_by(model, collate(random_groups(3, groups=2, n=3), 31))
+    learner = Learner(folder, config(optim__lr=1e-2, model__lora_rank=lora), total_steps=1)
+    step(learner, batch, 1)
+    before = dict(model.named_parameters())
+    changed = {name for name, x in learner.export() if not torch.equal(x, before[name])}
+    assert len(changed) > 10
+    assert all("language_model" in name for name in [*changed, *find_adaptable_modules(model)])
