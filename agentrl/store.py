@@ -1,20 +1,29 @@
 """Trajectories on disk: one parquet file for each step and split, written atomically.
 
-    runs/demo/trajectories/
-      val-00000000.parquet
-      train-00000001.parquet
-      train-00000002.parquet
+    runs/demo/
+      trajectories/
+        val-00000000.parquet
+        train-00000001.parquet
+        train-00000002.parquet
+      learned/
+        learned-00000001.parquet
+        learned-00000002.parquet
 
-Each rollout is one row. The arrays of its segments (token ids, masks, logprobs) are columns of
-lists of lists, which any parquet reader can use. Structured data (messages, turns, rewards) is JSON
-text. A row contains the whole trajectory: reading it returns an object equal to the one that was
-written.
+In `trajectories`, each rollout is one row. The arrays of its segments (token ids, masks, logprobs)
+are columns of lists of lists, which any parquet reader can use. Structured data (messages, turns,
+rewards) is JSON text. A row contains the whole trajectory: reading it returns an object equal to
+the one that was written.
+
+A rollout is written once. The numbers that the update used for its tokens follow when they are
+known, in `learned`: one row for each segment, with a list for each of `LEARNED`. A number that is
+not known is null.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
@@ -46,6 +55,8 @@ from agentrl.trajectory import (
     Turn,
 )
 
+log = logging.getLogger("agentrl")
+
 STREAMS = {
     "prompt_ids": pa.int32(),
     "response_ids": pa.int32(),
@@ -54,6 +65,28 @@ STREAMS = {
     "versions": pa.int32(),
 }
 """The fields of a segment. The items of their arrays have four bytes."""
+
+LEARNED = {
+    "old_logprobs": pa.float32(),
+    "reference_logprobs": pa.float32(),
+    "values": pa.float32(),
+    "advantages": pa.float32(),
+    "returns": pa.float32(),
+    "importance_weights": pa.float32(),
+    "entropy": pa.float32(),
+    "clipped": pa.int32(),
+}
+"""The numbers of each response token that the update used; `agentrl.trainer.learner.Learned`
+describes them."""
+LEARNED_SCHEMA = pa.schema(
+    [
+        ("episode_id", pa.string()),
+        ("segment", pa.int32()),
+        *((name, pa.list_(kind)) for name, kind in LEARNED.items()),
+    ]
+)
+LEARNED_STEPS = 50
+"""The number of last steps whose `LEARNED` numbers are kept."""
 
 _TRAJECTORY = "scored.trajectory"
 _SAMPLE = f"{_TRAJECTORY}.sample"
@@ -100,6 +133,9 @@ _OTHER_SAMPLE_FIELDS = {f.name for f in fields(Sample)} - {
 
 BYTES_PER_TOKEN = 11
 """The size of a stored token, compressed: 5 to 11 were measured, with the messages as text."""
+LEARNED_BYTES_PER_TOKEN = 26
+"""The size of the `LEARNED` numbers of a token, compressed: 17 were measured for GRPO with a KL
+term, 26 for PPO."""
 TRAINING = ("train", "evicted", "baseline")
 """The splits of a training step. The others are those of validations."""
 
@@ -130,6 +166,7 @@ class TrajectoryStore:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.learned = folder.parent / "learned"
 
     def write(self, step: int, groups: Sequence[Group], split: str = "train") -> Path:
         """Store the rollouts of a step and return the file. An existing file is replaced.
@@ -138,24 +175,41 @@ class TrajectoryStore:
             RunStopped: the file cannot be written, for example because the disk is full.
         """
         path = self.folder / f"{split}-{step:08d}.parquet"
-        staging = self.folder / f".{path.name}-{os.getpid()}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with open(staging, "wb") as file:
-                table = _table(step, groups, split)
-                pq.write_table(table, file, compression="zstd", row_group_size=_ROW_GROUP)
-                file.flush()
-                os.fsync(file.fileno())
-            staging.rename(path)
+            _write_file(path, _table(step, groups, split))
         except OSError as e:
             advised = advice(e)
             if e.errno in (errno.ENOSPC, errno.EDQUOT):
                 advised = ". Free disk space; to keep fewer: trainer.keep_trajectories"
             raise RunStopped(f"cannot write the trajectories to {path}: {e}{advised}") from e
-        finally:
-            with suppress(OSError):
-                staging.unlink()
         return path
+
+    def write_learned(self, step: int, table: pa.Table) -> Path:
+        """Store the numbers that the update of a step used, and return the file.
+
+        Args:
+            step: the step.
+            table: one row for each segment, with the columns of `LEARNED_SCHEMA`.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        path = self._learned_file(step)
+        _write_file(path, table.cast(LEARNED_SCHEMA))
+        return path
+
+    def read_learned(self, step: int) -> pa.Table:
+        """Return what `write_learned` stored of a step; a table without rows if there is no file.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        path = self._learned_file(step)
+        tables = [LEARNED_SCHEMA.empty_table()]
+        if path.exists():
+            with _readable(path), pq.ParquetFile(path) as file:
+                tables.append(file.read(LEARNED_SCHEMA.names))
+        return pa.concat_tables(tables, promote_options="default")
 
     def read(self, step: int | None = None, split: str | None = None) -> Iterator[StoredRollout]:
         """Yield the rollouts of one step or split, or of all of them, in the order of steps.
@@ -220,11 +274,12 @@ class TrajectoryStore:
 
     def truncate_after(self, step: int) -> None:
         """Remove all files after a step (-1: all) and temporary files of killed processes."""
-        for path, shard_step, _ in self._shards():
+        for path, shard_step, _ in [*self._shards(), *self._learned_files()]:
             if shard_step > step:
                 path.unlink()
-        for staging in self.folder.glob(".*.parquet-*"):
-            staging.unlink()
+        for folder in (self.folder, self.learned):
+            for staging in folder.glob(".*.parquet-*"):
+                staging.unlink()
 
     def remove_training(self, step: int) -> None:
         """Remove the files of training up to a step. Those of validations stay."""
@@ -232,10 +287,26 @@ class TrajectoryStore:
             if split in TRAINING and shard_step <= step:
                 path.unlink()
 
+    def remove_learned(self, step: int) -> None:
+        """Remove the files of `write_learned` up to a step."""
+        for path, learned_step, _ in self._learned_files():
+            if learned_step <= step:
+                path.unlink()
+
     def _shards(self) -> list[tuple[Path, int, str]]:
         """Return the files with their steps and splits, in the order of steps."""
-        files = [(p, m) for p in self.folder.glob("*.parquet") if (m := _SHARD.fullmatch(p.name))]
-        return sorted(((p, int(m[2]), m[1]) for p, m in files), key=lambda s: (s[1], s[2]))
+        return _shards_in(self.folder)
+
+    def _learned_files(self) -> list[tuple[Path, int, str]]:
+        return [shard for shard in _shards_in(self.learned) if shard[2] == "learned"]
+
+    def _learned_file(self, step: int) -> Path:
+        return self.learned / f"learned-{step:08d}.parquet"
+
+
+def _shards_in(folder: Path) -> list[tuple[Path, int, str]]:
+    files = [(p, m) for p in folder.glob("*.parquet") if (m := _SHARD.fullmatch(p.name))]
+    return sorted(((p, int(m[2]), m[1]) for p, m in files), key=lambda s: (s[1], s[2]))
 
 
 def load_trajectories(
@@ -264,12 +335,18 @@ class TrajectoryWriter:
     trajectories are in memory. After an error nothing more is written.
     """
 
-    def __init__(self, store: TrajectoryStore, keep: str = "all"):
+    def __init__(
+        self,
+        store: TrajectoryStore,
+        keep: str = "all",
+        warn: Callable[[str], None] = log.warning,
+    ):
         """Start the thread.
 
         Args:
             store: the folder to write to.
             keep: `trainer.keep_trajectories`: "all", "last:N" or "every:N" training steps.
+            warn: called with a warning, from the thread.
         """
         self._store = store
         rule, _, number = keep.partition(":")
@@ -278,6 +355,8 @@ class TrajectoryWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trajectories")
         self._pending: list[tuple[int, Future[None]]] = []
         self._error: BaseException | None = None
+        self._warn = warn
+        self._has_warned = False
 
     def write(self, step: int, groups: Sequence[Group], split: str = "train") -> None:
         """Write the rollouts of a step, unless they are of a training step that is not kept.
@@ -291,6 +370,19 @@ class TrajectoryWriter:
         if split not in TRAINING or step % self._every == 0:
             self._pending.append((step, self._thread.submit(self._write, step, groups, split)))
 
+    def write_learned(self, step: int, make_table: Callable[[], pa.Table]) -> None:
+        """Write the numbers that the update of a step used, if its trajectories are kept.
+
+        Training does not need them. If they cannot be written, this is one warning per run.
+
+        Args:
+            step: the step.
+            make_table: returns the table for `TrajectoryStore.write_learned`. It is called in the
+                thread.
+        """
+        if step % self._every == 0:
+            self._pending.append((step, self._thread.submit(self._write_learned, step, make_table)))
+
     def describe_size(self, steps: int, episodes: int, tokens: int) -> str:
         """Return a line about the disk space that the trajectories of training take.
 
@@ -300,14 +392,17 @@ class TrajectoryWriter:
             tokens: `rollout.max_trajectory_tokens`.
         """
         kept = min(steps, self._last) if self._last else steps // self._every
+        learned = min(kept, LEARNED_STEPS // self._every)
+        learned_size = learned * episodes * tokens * LEARNED_BYTES_PER_TOKEN
         size = kept * episodes * tokens * BYTES_PER_TOKEN
         free = shutil.disk_usage(self._store.folder.parent).free
         line = (
             f"trajectories of training: up to {_describe_bytes(size)} for {plural(kept, 'step')} of"
-            f" episodes with rollout.max_trajectory_tokens={tokens}."
-            f" {_describe_bytes(free)} are free"
+            f" episodes with rollout.max_trajectory_tokens={tokens}, and"
+            f" {_describe_bytes(learned_size)} for what the last {plural(learned, 'step')} learned"
+            f" from. {_describe_bytes(free)} are free"
         )
-        if size > free:
+        if size + learned_size > free:
             line += ". To keep fewer: trainer.keep_trajectories=last:100, or every:10"
         return line
 
@@ -338,8 +433,35 @@ class TrajectoryWriter:
         if self._last and split in TRAINING:
             self._store.remove_training(step - self._last)
 
+    def _write_learned(self, step: int, make_table: Callable[[], pa.Table]) -> None:
+        try:
+            self._store.write_learned(step, make_table())
+            self._store.remove_learned(step - min(self._last or LEARNED_STEPS, LEARNED_STEPS))
+        except Exception as e:
+            if not self._has_warned:
+                self._warn(
+                    f"warning: cannot write {self._store.learned}: {e or type(e).__name__}."
+                    " Training goes on; the advantages and logprobs of tokens are not recorded"
+                )
+            self._has_warned = True
+
 
 # -- writing --------------------------------------------------------------------------------------
+
+
+def _write_file(path: Path, table: pa.Table) -> None:
+    """Write a table so that the file is either complete or does not exist."""
+    staging = path.parent / f".{path.name}-{os.getpid()}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(staging, "wb") as file:
+            pq.write_table(table, file, compression="zstd", row_group_size=_ROW_GROUP)
+            file.flush()
+            os.fsync(file.fileno())
+        staging.rename(path)
+    finally:
+        with suppress(OSError):
+            staging.unlink()
 
 
 def _table(step: int, groups: Sequence[Group], split: str) -> pa.Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tempfile
 from array import array
 from pathlib import Path
@@ -16,7 +17,14 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from agentrl.errors import DataError, RunStopped
-from agentrl.store import SCHEMA, TrajectoryStore, load_trajectories
+from agentrl.store import (
+    LEARNED,
+    LEARNED_SCHEMA,
+    SCHEMA,
+    TrajectoryStore,
+    TrajectoryWriter,
+    load_trajectories,
+)
 from agentrl.trajectory import (
     Group,
     Message,
@@ -188,6 +196,81 @@ def test_resuming_removes_later_steps(tmp_path):
     ]
     store.truncate_after(-1)
     assert [f.name for f in tmp_path.iterdir()] == ["notes.txt"]
+
+
+LEARNED_ROWS = pa.table(
+    {
+        "episode_id": ["e0", "e1", "e1"],
+        "segment": pa.array([0, 0, 1], pa.int32()),
+        **{
+            name: pa.array([[0.5, None], [], [None, -1.0, 0.0]], pa.list_(pa.float64()))
+            for name in LEARNED
+            if name != "clipped"
+        },
+        "clipped": pa.array([[2, None], [], [None, 0, 1]], pa.list_(pa.int64())),
+    }
+)
+
+
+def test_what_a_step_learned_comes_back_as_it_was(tmp_path):
+    store = TrajectoryStore(tmp_path / "trajectories")
+    assert store.read_learned(3).equals(LEARNED_SCHEMA.empty_table())
+    path = store.write_learned(3, LEARNED_ROWS)
+    assert path == tmp_path / "learned/learned-00000003.parquet"
+    assert store.read_learned(3).equals(LEARNED_ROWS.cast(LEARNED_SCHEMA))
+    assert list(store.read()) == [] and store.all_steps() == []
+    # A column that an older version did not write is unknown.
+    pq.write_table(pq.read_table(path).drop_columns(["entropy"]), path)
+    assert store.read_learned(3).schema.equals(LEARNED_SCHEMA)
+    assert store.read_learned(3).column("entropy").to_pylist() == [None] * 3
+    path.write_bytes(b"half")
+    with pytest.raises(DataError, match="learned-00000003"):
+        store.read_learned(3)
+
+
+def test_resuming_removes_what_later_steps_learned(tmp_path):
+    store = TrajectoryStore(tmp_path / "trajectories")
+    for step in (1, 2, 3):
+        store.write_learned(step, LEARNED_ROWS)
+    (store.learned / ".learned-00000004.parquet-99").write_bytes(b"half")
+    (store.learned / "notes.txt").write_text("the user's")
+    store.truncate_after(2)
+    names = ["learned-00000001.parquet", "learned-00000002.parquet", "notes.txt"]
+    assert sorted(f.name for f in store.learned.iterdir()) == names
+    store.remove_learned(1)
+    assert sorted(f.name for f in store.learned.iterdir()) == names[1:]
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [("all", range(21, 71)), ("last:3", [68, 69, 70]), ("every:10", [30, 40, 50, 60, 70])],
+)
+def test_the_last_steps_are_kept_of_what_was_learned(tmp_path, monkeypatch, keep, kept):
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    store = TrajectoryStore(tmp_path / "trajectories")
+    writer = TrajectoryWriter(store, keep)
+    for step in range(1, 71):
+        writer.write_learned(step, lambda: LEARNED_ROWS.slice(0, 1))
+    writer.wait()
+    writer.close()
+    names = [f"learned-{step:08d}.parquet" for step in kept]
+    assert sorted(f.name for f in store.learned.iterdir()) == names
+
+
+def test_what_was_learned_may_fail_to_be_written(tmp_path):
+    """It is one warning. Trajectories are written as before."""
+    (tmp_path / "learned").write_text("a file")
+    store, warnings = TrajectoryStore(tmp_path / "trajectories"), []
+    writer = TrajectoryWriter(store, warn=warnings.append)
+    for step in (1, 2):
+        writer.write(step, [group(scored())])
+        writer.write_learned(step, lambda: LEARNED_ROWS)
+    writer.write_learned(2, lambda: LEARNED_ROWS.drop_columns(["entropy"]))
+    writer.wait()
+    writer.close()
+    [warning] = warnings
+    assert f"cannot write {tmp_path / 'learned'}" in warning and "Training goes on" in warning
+    assert store.steps("train") == [1, 2]
 
 
 @pytest.mark.parametrize("groups", [[], [Group(Sample("x", PROMPT), (), 8)]])

@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import pyarrow as pa
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -39,6 +40,7 @@ from agentrl.engine.remote.files import transfer_folder
 from agentrl.engine.remote.senders import Route
 from agentrl.errors import RunStopped
 from agentrl.registry import policy_losses
+from agentrl.store import LEARNED
 from agentrl.trainer.algorithms import target_metrics
 from agentrl.trainer.batch import (
     Batch,
@@ -82,6 +84,33 @@ class Learned:
     clipped: Tensor | None
     """The number of passes in which the policy loss clipped the token; None if the loss does not
     report it (`losses.clipped_tokens`)."""
+
+    def table(self, batch: Batch) -> pa.Table:
+        """Return one row for each row of the batch, for `TrajectoryStore.write_learned`.
+
+        Args:
+            batch: the batch of the update.
+        """
+        width = batch.response_mask.shape[1]
+        is_token = torch.arange(width) < batch.response_lengths[:, None]  # (B, T)
+        ends = batch.response_lengths.cumsum(0)
+        offsets = torch.nn.functional.pad(ends, (1, 0)).int().numpy()
+        first_rows = torch.searchsorted(batch.rollout, batch.rollout)  # of the same rollout
+        columns: dict[str, Any] = {
+            "episode_id": [batch.episodes[r] for r in batch.rollout.tolist()],
+            "segment": (torch.arange(len(batch.rollout)) - first_rows).numpy(),
+        }
+        for name, kind in LEARNED.items():
+            numbers: Tensor | None = getattr(self, name)
+            if numbers is None:
+                flat = pa.nulls(int(offsets[-1]), kind)
+            else:
+                chosen = numbers[is_token]
+                unknown = chosen.isnan()
+                known = chosen.masked_fill(unknown, 0.0)
+                flat = pa.array(known.numpy(), mask=unknown.numpy()).cast(kind)
+            columns[name] = pa.ListArray.from_arrays(offsets, flat)
+        return pa.table(columns)
 
 
 Check = Callable[[Mapping[str, float]], None]

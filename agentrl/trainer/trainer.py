@@ -184,13 +184,14 @@ class Trainer:
         self._is_consistent = False  # until the update has finished
         with self.clock.timed("update_actor"):
             step, check = self.global_step + 1, self._check_mismatch
-            updated, _ = self.learner.update(
+            updated, learned = self.learner.update(
                 batch, targets, step, check, learn_policy=self._policy_learns
             )
             metrics |= updated
         metrics |= self._update_kl_coef(batch, old, reference)
         self.position, self.global_step = rollouts.position, step
         self._unfinished, self._is_consistent = metrics, True
+        self.store.write_learned(step, partial(learned.table, batch))
         return metrics
 
     @property
@@ -444,7 +445,8 @@ class Trainer:
         self.publisher.publish(self.global_step)
         self.guard = MismatchGuard(self.publisher.noise)
         keep = config.trainer.keep_trajectories
-        self.store = TrajectoryWriter(TrajectoryStore(self.folder / TRAJECTORIES), keep)
+        store = TrajectoryStore(self.folder / TRAJECTORIES)
+        self.store = TrajectoryWriter(store, keep, self.console.note)
         stack.callback(self.store.close)
         self.best = Best(config.trainer.keep_best, config.trainer.patience, config.val.n)
         self.interrupt = stack.enter_context(Interrupt())

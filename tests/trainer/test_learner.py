@@ -32,10 +32,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from agentrl.engine.local import LocalEngine
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.registry import policy_loss
+from agentrl.store import LEARNED, LEARNED_SCHEMA
 from agentrl.testing.tokenizer import byte_tokenizer
 from agentrl.trainer.algorithms import make_targets
 from agentrl.trainer.batch import Batch, Targets, collate
-from agentrl.trainer.learner import Learner
+from agentrl.trainer.learner import Learned, Learner
 from agentrl.trainer.publisher import Publisher
 
 NAN = float("nan")
@@ -314,6 +315,20 @@ def test_each_number_of_a_token_is_the_one_that_the_loss_used():
         numbers = numbers.double().masked_fill(~mask, NAN)
         mine = getattr(learned, name).double()
         torch.testing.assert_close(mine, numbers, atol=0, rtol=1e-5, equal_nan=True, msg=name)
+
+
+def test_the_table_of_what_was_learned_has_a_row_for_each_segment():
+    rows = segment([1], ("A", [2, 3]), ("E", [4])), segment([1], ("A", [5]))
+    batch = collate([group(scored(rows, 1.0), scored(rows[:1], 0.0))], 31)
+    batch = replace(batch, episodes=("a", "b"))
+    numbers = torch.tensor([[0.5, -1.0, NAN], [0.25, NAN, NAN], [0.0, 2.0, NAN]]).double()
+    none = dict.fromkeys(LEARNED)
+    table = Learned(**none | {"advantages": numbers, "clipped": numbers.abs().ceil()}).table(batch)
+    written = table.cast(LEARNED_SCHEMA).to_pydict()
+    assert written.pop("episode_id") == ["a", "a", "b"] and written.pop("segment") == [0, 1, 0]
+    assert written.pop("advantages") == [[0.5, -1.0, None], [0.25], [0.0, 2.0, None]]
+    assert written.pop("clipped") == [[1, 1, None], [1], [0, 2, None]]
+    assert all(column == [[None] * 3, [None], [None] * 3] for column in written.values())
 
 
 def test_what_is_not_known_is_not_zero(folder, batch):

@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from support.forked_python import ForkedPython, run_python
@@ -13,7 +14,7 @@ from support.forked_python import ForkedPython, run_python
 from agentrl import registry
 from agentrl.agent_loops import AgentLoop
 from agentrl.chat import ChatTemplate, load_tokenizer
-from agentrl.store import load_trajectories
+from agentrl.store import TrajectoryStore, load_trajectories
 from agentrl.tools import LocalToolbox
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +69,24 @@ def played(output):
     ]
 
 
+def learned(output):
+    """What each step learned, less the ids of episodes, which are those of the trajectories."""
+    store, tables = TrajectoryStore(output / "trajectories"), {}
+    assert len(list(store.learned.iterdir())) == len(store.steps("train")) == STEPS
+    for step in store.steps("train"):
+        table = store.read_learned(step)
+        rows = [
+            (s.scored.trajectory.episode_id, i, len(segment.response_ids))
+            for s in store.read(step, "train")
+            for i, segment in enumerate(s.scored.trajectory.segments)
+        ]
+        lengths = pc.list_value_length(table["old_logprobs"])
+        columns = (table["episode_id"], table["segment"], lengths)
+        assert rows == list(zip(*(c.to_pylist() for c in columns), strict=True))
+        tables[step] = table.drop_columns(["episode_id"])
+    return tables
+
+
 @pytest.fixture(scope="module")
 def straight(command, tmp_path_factory):
     output = tmp_path_factory.mktemp("straight") / "run"
@@ -92,6 +111,7 @@ def test_kill_9_and_the_same_command_again(command, straight, tmp_path, killed_a
     weights = "model/model.safetensors"
     assert (output / weights).read_bytes() == (straight / weights).read_bytes()
     assert played(output) == played(straight)
+    assert learned(output) == learned(straight)
 
 
 @pytest.mark.slow
