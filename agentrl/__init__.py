@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from agentrl.errors import Infrastructure, ToolError, UserError
     from agentrl.interactions import Interaction, Reply, interaction
     from agentrl.registry import advantage_estimator, policy_loss
+    from agentrl.report import Run, load_run
     from agentrl.rewards import reward
     from agentrl.tools import tool
     from agentrl.trainer import Trainer
@@ -31,6 +32,7 @@ _MODULES = {
     "errors": ("Infrastructure", "ToolError", "UserError"),
     "interactions": ("Interaction", "Reply", "interaction"),
     "registry": ("advantage_estimator", "policy_loss"),
+    "report": ("Run", "load_run"),
     "rewards": ("reward",),
     "agent_loops.play": ("play",),
     "tools": ("tool",),
@@ -45,6 +47,7 @@ __all__ = [
     "Interaction",
     "Message",
     "Reply",
+    "Run",
     "Sample",
     "ToolCall",
     "ToolError",
@@ -56,6 +59,7 @@ __all__ = [
     "agent_loop",
     "interaction",
     "load_config",
+    "load_run",
     "load_samples",
     "play",
     "policy_loss",

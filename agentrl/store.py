@@ -38,6 +38,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter
@@ -85,6 +86,22 @@ LEARNED_SCHEMA = pa.schema(
         *((name, pa.list_(kind)) for name, kind in LEARNED.items()),
     ]
 )
+TOKENS_SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("split", pa.dictionary(pa.int32(), pa.string())),
+        ("episode_id", pa.dictionary(pa.int32(), pa.string())),
+        ("segment", pa.int32()),
+        ("position", pa.int32()),
+        ("token_id", pa.int32()),
+        ("mask", pa.bool_()),
+        ("logprob", pa.float32()),
+        ("version", pa.int32()),
+        *((name.removesuffix("s"), kind) for name, kind in LEARNED.items()),
+    ]
+)
+"""The columns of `TrajectoryStore.read_tokens`. `position` is the index among the response tokens
+of a segment."""
 LEARNED_STEPS = 50
 """The number of last steps whose `LEARNED` numbers are kept."""
 
@@ -261,6 +278,22 @@ class TrajectoryStore:
         """
         schema = pa.schema([SCHEMA.field(name) for name in _COLUMNS])
         return self._read_tables(schema, is_wanted)
+
+    def read_tokens(self, is_wanted: Callable[[int], bool] = lambda step: True) -> pa.Table:
+        """Return the response tokens of the chosen steps as rows, with the columns `TOKENS_SCHEMA`.
+
+        `logprob` and `version` are null where the policy did not sample the token, the `LEARNED`
+        numbers where they are unknown.
+
+        Raises:
+            DataError: a file is damaged.
+        """
+        tables = [TOKENS_SCHEMA.empty_table()]
+        for path, step, split in self._shards():
+            if is_wanted(step):
+                learned = self.read_learned(step) if split == "train" else None
+                tables.append(_read_tokens(path, step, split, learned))
+        return pa.concat_tables(tables).unify_dictionaries()
 
     def _read_tables(self, schema: pa.Schema, is_wanted: Callable[[int], bool]) -> pa.Table:
         """Return columns of the files; null where an older file lacks a column."""
@@ -537,6 +570,54 @@ def _read_rows(batch: pa.RecordBatch) -> Iterator[StoredRollout]:
     for row, *lists in zip(rows, *streams, strict=True):
         segments = tuple(Segment(*s) for s in zip(*lists, strict=True))
         yield _rollout_from_row(row, segments)
+
+
+def _read_tokens(path: Path, step: int, split: str, learned: pa.Table | None) -> pa.Table:
+    """Return the response tokens of a file as rows; `learned` is null if it is None."""
+    with _readable(path), pq.ParquetFile(path) as file:
+        table = file.read(["episode_id", "response_ids", "response_mask", "logprobs", "versions"])
+    lists = {name: table[name].combine_chunks().flatten() for name in table.column_names[1:]}
+    flat = {name: inner.flatten() for name, inner in lists.items()}
+    n_segments = table["response_ids"].combine_chunks().value_lengths().to_numpy()
+    lengths = lists["response_ids"].value_lengths().to_numpy()
+    episode, segment = _count_within(n_segments)  # of each segment
+    row, position = _count_within(lengths)  # of each token
+    mask = flat["response_mask"].to_numpy() == 1
+    columns: dict[str, Any] = {
+        "step": np.full(len(row), step, np.int32),
+        "split": pa.DictionaryArray.from_arrays(np.zeros(len(row), np.int32), [split]),
+        "episode_id": pa.DictionaryArray.from_arrays(
+            episode[row], table["episode_id"].combine_chunks()
+        ),
+        "segment": segment[row],
+        "position": position,
+        "token_id": flat["response_ids"],
+        "mask": mask,
+        "logprob": pa.array(flat["logprobs"].to_numpy(), mask=~mask),
+        "version": pa.array(flat["versions"].to_numpy(), mask=~mask),
+    }
+    if learned is None or not len(learned):
+        columns |= {name.removesuffix("s"): pa.nulls(len(row), k) for name, k in LEARNED.items()}
+        return pa.table(columns, schema=TOKENS_SCHEMA)
+    ids = learned["episode_id"].to_pylist(), learned["segment"].to_pylist()
+    learned_rows = {key: i for i, key in enumerate(zip(*ids, strict=True))}
+    keys = zip(table["episode_id"].take(episode).to_pylist(), segment.tolist(), strict=True)
+    rows = np.array([learned_rows.get(key, -1) for key in keys], np.int64)
+    learned_lengths = learned["advantages"].combine_chunks().value_lengths().to_numpy()
+    if (learned_lengths[rows] != lengths)[rows >= 0].any():
+        raise DataError(f"{path} has other tokens than what step {step} learned from")
+    starts = (learned_lengths.cumsum() - learned_lengths)[rows]
+    at = pa.array(starts[row] + position, mask=(rows < 0)[row])
+    for name in LEARNED:
+        columns[name.removesuffix("s")] = learned[name].combine_chunks().flatten().take(at)
+    return pa.table(columns, schema=TOKENS_SCHEMA)
+
+
+def _count_within(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the list of each item of lists of these lengths, and the item's index in its list."""
+    owner = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    starts = (lengths.cumsum() - lengths)[owner]
+    return owner, np.arange(len(owner), dtype=np.int32) - starts.astype(np.int32)
 
 
 @contextmanager

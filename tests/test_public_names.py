@@ -5,6 +5,7 @@ import inspect
 import subprocess
 import sys
 import textwrap
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def described(documented) -> set[str]:
 
 def required(documented) -> set[str]:
     """The parameters of a function; the fields of a class, or what its constructor sets."""
-    if isinstance(documented, property):
+    if isinstance(documented, property | cached_property):
         return set()
     if not isinstance(documented, type):
         return {name for name in inspect.signature(documented).parameters if name != "self"}

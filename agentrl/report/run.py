@@ -63,8 +63,13 @@ class Run:
 
     @cached_property
     def tokens(self) -> pa.Table:
-        """One row per response token of the stored episodes."""
-        raise NotImplementedError
+        """One row per response token of the stored episodes; the columns of `store.TOKENS_SCHEMA`.
+
+        `logprob` and `version` are null for tokens that the policy did not sample. What a step
+        learned from (`advantage`, `old_logprob`, ...) is null where it is not recorded. A token of
+        the table takes about 60 bytes: choose steps in a long run.
+        """
+        return self._store.read_tokens(self._has)
 
     @cached_property
     def changes(self) -> pa.Table:
@@ -81,7 +86,10 @@ class Run:
         return findings_table(diagnose(self))
 
     def rollouts(self, split: str | None = None) -> Iterator[StoredRollout]:
-        """Yield the stored rollouts of a split (None: all) with their tokens, messages and turns.
+        """Yield the stored rollouts with their tokens, messages and turns.
+
+        Args:
+            split: "train", "evicted", "baseline", "val" or "greedy"; None: all.
 
         Raises:
             DataError: a file is damaged.

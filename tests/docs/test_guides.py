@@ -31,7 +31,13 @@ from agentrl.compat.verl.keys import VERL_KEYS
 from agentrl.config import FIELDS, load_config, without_effect
 from agentrl.metrics import rollout_metrics
 from agentrl.rewards import GRADERS
-from agentrl.store import SCHEMA, TrajectoryStore, load_trajectories
+from agentrl.store import (
+    LEARNED,
+    SCHEMA,
+    TOKENS_SCHEMA,
+    TrajectoryStore,
+    load_trajectories,
+)
 from agentrl.testing import Scripted, byte_tokenizer
 from agentrl.trajectory import Group, Message, Sample, Scored
 
@@ -130,6 +136,15 @@ def test_all_columns_of_trajectories_are_documented():
     section = text("run_folder").split("## Trajectories")[1].split("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(SCHEMA.names)
+
+
+def test_all_columns_of_what_was_learned_are_documented():
+    section = text("run_folder").split("## What a step learned from")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(LEARNED)
+    section = text("run_folder").split("## Read a run")[1].split("\n## ")[0]
+    [row] = [line for line in section.splitlines() if line.startswith("| `run.tokens`")]
+    assert set(re.findall(r"`(\w+)`", row)) == set(TOKENS_SCHEMA.names)
 
 
 def test_all_metrics_of_rollouts_are_documented(tmp_path):
