@@ -73,11 +73,6 @@ class Scorer:
         self._config = config
         self._budget_policy = budget_policy or {}
         self._max_tokens = max_trajectory_tokens
-        self._weights = {
-            "outcome": config.outcome_weight,
-            "turn": config.turn_weight,
-            "tool": config.tool_weight,
-        }
         self._warned_sources: set[str] = set()
         self._executor = RewardExecutor(config)
         self._by_source: dict[str, Grader] = {}
@@ -168,35 +163,23 @@ class Scorer:
     def _total(
         self, trajectory: Trajectory, outcome: float, metrics: Mapping[str, float], trains: bool
     ) -> Scored:
-        rewards = {
-            "outcome": outcome,
-            "turn": trajectory.turn_rewards("turn"),
-            "tool": trajectory.turn_rewards("tool") + trajectory.tool_reward,
-        }
-        for source, value in rewards.items():
-            if not math.isfinite(value):
-                raise UserCodeError(
-                    f"the {source} rewards of sample {trajectory.sample.id!r} sum to {value}:"
-                    " they must be finite numbers"
-                )
-        self._warn_unused(rewards)
-        total = sum(self._weights[source] * value for source, value in rewards.items())
-        policy = self._budget_policy.get(trajectory.stop_reason, "keep")
-        if policy == "zero":
-            total = 0.0
-        elif not isinstance(policy, str):
-            total -= policy
-        buffer, penalty = self._config.overlong_buffer, self._config.overlong_penalty
-        if trains and buffer:
-            sampled = trajectory.sampled_tokens
-            rewards["overlong"] = overlong(sampled, self._max_tokens, buffer, penalty)
-            total += rewards["overlong"]
-        return Scored(trajectory, rewards, total, metrics, masked=policy == "mask")
+        scored = combine(
+            trajectory,
+            outcome,
+            metrics,
+            self._config,
+            self._budget_policy,
+            self._max_tokens if trains else None,
+        )
+        self._warn_unused(scored.rewards)
+        return scored
 
     def _warn_unused(self, rewards: Mapping[str, float]) -> None:
         """Warn once per source that its rewards have no effect on training."""
+        weights = source_weights(self._config)
         for source, value in rewards.items():
-            if value and not self._weights[source] and source not in self._warned_sources:
+            weight = weights.get(source, 1.0)
+            if value and not weight and source not in self._warned_sources:
                 self._warned_sources.add(source)
                 log.warning(
                     "rollouts have %s rewards, but reward.%s_weight is 0: the rewards are stored"
@@ -263,6 +246,62 @@ class Scorer:
         key = f"reward.kwargs.{part}" if part else "reward.kwargs"
         where = "reward.functions" if part else "reward.function"
         return Grader(name, find_reward(name, where), kwargs, self._executor, key)
+
+
+def source_weights(config: RewardConfig) -> dict[str, float]:
+    """Return the weights of the sources of rewards."""
+    return {
+        "outcome": config.outcome_weight,
+        "turn": config.turn_weight,
+        "tool": config.tool_weight,
+    }
+
+
+def combine(
+    trajectory: Trajectory,
+    outcome: float,
+    metrics: Mapping[str, float],
+    config: RewardConfig,
+    budget_policy: BudgetPolicy,
+    max_tokens: int | None,
+) -> Scored:
+    """Return a trajectory with its reward: the weighted sum of its parts under the budget policy.
+
+    Args:
+        trajectory: a finished rollout.
+        outcome: the result of the reward functions.
+        metrics: other numbers that the reward functions returned.
+        config: the section `reward`.
+        budget_policy: `rollout.budget_policy`.
+        max_tokens: `rollout.max_trajectory_tokens`, for the penalty of overlong rollouts; None for
+            validations, which have no such penalty.
+
+    Raises:
+        UserCodeError: a part is not a finite number.
+    """
+    rewards = {
+        "outcome": outcome,
+        "turn": trajectory.turn_rewards("turn"),
+        "tool": trajectory.turn_rewards("tool") + trajectory.tool_reward,
+    }
+    for source, value in rewards.items():
+        if not math.isfinite(value):
+            raise UserCodeError(
+                f"the {source} rewards of sample {trajectory.sample.id!r} sum to {value}:"
+                " they must be finite numbers"
+            )
+    weights = source_weights(config)
+    total = sum(weights[source] * value for source, value in rewards.items())
+    policy = budget_policy.get(trajectory.stop_reason, "keep")
+    if policy == "zero":
+        total = 0.0
+    elif not isinstance(policy, str):
+        total -= policy
+    buffer, penalty = config.overlong_buffer, config.overlong_penalty
+    if max_tokens is not None and buffer:
+        rewards["overlong"] = overlong(trajectory.sampled_tokens, max_tokens, buffer, penalty)
+        total += rewards["overlong"]
+    return Scored(trajectory, rewards, total, metrics, masked=policy == "mask")
 
 
 def overlong(sampled: int, limit: int, buffer: int, penalty: float) -> float:

@@ -23,7 +23,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.utils import logging
 
 from agentrl.agent_loops.attempt import load_template
@@ -49,8 +48,8 @@ from agentrl.record import METRICS, read_metrics
 from agentrl.rollout import open_rollouts
 from agentrl.store import TrajectoryStore, TrajectoryWriter
 from agentrl.torch_threads import choose_threads
-from agentrl.trainer.algorithms import KLController, has_learning_signal, make_targets, rollout_kl
-from agentrl.trainer.batch import Batch, collate
+from agentrl.trainer.algorithms import KLController
+from agentrl.trainer.batch import Batch
 from agentrl.trainer.checkpoint import (
     find_checkpoint,
     find_steps,
@@ -60,7 +59,7 @@ from agentrl.trainer.checkpoint import (
     run_lock,
     save_checkpoint,
 )
-from agentrl.trainer.collect import DEAD_STEP, Collector, DeadSteps, StepRollouts
+from agentrl.trainer.collect import Collector, DeadSteps, StepRollouts
 from agentrl.trainer.console import CURVE, FINAL, TRAJECTORIES, Console
 from agentrl.trainer.curve import write_curve
 from agentrl.trainer.dispatch import Placement, check_single_controller
@@ -72,6 +71,7 @@ from agentrl.trainer.policy import describe_targets
 from agentrl.trainer.publisher import Publisher
 from agentrl.trainer.rank import start_ranks
 from agentrl.trainer.resume import Start, find_start, write_config, write_fork
+from agentrl.trainer.step import compute_targets, learn, make_batch
 from agentrl.trainer.tracking import EARLY_STOP, Best, Tracker, check_loggers
 from agentrl.trajectory import Group
 
@@ -171,32 +171,16 @@ class Trainer:
             metrics = rollouts.metrics()
         with self.clock.timed("collate"):
             batch = self._collate(rollouts.groups)  # (B, T)
-        with self.clock.timed("ref"):
-            reference = self.learner.reference_logprobs(batch)  # (B, T) or None
-        with self.clock.timed("values"):
-            values = self.learner.values(batch)  # (B, T) or None
-        with self.clock.timed("old_log_prob"):
-            old = self.learner.old_logprobs(batch)  # (B, T) or None
-        with self.clock.timed("adv"):
-            targets = make_targets(batch, self.config, old, values, reference, kl_coef=self.kl.coef)
-            has_signal = has_learning_signal(batch, self.config.algorithm, targets)
-        metrics[DEAD_STEP] = float(not has_signal)
+        targets, signal = compute_targets(self.learner, batch, self.kl, self.clock.timed)
         self._is_consistent = False  # until the update has finished
         with self.clock.timed("update_actor"):
             step, check = self.global_step + 1, self._check_mismatch
-            updated, learned = self.learner.update(
-                batch, targets, step, check, learn_policy=self._policy_learns
-            )
-            metrics |= updated
-        metrics |= self._update_kl_coef(batch, old, reference)
+            updated, learned = learn(self.learner, batch, targets, self.kl, step, check)
+        metrics |= signal | updated
         self.position, self.global_step = rollouts.position, step
         self._unfinished, self._is_consistent = metrics, True
         self.store.write_learned(step, partial(learned.table, batch))
         return metrics
-
-    @property
-    def _policy_learns(self) -> bool:
-        return self.global_step >= self.config.algorithm.critic_only_steps
 
     def _check_mismatch(self, compared: Mapping[str, float]) -> None:
         """Stop if the logprobs of engine and trainer are suddenly far apart.
@@ -208,23 +192,10 @@ class Trainer:
         self._is_consistent = False
 
     def _collate(self, groups: Sequence[Group]) -> Batch:
-        reward, pad_id = self.config.reward, self.tokenizer.pad_token_id
-        return collate(
-            groups,
-            self.tokenizer.eos_token_id if pad_id is None else pad_id,
-            turn_weight=reward.turn_weight,
-            tool_weight=reward.tool_weight,
+        pad_id = self.tokenizer.pad_token_id
+        return make_batch(
+            groups, self.config, self.tokenizer.eos_token_id if pad_id is None else pad_id
         )
-
-    def _update_kl_coef(
-        self, batch: Batch, old: Tensor | None, reference: Tensor | None
-    ) -> dict[str, float]:
-        """Adjust the weight of the KL penalty in the reward for the next step, if there is one."""
-        if not self.kl.coef or not self._policy_learns or old is None or reference is None:
-            return {}
-        kl, coef = rollout_kl(batch, old, reference, self.config.algorithm.kl_type), self.kl.coef
-        self.kl.update(kl, int(batch.train.sum()))
-        return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coef}
 
     def _store(self, rollouts: StepRollouts) -> None:
         """Store the rollouts of the step, in the background.

@@ -15,6 +15,7 @@ from agentrl.engine.local import LocalEngine
 from agentrl.errors import EngineError, RunStopped
 from agentrl.store import TrajectoryStore
 from agentrl.trainer import Trainer
+from agentrl.trainer import step as step_module
 from agentrl.trainer import trainer as trainer_module
 
 ENV = """
@@ -206,14 +207,14 @@ def weights(output: Path) -> dict:
 
 
 def test_remax_compares_with_the_greedy_rollout(start, tmp_path, monkeypatch):
-    batches, real = [], trainer_module.make_targets
+    batches, real = [], step_module.make_targets
 
     def make_targets(batch, *args, **kwargs):
         targets = real(batch, *args, **kwargs)
         batches.append((batch, targets.advantages))
         return targets
 
-    monkeypatch.setattr(trainer_module, "make_targets", make_targets)
+    monkeypatch.setattr(step_module, "make_targets", make_targets)
     start(
         tmp_path, "algorithm.name=remax", "trainer.total_steps=2",
         "reward.function=letters_trainer",
@@ -248,14 +249,14 @@ def test_the_weight_of_the_kl_is_resumed(start, tmp_path, monkeypatch):
         "algorithm.kl_reward_coef=0.5", "algorithm.kl_target=0.02", "algorithm.kl_horizon=40",
         "algorithm.kl_type=k1", "reward.function=letters_trainer",
     ]  # fmt: skip
-    weighed, real = [], trainer_module.make_targets
+    weighed, real = [], step_module.make_targets
 
     def make_targets(*args, kl_coef):
         weighed.append(kl_coef)
         return real(*args, kl_coef=kl_coef)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "make_targets", make_targets)
+        patch.setattr(step_module, "make_targets", make_targets)
         start(tmp_path / "straight", *steered)
     interrupted(start, tmp_path / "resumed", monkeypatch, 2, *steered)
     assert record(tmp_path / "resumed") == record(tmp_path / "straight")
