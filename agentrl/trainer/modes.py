@@ -24,6 +24,7 @@ from agentrl.engine.local.windows import (
     VOCABULARY,
     NoSmallCopy,
     describe_windows,
+    find_rope_types,
     find_windows,
     small_copy,
 )
@@ -394,7 +395,9 @@ def _is_causal(model: PreTrainedModel, batch: TokenRows) -> bool:
     """Return whether logits stay the same if the tokens that follow change or are left out."""
     ids, prompt = next(_whole_rows(batch))
     rows = [ids, torch.cat([ids[:prompt], ids[: len(ids) - prompt]])]
-    if not _find_rope_types(model, "longrope"):  # Its positions depend on the length of the row.
+    if "longrope" not in find_rope_types(
+        model.config
+    ):  # Its positions depend on the length of the row.
         rows.append(ids[:prompt])
     with torch.no_grad():
         whole, *others = (
@@ -438,30 +441,15 @@ def _are_gradients_close(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 
 def _find_unsupported(model: PreTrainedModel, mode: Mode) -> str:
     """Return why a mode would change the model in a way that the rows do not show, or ""."""
-    if types := _find_rope_types(model, "dynamic"):
+    types = find_rope_types(model.config)
+    if "dynamic" in types:
         return (
-            f"its rotary positions ({types}) depend on the longest row that ever ran, so a row's"
+            "its rotary positions (dynamic) depend on the longest row that ever ran, so a row's"
             " logprobs would depend on the rows before it. longrope, linear, yarn and llama3 do not"
         )
-    if mode is not Mode.ALONE and (types := _find_rope_types(model, "longrope")):
+    if mode is not Mode.ALONE and "longrope" in types:
         return (
-            f"its rotary positions ({types}) depend on the longest row of a pass, so a row's"
+            "its rotary positions (longrope) depend on the longest row of a pass, so a row's"
             " logprobs would depend on the other rows"
         )
     return ""
-
-
-def _find_rope_types(model: PreTrainedModel, kind: str) -> str:
-    """Return `kind` if a layer has rotary positions of this type, else ""."""
-    config = model.config.get_text_config().to_dict()
-    return kind if kind in _rope_types(config) else ""
-
-
-def _rope_types(config: object) -> Iterator[str]:
-    """Yield all types of rotary positions in a config, at any depth."""
-    if isinstance(config, dict):
-        for key, value in config.items():
-            if key in ("rope_type", "type") and isinstance(value, str):
-                yield value
-            else:
-                yield from _rope_types(value)

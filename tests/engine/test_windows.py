@@ -115,6 +115,20 @@ def test_the_local_engine_refuses_every_window_that_has_an_effect(kind):
     assert str(caught.value).count("Use rollout.name=sglang") == 1
 
 
+def test_the_local_engine_refuses_rotary_positions_that_depend_on_the_length_of_the_row():
+    """The keys in the cache have the positions of a row that was shorter."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    model = random_model(CONFIG_MAPPING["llama"](**SHAPE, rope_parameters=rope))
+    with torch.no_grad():
+        ids = torch.arange(1, 49)[None]
+        cache = model(input_ids=ids[:, :20], use_cache=True).past_key_values
+        cached = model(input_ids=ids[:, 20:], past_key_values=cache).logits[0, -1]
+        assert (cached - model(input_ids=ids).logits[0, -1]).abs().max() > 0.01
+    with pytest.raises(UserError, match=r"positions \(longrope\) depend on the length of the row"):
+        Decoder(model)
+
+
 def test_a_window_that_no_layer_has_is_no_reason_to_refuse():
     """Configs keep the value also where all their layers see everything."""
     config = config_of("qwen3", 4096)

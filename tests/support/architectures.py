@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from agentrl.trainer.packing import Mode
 
 SHAPE = {
     "vocab_size": 64,
@@ -29,12 +32,25 @@ DELTA = {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
-WINDOW = 16
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
+WINDOW = 5
+"""Most rows of `random_groups` are longer."""
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 32, "beta_slow": 1,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2],
+    "long_factor": [1.5, 4.0, 9.0],
+}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2.5": ("qwen2", {"tie_word_embeddings": True}),
     "Qwen3": ("qwen3", {"head_dim": 16}),
-    "Qwen3-MoE": ("qwen3_moe", {"head_dim": 8, "num_experts": 4, **EXPERTS}),
+    "Qwen3-MoE": (
+        "qwen3_moe", {"head_dim": 8, "num_experts": 4, "norm_topk_prob": True, **EXPERTS},
+    ),
     "Qwen3.5": ("qwen3_5_text", DELTA),
     "Qwen3.5-MoE": (
         "qwen3_5_moe_text",
@@ -52,11 +68,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
     }}),
     "Gemma 3": ("gemma3_text", {
-        "head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8,
+        # The scale of the scores is not that of the heads, as in the model of 27B.
+        "head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 21,
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+        },
     }),
     "Mistral": ("mistral", {"sliding_window": WINDOW}),
-    "Phi-4": ("phi3", {"partial_rotary_factor": 0.5}),
+    "Phi-4": ("phi3", {}),
+    "Phi-4-mini": ("phi3", {
+        "rope_parameters": LONGROPE, "partial_rotary_factor": 0.75, "tie_word_embeddings": True,
+        "original_max_position_embeddings": 24,
+    }),
     "OLMo 3": ("olmo3", {
         "sliding_window": WINDOW, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
     }),
@@ -65,7 +90,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "nemotron_h",
         {
             "head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8,
-            "n_groups": 2, "hybrid_override_pattern": "M-*-", "chunk_size": 16,
+            "n_groups": 2, "hybrid_override_pattern": "ME*-", "chunk_size": 8,
+            "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 24,
+            "routed_scaling_factor": 2.5, **EXPERTS,
         },
     ),
     "LFM2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
@@ -73,24 +100,37 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {
             **MAMBA, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 4,
-            "num_experts_per_tok": 2, "shared_intermediate_size": 16, "logits_scaling": 4.0,
-            "position_embedding_type": "nope",
+            "num_experts_per_tok": 2, "shared_intermediate_size": 16,
+            "position_embedding_type": "nope", "tie_word_embeddings": True, "logits_scaling": 8.0,
+            "attention_multiplier": 0.25, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
         },
     ),
     "GLM-4.5": ("glm4_moe", {
         "head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-        "partial_rotary_factor": 0.5, "first_k_dense_replace": 1, **EXPERTS,
+        "partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "attention_bias": True,
+        "use_qk_norm": True, "routed_scaling_factor": 2.5, **EXPERTS,
     }),
     "DeepSeek-V3": (
         "deepseek_v3",
         {
             "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 16,
             "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 4,
-            "first_k_dense_replace": 1, "num_key_value_heads": 4, **EXPERTS,
+            "first_k_dense_replace": 1, "num_key_value_heads": 4, "rope_parameters": YARN,
+            **EXPERTS,
         },
     ),
 }  # fmt: skip
 """The type of each model's config, and the values in which it differs from `SHAPE`."""
+
+
+QUICK = ("Qwen3", "Qwen3-MoE", "Qwen3.5", "gpt-oss", "Gemma 3", "Nemotron-H")
+"""Six shapes that `make test` runs. The others run in `make test-all`."""
+NAMES = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES
+]
+PADDED = ("Qwen3.5", "Qwen3.5-MoE", "Nemotron-H", "LFM2", "Granite 4 hybrid")
+"""The architectures whose rows are padded on a CPU. Those of Phi-4-mini are run alone, and all
+others are packed."""
 
 
 def make_model(kind: str, values: dict[str, Any], seed: int = 0) -> PreTrainedModel:
@@ -105,6 +145,13 @@ def make_model(kind: str, values: dict[str, Any], seed: int = 0) -> PreTrainedMo
             else:
                 weight.add_(0.1 * torch.randn_like(weight))
     return model
+
+
+def mode_of(name: str) -> Mode:
+    """Return how the rows of one of `ARCHITECTURES` are run on a CPU."""
+    if name in PADDED:
+        return Mode.PADDED
+    return Mode.ALONE if name == "Phi-4-mini" else Mode.PACKED
 
 
 def architecture(name: str, seed: int = 0) -> PreTrainedModel:

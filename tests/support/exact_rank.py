@@ -7,7 +7,9 @@ from support.trainer_fixtures import (
     in_float64,
 )
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
+from agentrl.engine.local.load import load_causal_lm
 from agentrl.engine.remote import senders
 from agentrl.registry import policy_loss, policy_losses
 from agentrl.trainer.dispatch import BROADCAST, dispatch
@@ -75,6 +77,35 @@ class ExactRank(Rank):
             for kind, optimizer in self.optimizers.items()
             for name, p in optimizer.parameters.items()
         }
+
+
+class AnyRank(ExactRank):
+    """A rank that opens another model for each test, in float32 or float64."""
+
+    def __init__(self):
+        pass
+
+    @dispatch(BROADCAST)
+    def open(self, folder, cfg, dtype):
+        Rank.__init__(self, folder, cfg, dtype=dtype, load=load)
+
+    @dispatch(BROADCAST)
+    def first_gradients(self):
+        """Return the gradients of the first update, up to a factor: AdamW's first moments."""
+        moments = self.optimizers["actor"]._moments()
+        named = {n.removeprefix("exp_avg."): t for n, t in moments.items() if "exp_avg." in n}
+        return {name: full_tensor(tensor) for name, tensor in named.items()}
+
+    @dispatch(BROADCAST)
+    def parameter_names(self):
+        return {name for name, _ in self.policy.model.named_parameters()}
+
+
+def load(path, dtype, device="cpu") -> PreTrainedModel:
+    model = load_causal_lm(path, dtype, device)
+    if dtype is torch.float64:  # which grouped products do not support
+        model.set_experts_implementation("eager")
+    return model
 
 
 def loss_of_nonempty_rows(logprobs, old_logprobs, advantages, mask, config):

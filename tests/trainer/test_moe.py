@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 import torch
 from support.architectures import ARCHITECTURES, architecture, make_model
-from support.exact_rank import ExactRank
+from support.exact_rank import AnyRank
 from support.processes import Processes
 from support.trainer_fixtures import as_sampled_by, config, random_groups, tensors_in, tiny_folder
 from transformers import PreTrainedModel
@@ -18,51 +18,20 @@ from agentrl.engine.remote.senders import Route
 from agentrl.errors import ConfigError
 from agentrl.trainer.algorithms import make_targets
 from agentrl.trainer.batch import collate
-from agentrl.trainer.dispatch import BROADCAST, dispatch
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.packing import Mode, pack_row
 from agentrl.trainer.policy import ACTOR, Policy, describe_targets
-from agentrl.trainer.rank import LocalRankGroup, Rank
-from agentrl.trainer.sharding import full_tensor
+from agentrl.trainer.rank import LocalRankGroup
 
 UNUSED = 3
 """The number of an expert that no token reaches."""
 
 
-class ExpertsRank(ExactRank):
-    """A rank that opens another model for each test, in float32 or float64."""
-
-    def __init__(self):
-        pass
-
-    @dispatch(BROADCAST)
-    def open(self, folder, cfg, dtype):
-        Rank.__init__(self, folder, cfg, dtype=dtype, load=load)
-
-    @dispatch(BROADCAST)
-    def first_gradients(self):
-        """Return the gradients of the first update, up to a factor: AdamW's first moments."""
-        moments = self.optimizers["actor"]._moments()
-        named = {n.removeprefix("exp_avg."): t for n, t in moments.items() if "exp_avg." in n}
-        return {name: full_tensor(tensor) for name, tensor in named.items()}
-
-    @dispatch(BROADCAST)
-    def parameter_names(self):
-        return {name for name, _ in self.policy.model.named_parameters()}
-
-
-def load(path, dtype, device="cpu") -> PreTrainedModel:
-    model = load_causal_lm(path, dtype, device)
-    if dtype is torch.float64:  # which grouped products do not support
-        model.set_experts_implementation("eager")
-    return model
-
-
 @pytest.fixture(scope="module")
 def groups():
-    ranks = Processes(2, ExpertsRank)
+    ranks = Processes(2, AnyRank)
     with closing(ranks):
-        yield LocalRankGroup(ExpertsRank()), ranks
+        yield LocalRankGroup(AnyRank()), ranks
 
 
 def without_an_expert(name: str) -> PreTrainedModel:

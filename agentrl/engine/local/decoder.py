@@ -26,6 +26,7 @@ from agentrl.engine.local.windows import (
     LONG,
     NoSmallCopy,
     describe_windows,
+    find_rope_types,
     find_windows,
     small_copy,
 )
@@ -73,6 +74,12 @@ class Decoder:
         self._cache = RowCache()
         if model.config.is_encoder_decoder:
             raise CannotDecode(self.model, "it has an encoder")
+        if "longrope" in find_rope_types(config):  # Rows never reach the lengths of "dynamic".
+            raise CannotDecode(
+                self.model,
+                "its rotary positions (longrope) depend on the length of the row, so the keys of a"
+                " short row are wrong when the row becomes longer",
+            )
         self._check_windows()
         if model.config._attn_implementation == "sdpa" and self.device.type == "cpu":
             model.set_attn_implementation(GROUPED)
@@ -261,7 +268,11 @@ class Decoder:
                     for p in prompts
                 ]
             except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as e:
-                raise CannotDecode(self.model, f"{type(e).__name__}: {e}") from e
+                raise CannotDecode(
+                    self.model,
+                    "it does not run with this engine's cache, which holds keys and values only"
+                    f" ({type(e).__name__}: {e})",
+                ) from e
             difference = torch.stack(plain).float().log_softmax(-1) - ours.float().log_softmax(-1)
         if not difference.abs().max() < tolerance:
             raise CannotDecode(
@@ -316,13 +327,13 @@ def grouped_attention(
         module: the attention layer.
         query: (N, heads, T, head_dim).
         key: (N, kv_heads, L, head_dim).
-        value: (N, kv_heads, L, head_dim).
+        value: (N, kv_heads, L, value_dim).
         attention_mask: (N, 1, T, L), added to the scores; None is causal.
         scaling: the factor of the scores.
         **kwargs: for `sdpa`.
 
     Returns:
-        The output (N, T, heads, head_dim), and None instead of the attention weights.
+        The output (N, T, heads, value_dim), and None instead of the attention weights.
     """
     if query.shape[2] != 1 or attention_mask is None:
         return sdpa_attention_forward(
@@ -331,7 +342,7 @@ def grouped_attention(
     n, heads, _, head_dim = query.shape
     grouped = (query * scaling).view(n, key.shape[1], -1, head_dim)
     weights = (grouped @ key.transpose(2, 3)).add_(attention_mask).softmax(-1)
-    return (weights @ value).view(n, 1, heads, head_dim), None
+    return (weights @ value).view(n, 1, heads, value.shape[3]), None
 
 
 AttentionInterface.register(GROUPED, grouped_attention)

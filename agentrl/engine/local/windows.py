@@ -10,6 +10,7 @@ more.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -56,6 +57,20 @@ def describe_windows(config: PretrainedConfig) -> str:
     """Return a clause for messages that lists the windows of a config."""
     windows = ", ".join(f"{path}={value}" for path, value in find_windows(config).items())
     return f"its config limits which tokens a token sees ({windows})"
+
+
+def find_rope_types(config: PretrainedConfig) -> set[str]:
+    """Return the types of rotary positions in a config, at any depth."""
+    return set(_rope_types(config.get_text_config(decoder=True).to_dict()))
+
+
+def _rope_types(values: object) -> Iterator[str]:
+    if isinstance(values, dict):
+        for key, value in values.items():
+            if key in ("rope_type", "type") and isinstance(value, str):
+                yield value
+            else:
+                yield from _rope_types(value)
 
 
 class NoSmallCopy(Exception):
