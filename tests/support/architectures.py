@@ -60,7 +60,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         {
             "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
-            "sliding_window": WINDOW,
+            "sliding_window": WINDOW, "max_position_embeddings": 131072,
         },
     ),
     "Llama 3": ("llama", {"rope_parameters": {
@@ -116,7 +116,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 16,
             "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 4,
             "first_k_dense_replace": 1, "num_key_value_heads": 4, "rope_parameters": YARN,
-            **EXPERTS,
+            "max_position_embeddings": 163840, **EXPERTS,
         },
     ),
 }  # fmt: skip
@@ -137,14 +137,17 @@ def make_model(kind: str, values: dict[str, Any], seed: int = 0) -> PreTrainedMo
     """Return a model in float32, with weights so large that each token changes the next logits."""
     torch.manual_seed(seed)
     config = CONFIG_MAPPING[kind](**SHAPE | values)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.copy_(torch.randn_like(weight) * weight.shape[-1] ** -0.5)
-            else:
-                weight.add_(0.1 * torch.randn_like(weight))
-    return model
+    return _with_large_weights(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+@torch.no_grad()
+def _with_large_weights(model: PreTrainedModel) -> PreTrainedModel:
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.copy_(torch.randn_like(weight) * weight.shape[-1] ** -0.5)
+        else:
+            weight.add_(0.1 * torch.randn_like(weight))
+    return model.eval()
 
 
 def mode_of(name: str) -> Mode:
@@ -152,6 +155,47 @@ def mode_of(name: str) -> Mode:
     if name in PADDED:
         return Mode.PADDED
     return Mode.ALONE if name == "Phi-4-mini" else Mode.PACKED
+
+
+SMALL = {
+    **SHAPE, **EXPERTS, **DELTA, **MAMBA, "d_model": 32, "n_embd": 32, "dim": 32, "ffn_dim": 48,
+    "d_ff": 48, "n_inner": 48, "n_layer": 4, "n_layers": 4, "num_layers": 4, "encoder_layers": 2,
+    "decoder_layers": 4, "num_decoder_layers": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "decoder_attention_heads": 4, "encoder_attention_heads": 4, "n_head": 4, "n_heads": 4,
+    "num_heads": 4, "n_positions": 512, "n_ctx": 512, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "moe_num_experts": 4, "moe_topk": 2, "moe_k": 2, "n_group": 1,
+    "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16,
+    "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "mamba_d_ssm": 64, "mamba_n_groups": 1, "state_size": 8, "ssm_state_size": 8, "n_groups": 1,
+    "mamba_num_heads": 4, "mamba_head_dim": 16, "time_step_rank": 4, "mamba_dt_rank": 4,
+    "sliding_window": WINDOW, "embedding_size": 32, "word_embed_proj_dim": 32, "rotary_dim": 8,
+    "lru_width": 32, "shared_intermediate_size": 32, "shared_expert_intermediate_size": 16,
+    "index_topk": 8, "index_n_heads": 2, "index_head_dim": 8, "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 8, "attention_hidden_size": 32, "tgt_vocab_size": 64,
+}  # fmt: skip
+"""Small values for the keys of any config."""
+
+
+def model_of_kind(kind: str) -> PreTrainedModel:
+    """Return a tiny model of any kind that transformers has, as `make_model` does.
+
+    Raises:
+        Exception: `SMALL` does not fit, so the model cannot be made or does not run.
+    """
+    default = CONFIG_MAPPING[kind]().get_text_config(decoder=True)
+    own = vars(default) | dict.fromkeys(default.attribute_map)
+    values = {key: v for key, v in SMALL.items() if key in own and key != "layer_types"}
+    if "kv_lora_rank" in own:
+        values["num_key_value_heads"] = SMALL["num_attention_heads"]
+    if own.get("sliding_window", 0) is None:
+        del values["sliding_window"]
+    for key in ("layer_types", "layers_block_type"):
+        if isinstance(kinds := getattr(default, key, None), list):
+            values[key] = (list(dict.fromkeys(kinds)) * 4)[:4]
+    torch.manual_seed(0)
+    model = _with_large_weights(AutoModelForCausalLM.from_config(type(default)(**values)))
+    model(input_ids=torch.arange(1, 9)[None], use_cache=False)
+    return model
 
 
 def architecture(name: str, seed: int = 0) -> PreTrainedModel:

@@ -8,7 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.architectures import NAMES, architecture, make_model, mode_of
+from support.architectures import (
+    ARCHITECTURES,
+    NAMES,
+    architecture,
+    make_model,
+    mode_of,
+    model_of_kind,
+)
 from support.exact_rank import EXACT, ExactRank
 from support.processes import Processes
 from support.trainer_fixtures import (
@@ -21,6 +28,8 @@ from support.trainer_fixtures import (
     tiny_model,
 )
 from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from agentrl.engine.local.decoder import CannotDecode, Decoder
 from agentrl.errors import ConfigError
@@ -33,6 +42,7 @@ from agentrl.trainer.packing import Mode, assign_rows, make_micro_batch
 from agentrl.trainer.policy import ACTOR, Policy
 from agentrl.trainer.rank import LocalRankGroup
 
+SEED = 20
 MODES = {
     "mamba2": Mode.PADDED,
     "opt": Mode.PACKED,
@@ -113,7 +123,15 @@ def own_logprobs(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", [*NAMES, *MODES])
 def test_logprobs_and_gradients_are_those_of_one_row_after_the_other(name):
-    model, batch = model_of(name), longer_batch()
+    model = model_of(name)
+    policy = check_rows(model, longer_batch())
+    assert policy.packed_model.mode is (MODES[name] if name in MODES else mode_of(name))
+    text = model.config.get_text_config()
+    assert len(policy.packed_model.layers()) == text.num_hidden_layers
+
+
+def check_rows(model: PreTrainedModel, batch: Batch) -> Policy:
+    """Compare a policy with plain forward passes, with rows in micro-batches of several sizes."""
     weights = list(model.parameters())
     expected = own_logprobs(model, batch)
     noise = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
@@ -121,9 +139,6 @@ def test_logprobs_and_gradients_are_those_of_one_row_after_the_other(name):
 
     policy = Policy(model, 1.0)
     mode = policy.packed_model.mode
-    assert mode is (MODES[name] if name in MODES else mode_of(name))
-    text = model.config.get_text_config()
-    assert len(policy.packed_model.layers()) == text.num_hidden_layers
     rows = torch.arange(len(batch.response_ids))
     for budget in (1, 200, 10_000):
         total = [torch.zeros_like(w) for w in weights]
@@ -148,6 +163,39 @@ def test_logprobs_and_gradients_are_those_of_one_row_after_the_other(name):
         for a, b in zip(total, own, strict=True):
             b = torch.zeros_like(a) if b is None else b
             assert (a - b).norm() <= 1e-3 * b.norm() + 1e-5 * largest
+    return policy
+
+
+@pytest.mark.slow
+def test_five_other_causal_models_are_run_right_and_no_other_is_accepted():
+    """The first five of transformers' own list, in an order that a fixed seed draws. Those before
+    them that are not causal must be refused; those of which `SMALL` makes no model are left out."""
+    tested = {kind for kind, _ in (*ARCHITECTURES.values(), *OTHERS.values())}
+    kinds = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING) - tested)
+    random.Random(SEED).shuffle(kinds)
+    modes: dict[str, str] = {}
+    while len(modes) < 5:
+        kind = kinds.pop(0)
+        try:
+            model = model_of_kind(kind)
+        except Exception as e:
+            print(f"{kind}: no tiny model ({type(e).__name__}: {e})")
+            continue
+        if is_causal(model):
+            modes[kind] = check_rows(model, longer_batch()).packed_model.mode.value
+            print(f"{kind}: {modes[kind]}")
+            continue
+        with pytest.raises(ConfigError, match="cannot be trained here: ") as caught:
+            Policy(model, 1.0)
+        assert "a token changes the logits of earlier tokens" in str(caught.value)
+        print(f"{kind}: refused")
+
+
+@torch.no_grad()
+def is_causal(model: PreTrainedModel) -> bool:
+    ids = torch.arange(1, 31)[None]
+    short, whole = (model(input_ids=x, use_cache=False).logits[0, :9] for x in (ids[:, :9], ids))
+    return bool((short - whole).abs().max() < 1e-3)
 
 
 def test_a_scored_row_is_that_of_the_plain_model():
