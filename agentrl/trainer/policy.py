@@ -27,7 +27,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from agentrl.config import ModelConfig
-from agentrl.engine.local.load import load_model_config, quiet_peft, with_published_names
+from agentrl.engine.local.load import (
+    add_other_parts,
+    load_model_config,
+    quiet_peft,
+    with_published_names,
+)
 from agentrl.errors import ConfigError
 from agentrl.trainer.head import Head, chosen_logprobs
 from agentrl.trainer.modes import (
@@ -272,7 +277,8 @@ class Policy:
     def save_whole(self, folder: Path) -> None:
         """Save the whole model to a folder that transformers loads.
 
-        LoRA is merged, as in `export`.
+        LoRA is merged, as in `export`. If the policy is the text part of a model for images, the
+        other parts are added from its base.
         """
         # With the buffers: some routers have biases that are no parameters.
         tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
@@ -285,6 +291,8 @@ class Policy:
         merged = {} if self.peft is None else {n: t.cpu() for n, t in self.export()}
         if is_rank_zero():
             self.model.save_pretrained(folder, state_dict=base | merged)
+            if self.model.name_or_path:
+                add_other_parts(folder, self.model.name_or_path)
 
 
 class Critic:

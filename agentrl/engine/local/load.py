@@ -6,20 +6,25 @@ training would save only the adapter, and lose the changes to the base.
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
+from typing import cast
 
 import torch
 from peft import PeftConfig, PeftModel
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -165,6 +170,67 @@ def _merge(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         ) from e
     merged.name_or_path = ""
     return merged.requires_grad_(True)  # PEFT froze the weights.
+
+
+PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+"""Files of models for images, without which servers do not load them."""
+
+
+def add_other_parts(folder: Path, base: str | Path) -> None:
+    """Add to a saved text model what else its base has, such as layers for images.
+
+    transformers loads the text part alone of some models (Qwen3.5 as published), but SGLang serves
+    only the whole. The added weights, the config and the files of processors are those of the base.
+    Does nothing if the saved model has the class of its base, or if the base no longer exists.
+
+    Args:
+        folder: a model in the format of transformers, whose tensors have their published names.
+        base: the folder or the hub name of the model that it was loaded from.
+    """
+    try:
+        whole_config = load_model_config(base)
+    except ConfigError:  # It was moved during the run. The text model that was saved is complete.
+        return
+    if type(load_model_config(folder)) is type(whole_config):
+        return
+    saved, published = _weight_files(folder), _weight_files(base)
+    others = {name: file for name, file in published.items() if name not in saved}
+    parts: dict[str, Tensor] = {}
+    for file in sorted(set(others.values())):
+        with safe_open(file, "pt") as weights:
+            parts |= {n: weights.get_tensor(n) for n, owner in others.items() if owner == file}
+    whole = folder / SAFE_WEIGHTS_NAME
+    first = folder / "model-text.safetensors"
+    if whole.exists():  # transformers would read this file and not the index
+        whole.rename(first)
+    rest = folder / "model-others.safetensors"
+    save_file(parts, rest, {"format": "pt"})
+    files = {n: first.name if file == str(whole) else Path(file).name for n, file in saved.items()}
+    files |= dict.fromkeys(others, rest.name)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    index = {"metadata": {"total_size": size}, "weight_map": files}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+    config = json.loads(Path(cast(str, cached_file(base, CONFIG_NAME))).read_text())
+    dtype = json.loads((folder / CONFIG_NAME).read_text())["dtype"]
+    for section in (config, config.get("text_config", {})):
+        section |= {key: dtype for key in ("dtype", "torch_dtype") if key in section}
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+    for name in PROCESSORS:
+        file = cached_file(base, name, _raise_exceptions_for_missing_entries=False)
+        if file is not None:
+            shutil.copyfile(file, folder / name)
+
+
+def _weight_files(path: str | Path) -> dict[str, str]:
+    """Return the file of each tensor of a model: a folder or a hub name."""
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    if index is not None:
+        names: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
+        located = {file: cast(str, cached_file(path, file)) for file in {*names.values()}}
+        return {name: located[file] for name, file in names.items()}
+    file = cast(str, cached_file(path, SAFE_WEIGHTS_NAME))
+    with safe_open(file, "pt") as weights:
+        return dict.fromkeys(weights.keys(), file)
 
 
 def with_published_names(
