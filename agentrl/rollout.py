@@ -16,6 +16,7 @@ import logging
 import math
 import re
 import threading
+import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
@@ -41,7 +42,7 @@ from agentrl.open_files import raise_limit
 from agentrl.plural import plural
 from agentrl.rewards import Scorer
 from agentrl.tools import open_toolbox
-from agentrl.trajectory import Group, Sample, Scored, Trajectory
+from agentrl.trajectory import Group, Sample, Scored, Span, Trajectory
 from agentrl.watchdog import Watchdog
 from agentrl.workers import run_all
 
@@ -379,13 +380,14 @@ class Rollouts:
     ) -> list[Scored | _Dropped]:
         """Score trajectories of one sample; retry the scoring after infrastructure failures."""
         episode_ids = [trajectory.episode_id for trajectory in trajectories]
-        cause = ""
+        cause, start = "", time.time()
         try:
             for attempt in range(MAX_ATTEMPTS):
                 for episode_id in episode_ids:
                     self._watchdog.set_state(episode_id, "reward")
                 try:
-                    return [*await self._scorer.score_all(trajectories, trains=play.trains)]
+                    every = await self._scorer.score_all(trajectories, trains=play.trains)
+                    return [_add_reward_span(scored, start) for scored in every]
                 except Infrastructure as e:
                     self._errors.add(e, play.sample, _attempt_of(attempt))
                     cause = f"{type(e).__name__}: {e}"
@@ -393,6 +395,16 @@ class Rollouts:
         finally:
             for episode_id in episode_ids:
                 self._watchdog.remove(episode_id)
+
+
+def _add_reward_span(scored: Scored, start: float) -> Scored:
+    """Return a copy whose trajectory has a span "reward" from `start` (`time.time()`) until now."""
+    trajectory = scored.trajectory
+    if trajectory.started is None:
+        return scored
+    begin, end = (round(seconds - trajectory.started, 6) for seconds in (start, time.time()))
+    spans = (*trajectory.spans, Span("reward", begin, end))
+    return replace(scored, trajectory=replace(trajectory, spans=spans))
 
 
 def _attempt_of(attempt: int) -> str:

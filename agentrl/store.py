@@ -52,6 +52,7 @@ from agentrl.trajectory import (
     Sample,
     Scored,
     Segment,
+    Span,
     Trajectory,
     Turn,
 )
@@ -130,10 +131,12 @@ _COLUMNS = {
     "tool_reward": (pa.float64(), f"{_TRAJECTORY}.tool_reward"),
     "seconds": (pa.float64(), f"{_TRAJECTORY}.seconds"),
     "control_token_attempts": (pa.int32(), f"{_TRAJECTORY}.control_token_attempts"),
+    "started": (pa.float64(), f"{_TRAJECTORY}.started"),
+    "spans": (pa.string(), f"{_TRAJECTORY}.spans"),
 }
 """The type of each column, and the attribute of a `StoredRollout` that it contains. The columns of
 the segments' arrays are in `STREAMS`."""
-_JSON = {"rewards", "metrics", "ground_truth", "messages", "turns", "sample", "sampling"}
+_JSON = {"rewards", "metrics", "ground_truth", "messages", "turns", "sample", "sampling", "spans"}
 """The columns that contain JSON text."""
 
 SCHEMA = pa.schema(
@@ -159,6 +162,9 @@ TRAINING = ("train", "evicted", "baseline")
 _SAMPLES = TypeAdapter(Sample)
 _TURNS = TypeAdapter(tuple[Turn, ...])
 _MESSAGES = TypeAdapter(tuple[Message, ...])
+_SPANS = TypeAdapter(tuple[Span, ...])
+_ADDED = {"control_token_attempts": 0, "group": None, "started": None, "spans": "[]"}
+"""Columns that older files lack, with their values."""
 _SHARD = re.compile(r"([a-z]+)-(\d+)\.parquet")
 _ROW_GROUP = 8
 """The rollouts of a row group, the part of a file that is read and decoded at once."""
@@ -630,7 +636,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _rollout_from_row(row: Mapping[str, Any], segments: tuple[Segment, ...]) -> StoredRollout:
-    row = {"control_token_attempts": 0, "group": None, **row}  # missing in older files
+    row = {**_ADDED, **row}
     parts: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, (_, path) in _COLUMNS.items():
         owner, _, field = path.rpartition(".")
@@ -641,6 +647,7 @@ def _rollout_from_row(row: Mapping[str, Any], segments: tuple[Segment, ...]) -> 
         "sample": _SAMPLES.validate_python(values["sample"] | parts[_SAMPLE]),
         "turns": _TURNS.validate_python(values["turns"]),
         "messages": _MESSAGES.validate_python(values["messages"]),
+        "spans": _SPANS.validate_python(values["spans"]),
         "sampling": {k: tuple(v) if isinstance(v, list) else v for k, v in sampling},
     }
     scored = Scored(Trajectory(segments=segments, **values), **parts["scored"])

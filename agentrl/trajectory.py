@@ -235,6 +235,27 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """A time that an episode spent on one thing.
+
+    Spans of several conversations may overlap. What lies between spans is the agent loop itself.
+
+    Attributes:
+        name: "open" (the tools were opened), "queue" (waited for a free connection, or for the
+            engine to answer another conversation), "generate", "tools" (all calls of a turn),
+            "interaction" or "reward".
+        start: in seconds since the start of the episode (`Trajectory.started`).
+        end: see `start`.
+        thread: the conversation, as in `Turn`.
+    """
+
+    name: str
+    start: float
+    end: float
+    thread: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """A finished rollout that is not scored yet: what a reward gets.
 
@@ -254,9 +275,13 @@ class Trajectory:
         stop_reason: `done`, or the exhausted budget: `turn_tokens`, `trajectory_tokens`, `turns`,
             `tool_calls` or `time`.
         tool_reward: the sum of the values that the class tools' `reward()` returned at the end.
-        seconds: how long the attempt took.
+        seconds: how long the attempt took, without opening the tools and without the reward.
         control_token_attempts: how often prompts, tools and interactions contained the text of a
             control token. Such text is never encoded as a control token.
+        started: when the attempt started, in seconds since 1970 (`time.time()`); None in files of
+            older versions.
+        spans: what the time was spent on, in the order of the ends; empty in files of older
+            versions.
     """
 
     sample: Sample
@@ -270,6 +295,8 @@ class Trajectory:
     tool_reward: float = 0.0
     seconds: float = 0.0
     control_token_attempts: int = 0
+    started: float | None = None
+    spans: tuple[Span, ...] = ()
 
     @property
     def assistant_text(self) -> str:

@@ -5,6 +5,7 @@ import io
 import logging
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from support.failing_engine import SAMPLING, TOKENIZER, FailingEngine, rows
@@ -24,12 +25,13 @@ from agentrl.errors import (
     UserError,
 )
 from agentrl.evaluate import evaluate, pass_at_k
+from agentrl.http.pool import paused_time_limits
 from agentrl.interactions import Interaction, Reply, interaction
 from agentrl.metrics import rollout_metrics
 from agentrl.rewards import make_scorer, reward
 from agentrl.rollout import Rollouts
 from agentrl.testing import call
-from agentrl.tools import LocalToolbox
+from agentrl.tools import LocalToolbox, tool
 from agentrl.trajectory import Message, Sample
 from agentrl.watchdog import Watchdog
 
@@ -59,6 +61,73 @@ def test_groups_come_in_order_with_n_rollouts_each(rollouts):
     assert [s.trajectory.rollout for s in groups[0].scored] == [0, 1, 2, 3]
     ids = {s.trajectory.episode_id for g in groups for s in g.scored}
     assert len(ids) == 12 and sorted(engine.begun) == sorted(engine.ended)
+
+
+def test_spans_say_what_the_time_of_an_episode_was_spent_on(rollouts):
+    """Each thing takes a nap. Two conversations ask the engine at the same time, so one waits."""
+    nap = 0.05
+
+    @tool(name="bed")
+    class Bed:
+        """A bed."""
+
+        def __init__(self):
+            time.sleep(nap)
+
+        async def rest(self) -> str:
+            """Rest."""
+            await asyncio.sleep(nap)
+            return "rested"
+
+    @interaction("slow_user")
+    class SlowUser(Interaction):
+        async def respond(self, messages):
+            await asyncio.sleep(nap)
+            return Reply("Go on.")
+
+    @reward("slow_reward")
+    async def slow_reward(trajectory):
+        await asyncio.sleep(nap)
+        return 1.0
+
+    @agent_loop("several_things")
+    async def several_things(ep):
+        await ep.generate()
+        await ep.call_tools()
+        await ep.interact()
+        await asyncio.gather(ep.generate(), ep.spawn("critic").generate())
+
+    class Slow(FailingEngine):
+        async def generate(self, *args, **kwargs):
+            with paused_time_limits() if not asked else contextlib.nullcontext():
+                asked.append(time.time())
+                await asyncio.sleep(nap)  # the first request waits for a connection
+            await asyncio.sleep(nap)
+            return await super().generate(*args, **kwargs)
+
+    asked = []
+    engine = Slow(lambda prompt, turn: call("rest") if turn == 0 else "ok")
+    sample = replace(rows(1)[0], agent_name="several_things", tools=("bed",))
+    sample = replace(sample, interaction="slow_user")
+    before = time.time()
+    playing = rollouts(engine, reward={"function": "slow_reward"})
+    [group] = playing.collect([sample], n=1, sampling=SAMPLING, step=0)
+    trajectory = group.scored[0].trajectory
+    spans = {(s.name, s.thread, i): s for i, s in enumerate(trajectory.spans)}
+    assert [*spans] == [
+        ("open", 0, 0), ("queue", 0, 1), ("generate", 0, 2), ("tools", 0, 3), ("interaction", 0, 4),
+        ("generate", 0, 5), ("queue", 1, 6), ("generate", 1, 7), ("reward", 0, 8),
+    ]  # fmt: skip
+    assert all(span.end - span.start >= nap * 0.9 for span in trajectory.spans)
+    opening, queue, first, tools, replying, second, waiting, third, rewarding = trajectory.spans
+    own = [opening, queue, first, tools, replying, second, rewarding]
+    assert opening.start == 0.0 and queue.end == first.start
+    assert all(a.end <= b.start for a, b in pairwise(own))
+    # The spawned conversation waited while the engine answered the other one.
+    assert second.start <= waiting.start and second.end <= waiting.end <= third.start
+    clocks = 0.01  # the difference of two clocks
+    assert queue.start - clocks < asked[0] - trajectory.started < queue.end + clocks
+    assert before - clocks < trajectory.started < time.time() - rewarding.end + clocks
 
 
 def test_all_episodes_begin_before_the_first_request(rollouts):

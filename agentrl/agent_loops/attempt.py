@@ -31,7 +31,7 @@ from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import EngineError, EpisodeOver
 from agentrl.http.pool import TimeLimit
 from agentrl.tools import Toolbox
-from agentrl.trajectory import Generation, Message, Sample, ToolCall, ToolResult, Turn
+from agentrl.trajectory import Generation, Message, Sample, Span, ToolCall, ToolResult, Turn
 
 log = logging.getLogger("agentrl")
 
@@ -126,6 +126,10 @@ class Attempt:
     spawned: int = 0
     control_token_attempts: int = 0
     """The number of control tokens whose texts prompts, tools and interactions contained."""
+    spans: list[Span] = field(default_factory=list)
+    """What the time was spent on so far, see `Trajectory.spans`."""
+    created: float = field(default_factory=time.monotonic)
+    """The `time.monotonic()` seconds at which the spans begin."""
     phase: str = "opening"
     """The stage of the attempt: "opening", "loop", "reward" and so on."""
     waits: list[str] = field(default_factory=list)
@@ -258,15 +262,32 @@ class Attempt:
         self.phase, self.since = phase, time.monotonic()
 
     @contextlib.contextmanager
-    def waiting_for(self, what: str) -> Iterator[None]:
-        """Register what a conversation waits for within this block, for the watchdog."""
-        self.waits.append(what)
-        self.since = time.monotonic()
+    def waiting_for(self, name: str, thread: int, where: str = "") -> Iterator[None]:
+        """Register what a conversation waits for within this block, and record a span.
+
+        Args:
+            name: the name of the `Span`.
+            thread: the conversation.
+            where: the place where the work is done, for the watchdog.
+        """
+        state, deadline = f"{name} {where}".rstrip(), self.deadline
+        self.waits.append(state)
+        self.since = start = time.monotonic()
         try:
             yield
         finally:
-            self.waits.remove(what)
+            self.waits.remove(state)
             self.since = time.monotonic()
+            # The deadline has moved by the time that requests waited for a free connection.
+            queued = self.deadline - deadline
+            if queued > 0:
+                self.record("queue", start, start + queued, thread)
+            self.record(name, start + queued, self.since, thread)
+
+    def record(self, name: str, start: float, end: float, thread: int = 0) -> None:
+        """Add a span; start and end are `time.monotonic()` seconds."""
+        begin, end = (round(seconds - self.created, 6) for seconds in (start, end))
+        self.spans.append(Span(name, begin, end, thread))
 
     def remaining_tokens(self, row: TokenRow, new: int) -> int:
         """Return how many tokens may be sampled in a row after `new` observed tokens."""

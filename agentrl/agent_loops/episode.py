@@ -20,7 +20,8 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -156,7 +157,7 @@ class Episode:
         self._is_generating = True
         try:
             with attempt.active():
-                async with attempt.engine_lock:
+                async with self._engine():
                     attempt.check()  # Another conversation may have used up the budget meanwhile.
                     stops = (stop,) if isinstance(stop, str) else tuple(stop)
                     return await self._generate(rollout, stops, parse)
@@ -180,7 +181,7 @@ class Episode:
         sampling = replace(attempt.sampling, max_tokens=max_tokens, stop=stop)
         seed = (self._n_turns, *([self._conversation] if self._conversation else []))
         start_time = time.monotonic()
-        with attempt.waiting_for("generate"):
+        with attempt.waiting_for("generate", self._conversation):
             generation, text = await attempt.sample_turn(prompt, sampling, seed)
         seconds = time.monotonic() - start_time
         # The prompt may end with an opened thinking tag, which belongs to the text for parsers.
@@ -276,7 +277,8 @@ class Episode:
             attempt.tool_calls += len(calls)
             self._tools_index = index
             start_time = time.monotonic()
-            with attempt.waiting_for(f"tools {self._runtime.toolbox.where}"):
+            where = self._runtime.toolbox.where
+            with attempt.waiting_for("tools", self._conversation, where):
                 results = await self._runtime.toolbox.run(
                     calls, self.episode_id, index, self._context.messages
                 )
@@ -317,7 +319,8 @@ class Episode:
         if self._interaction is None:
             return False
         self._require_turn("interact")
-        with self._attempt.active(), self._attempt.waiting_for("interaction"):
+        attempt = self._attempt
+        with attempt.active(), attempt.waiting_for("interaction", self._conversation):
             reply = await respond(self._interaction, tuple(self.messages), self.deadline)
         if reply is None:
             return False
@@ -418,9 +421,23 @@ class Episode:
             tool_reward=tool_reward,
             seconds=time.monotonic() - attempt.started,
             control_token_attempts=attempt.control_token_attempts,
+            started=time.time() - (time.monotonic() - attempt.created),
+            spans=tuple(attempt.spans),
         )
 
     # -- helpers ----------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _engine(self) -> AsyncIterator[None]:
+        """Hold the engine lock within this block."""
+        lock = self._attempt.engine_lock
+        wait = self._attempt.waiting_for("queue", self._conversation)
+        with wait if lock.locked() else nullcontext():
+            await lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _count_control_tokens(self, messages: Iterable[Message]) -> None:
         """Count the texts of control tokens in messages that the policy did not write."""

@@ -74,6 +74,7 @@ async def play_episode(
             with user_code(f"opening the tools of row {sample.id!r}"):
                 await runtime.toolbox.open(episode_id, sample)
             attempt.start_clock()
+            attempt.record("open", attempt.created, attempt.started)
         # After the tools are open: a toolbox reads the tools of a server then.
         tool_schemas = runtime.toolbox.schemas(sample.tools)
         with user_code(f"agent loop {loop.name!r}: its opening"):
