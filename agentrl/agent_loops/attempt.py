@@ -278,8 +278,9 @@ class Attempt:
         finally:
             self.waits.remove(state)
             self.since = time.monotonic()
-            # The deadline has moved by the time that requests waited for a free connection.
-            queued = self.deadline - deadline
+            # The deadline has moved by the time that requests waited for a free connection, those
+            # of other conversations included.
+            queued = min(self.deadline - deadline, self.since - start)
             if queued > 0:
                 self.record("queue", start, start + queued, thread)
             self.record(name, start + queued, self.since, thread)
