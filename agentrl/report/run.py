@@ -20,6 +20,7 @@ import orjson
 import pyarrow as pa
 import yaml
 
+from agentrl.chat import load_tokenizer
 from agentrl.errors import DataError
 from agentrl.record import METRICS, read_metrics
 from agentrl.store import StoredRollout, TrajectoryStore
@@ -70,6 +71,22 @@ class Run:
         the table takes about 60 bytes: choose steps in a long run.
         """
         return self._store.read_tokens(self._has)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the run, a fast tokenizer of transformers.
+
+        Raises:
+            DataError: the run has not stored it, because an older version recorded it.
+        """
+        folder = self.folder / "tokenizer"
+        if not folder.is_dir():
+            model = self.config.get("model", {}).get("path", "the model")
+            raise DataError(
+                f"{folder} does not exist: an older version recorded this run. Load the tokenizer"
+                f" of {model} instead (transformers.AutoTokenizer)"
+            )
+        return load_tokenizer(folder)
 
     @cached_property
     def changes(self) -> pa.Table:

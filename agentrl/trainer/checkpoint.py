@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import filecmp
 import hashlib
 import json
 import logging
@@ -241,6 +242,28 @@ def replace_file(file: Path, text: str) -> None:
     _write(staging, text)
     staging.rename(file)
     _fsync(file.parent)
+
+
+def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Write a folder within the run's folder, unless it has the same files already.
+
+    A kill leaves the old content, the new one, or no folder.
+
+    Args:
+        folder: the folder.
+        write: writes the new content into a folder, which does not exist yet.
+    """
+    staging = folder.parent / f".tmp-{folder.name}-{os.getpid()}"
+    try:
+        write(staging)
+        names = [sorted(f.name for f in at.glob("*")) for at in (folder, staging)]
+        _, differ, failed = filecmp.cmpfiles(folder, staging, names[1], shallow=False)
+        if names[0] != names[1] or differ or failed:
+            shutil.rmtree(folder, ignore_errors=True)
+            staging.rename(folder)
+            _fsync(folder.parent)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 # -- folders of checkpoints -----------------------------------------------------------------------

@@ -36,6 +36,7 @@ COLUMNS = (
 MAX_STEPS, MAX_VALIDATIONS = 16, 7
 """The number of last steps, and of last validations after the first one, that the table shows."""
 
+TOKENIZER = "tokenizer"
 TRAJECTORIES = "trajectories"
 CURVE = "curve.svg"
 FINAL = "model"

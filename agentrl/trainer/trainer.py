@@ -56,11 +56,12 @@ from agentrl.trainer.checkpoint import (
     is_disk_full,
     recover,
     remove_later_checkpoints,
+    replace_folder,
     run_lock,
     save_checkpoint,
 )
 from agentrl.trainer.collect import Collector, DeadSteps, StepRollouts
-from agentrl.trainer.console import CURVE, FINAL, TRAJECTORIES, Console
+from agentrl.trainer.console import CURVE, FINAL, TOKENIZER, TRAJECTORIES, Console
 from agentrl.trainer.curve import write_curve
 from agentrl.trainer.dispatch import Placement, check_single_controller
 from agentrl.trainer.learner import Learner
@@ -471,6 +472,7 @@ class Trainer:
         )
         stack.callback(self.tracker.close)
         write_config(self.folder, self.config, self.start)
+        self._save_tokenizer()
         episodes = self.config.data.batch_size * self.config.rollout.n
         tokens = self.config.rollout.max_trajectory_tokens
         self.console.note(self.store.describe_size(self.total_steps, episodes, tokens))
@@ -479,6 +481,17 @@ class Trainer:
         for step, metrics in record:
             self.best.add(step, metrics)
         self._last_save = time.monotonic()
+
+    def _save_tokenizer(self) -> None:
+        """Save the tokenizer into the run's folder, so that the folder alone shows texts.
+
+        Training does not need it: if it cannot be written, this is a warning.
+        """
+        folder = self.folder / TOKENIZER
+        try:
+            replace_folder(folder, self.tokenizer.save_pretrained)
+        except Exception as e:
+            self.console.note(f"warning: cannot write {folder}: {e or type(e).__name__}")
 
     def _save(self, has_all_trajectories: bool = True) -> None:
         """Save a checkpoint.

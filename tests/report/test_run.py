@@ -149,3 +149,5 @@ def test_an_old_run_has_tokens_without_what_was_learned():
     assert tokens["advantage"].null_count == len(tokens)
     assert set(tokens["episode_id"].to_pylist()) == set(episodes["episode_id"].to_pylist())
     assert episodes["group"].null_count == len(episodes)
+    with pytest.raises(DataError, match=r"tokenizer does not exist: an older .* of policy instead"):
+        load_run(OLD).tokenizer  # noqa: B018

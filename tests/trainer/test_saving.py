@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import pytest
 from support.forked_python import ForkedPython, run_python
 
+from agentrl import load_run
 from agentrl.config import load_config
 from agentrl.engine.local import LocalEngine
 from agentrl.errors import EngineError, RunStopped
@@ -222,6 +223,31 @@ def test_the_best_of_the_checkpoints_that_exist():
     assert best.is_over and best.best_of([10, 20, 30, 40, 50]) == 20
     assert best.best_of([30, 50]) is None
     assert Best("", 2, 4).best_of([10]) is None
+
+
+def test_the_folder_of_a_run_has_its_tokenizer(start, tmp_path, monkeypatch, capsys):
+    first = ("trainer.total_steps=1", "trainer.test_freq=0")
+    trained = start(tmp_path, *first).tokenizer
+    files = {f: (f.stat().st_ino, f.read_bytes()) for f in (tmp_path / "tokenizer").iterdir()}
+    tokenizer = load_run(tmp_path).tokenizer
+    text = "Say 3. <|im_end|> Ü"
+    assert tokenizer(text)["input_ids"] == trained(text)["input_ids"]
+    assert tokenizer.chat_template == trained.chat_template
+    start(tmp_path, "trainer.total_steps=2", "trainer.test_freq=0")
+    assert files == {f: (f.stat().st_ino, f.read_bytes()) for f in files}, "not written again"
+    config = tmp_path / "tokenizer/tokenizer_config.json"
+    content = config.read_bytes()
+    config.write_text("{}")
+    start(tmp_path, "trainer.total_steps=3", "trainer.test_freq=0")
+    assert config.read_bytes() == content
+    # A tokenizer that cannot be written does not stop the run.
+    shutil.rmtree(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer").write_text("a file")
+    capsys.readouterr()
+    start(tmp_path, "trainer.total_steps=4", "trainer.test_freq=0")
+    printed = capsys.readouterr().out
+    assert printed.count(f"warning: cannot write {tmp_path / 'tokenizer'}: ") == 1
+    assert not list(tmp_path.glob(".tmp-*"))
 
 
 # --- trajectories --------------------------------------------------------------------------------
