@@ -23,6 +23,7 @@ from agentrl.cli import (
     generate,
     init,
     play,
+    replay,
     sft,
     tools,
     train,
@@ -42,6 +43,7 @@ app.command("check-template")(check_template.check_template)
 app.command("play")(play.play)
 app.command("eval")(evaluate.eval_)
 app.command("compare")(evaluate.compare)
+app.command("replay")(replay.replay)
 app.command("generate")(generate.generate)
 app.command("sft")(sft.sft)
 app.command("export")(export.export)

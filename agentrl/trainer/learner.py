@@ -144,7 +144,8 @@ class Learner:
         called on this group."""
         self.rank: Rank | None = self.ranks.rank if isinstance(self.ranks, LocalRankGroup) else None
         """The rank, if there is one rank and it is in this process."""
-        self._total_steps = total_steps
+        self.total_steps = total_steps
+        """The length of the run, which the learning rate depends on."""
 
     # --- forward passes before the update --------------------------------------------------------
 
@@ -394,7 +395,7 @@ class Learner:
     def _lr(self, name: str, step: int) -> float:
         o = self.config.optim
         peak = o.lr if name == "actor" else o.critic_lr
-        return learning_rate(peak, o, self._total_steps, step)
+        return learning_rate(peak, o, self.total_steps, step)
 
     def _explain_failure(self, name: str, step: int) -> str:
         """Return the likely causes of a loss that is not finite."""

@@ -92,7 +92,11 @@ class Optimizer:
         Raises:
             RunStopped: a rank cannot write there.
         """
-        write_state(folder / self.name, self._parameters() | self._moments())
+        write_state(folder / self.name, self.tensors())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint: `parameter.<name>` and AdamW's state."""
+        return self._parameters() | self._moments()
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, bit for bit; quantised moments are restored up to rounding.

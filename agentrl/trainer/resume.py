@@ -205,7 +205,7 @@ def find_start(config: Config, rows: str, steps: int) -> Start:
     return Start(
         total_steps,
         checkpoint,
-        _make_fork(checkpoint) if is_new_fork else _read_fork(folder),
+        _make_fork(checkpoint) if is_new_fork else read_fork(folder),
         is_new_fork,
         0 if _restarts_rows(new_changes) else position,
         order_start,
@@ -253,7 +253,7 @@ def _choose_checkpoint(folder: Path, resume: str) -> Checkpoint | None:
     path = Path(resume).expanduser().resolve()
     if resume != "auto" and folder.resolve() in (path, path.parent):
         return find_checkpoint(folder, resume)
-    fork, source = _read_fork(folder), _read_resume(folder)
+    fork, source = read_fork(folder), _read_resume(folder)
     own = find_checkpoint(folder, "auto")
     if resume != "auto":
         is_same = resume == source
@@ -271,7 +271,7 @@ def _choose_checkpoint(folder: Path, resume: str) -> Checkpoint | None:
     if own is not None:
         return own
     if fork is not None:
-        return _open_fork(folder, fork)
+        return open_fork(folder, fork)
     if source not in ("auto", "never"):
         raise ConfigError(
             f"{folder / CONFIG} says that this run started from {source}, and it has saved no"
@@ -286,7 +286,7 @@ def _make_fork(checkpoint: Checkpoint) -> Fork:
     return Fork(str(checkpoint.folder.resolve()), checkpoint.step, digest)
 
 
-def _read_fork(folder: Path) -> Fork | None:
+def read_fork(folder: Path) -> Fork | None:
     """Return the record of a fork; None if the folder has none."""
     try:
         return Fork(**json.loads((folder / FORK).read_bytes()))
@@ -298,7 +298,7 @@ def _read_fork(folder: Path) -> Fork | None:
         ) from None
 
 
-def _open_fork(folder: Path, fork: Fork) -> Checkpoint:
+def open_fork(folder: Path, fork: Fork) -> Checkpoint:
     """Return the checkpoint that a fork began from, unchanged."""
     problem = ""
     try:

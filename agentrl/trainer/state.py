@@ -52,7 +52,7 @@ def write_state(folder: Path, tensors: Mapping[str, Tensor]) -> None:
             f"{folder.parent} does not exist. trainer.output must be on a file system that the"
             " machines of all ranks see"
         )
-    numbers = {name: _dequantize(tensor).contiguous() for name, tensor in tensors.items()}
+    numbers = {name: dequantize(tensor).contiguous() for name, tensor in tensors.items()}
     writer = HuggingFaceStorageWriter(str(folder), _assign_files(numbers), save_distributed=True)
     with _translate_errors(f"write {folder}", OSError, RunStopped):
         save(numbers, storage_writer=writer, no_dist=not dist.is_initialized())
@@ -69,7 +69,7 @@ def read_state(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         ConfigError: the files are damaged, or lack a name.
     """
-    numbers = {name: _dequantize(tensor) for name, tensor in tensors.items()}
+    numbers = {name: dequantize(tensor) for name, tensor in tensors.items()}
     with _translate_errors(f"read {folder}", Exception, ConfigError):
         load(
             dict(numbers),
@@ -141,7 +141,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _dequantize(tensor: Tensor) -> Tensor:
+def dequantize(tensor: Tensor) -> Tensor:
     """Return the tensor itself, unless it is quantised."""
     local = _local(tensor)
     if type(local) is Tensor:

@@ -1,0 +1,508 @@
+"""Replay a recorded step: repeat its update from the stored rollouts, without an engine.
+
+    checkpoint of step M ─► rollouts of M + 1 ... N ─► the update of each ─► compare with the record
+
+The functions that compute and apply an update are those of the training (`agentrl.trainer.step`).
+In one process on a CPU they give the same bits again. A replay writes nothing into the run's
+folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from agentrl.config import Config
+from agentrl.engine.local.load import resolve_device
+from agentrl.errors import AgentRLError, ConfigError, UserError
+from agentrl.metrics import rollout_metrics
+from agentrl.plan import load_files
+from agentrl.plural import plural
+from agentrl.record import METRICS, read_metrics
+from agentrl.registry import advantage_estimators, policy_losses
+from agentrl.report.recorded import RecordedRun, StepGroups, format_steps, recompute
+from agentrl.store import LEARNED, LEARNED_SCHEMA
+from agentrl.trainer.algorithms import KLController
+from agentrl.trainer.batch import Batch
+from agentrl.trainer.checkpoint import META, Checkpoint, find_steps, open_checkpoint
+from agentrl.trainer.learner import Learner
+from agentrl.trainer.resume import open_fork, read_fork
+from agentrl.trainer.sharding import full_tensor
+from agentrl.trainer.state import dequantize, read_state, shapes_in
+from agentrl.trainer.step import compute_targets, learn, make_batch
+
+DETERMINED = ("actor/", "critic/", "rollout_corr/", "training/rollout_", "waste/")
+"""The prefixes of metrics that the stored rollouts determine."""
+ROUNDING = 0.01
+"""The tolerance for runs with a GPU or several processes, which round sums in another order."""
+ROUNDING_ADVICE = (
+    "If only last digits differ, and the run was made on another machine, by another version of"
+    " torch or agentrl, or with another number of threads (OMP_NUM_THREADS): --tolerance 1e-3"
+)
+MAX_LISTED = 20
+"""The number of differences that a message lists."""
+MAX_LOGPROB_GROWTH = 10.0
+"""A stored logprob of the engine may differ from the policy's by this multiple of the largest
+difference that the step has recorded. That difference does not cover all tokens: those without an
+advantage are not run."""
+MAX_LOGPROB_DIFFERENCE = 0.1
+"""The limit for the local engine on a CPU if the step has recorded no difference, in nats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A value of the record that a replay does not give."""
+
+    name: str
+    recorded: Any
+    replayed: Any
+
+
+class ReplayDiffers(AgentRLError):
+    """A replay does not give the recorded values; the message names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The result of a replay."""
+
+    start: str
+    """The state that it started from, for people to read."""
+    steps: Sequence[int]
+    """The steps that were replayed, up to the first one that differs."""
+    tolerance: float
+    """The relative difference that was accepted; 0: none."""
+    compared: Sequence[str]
+    """What was compared with the record of the last of these steps."""
+    differences: Sequence[Difference]
+    """The differences of the last of these steps. The others have none."""
+
+    def raise_differences(self) -> None:
+        """Raise `ReplayDiffers` if there are differences."""
+        if not self.differences:
+            return
+        lines = [
+            f"{d.name}: recorded {d.recorded}, replayed {d.replayed}" for d in self.differences
+        ]
+        more = len(lines) - MAX_LISTED
+        lines = [*lines[:MAX_LISTED], *([f"and {more} more"] if more > 0 else [])]
+        accepted = f"up to {self.tolerance:g}, relative" if self.tolerance else "none"
+        raise ReplayDiffers(
+            f"step {self.steps[-1]} differs from the record in"
+            f" {plural(len(self.differences), 'value')} (accepted difference: {accepted}):"
+            + "".join(f"\n  {line}" for line in lines)
+            + ("" if self.tolerance else f"\n{ROUNDING_ADVICE}")
+        )
+
+
+class Replayer:
+    """A recorded run and a learner that repeats its steps."""
+
+    def __init__(self, run: RecordedRun, *, model: str = "", device: str = ""):
+        """Read the record; no model is loaded.
+
+        Args:
+            run: the run.
+            model: the model that training started from, if it is no longer at the run's
+                `model.path`.
+            device: the device of the replay ("auto", "cpu", "cuda"); "": the run's.
+        """
+        self.run = run
+        self._model, self._device = model, device
+        self.record = dict(read_metrics(run.folder / METRICS))
+        """The metrics of each step."""
+
+    # --- which steps -----------------------------------------------------------------------------
+
+    def replayable_steps(self) -> list[int]:
+        """Return the steps whose rollouts, and those of all steps since a checkpoint, are stored.
+
+        The model that the run started from counts as a checkpoint, if it is known.
+        """
+        starts = {*find_steps(self.run.folder), *self._first_steps()}
+        steps: list[int] = []
+        for step in self.run.store.steps("train"):
+            has_state = step - 1 in starts or (bool(steps) and steps[-1] == step - 1)
+            if has_state and step in self.record:
+                steps.append(step)
+        return steps
+
+    def check_step(self, step: int) -> None:
+        """Raise `UserError` if a step cannot be replayed; the message lists those that can be."""
+        steps = self.replayable_steps()
+        if step in steps:
+            return
+        stored = self.run.store.steps("train")
+        keep = self.run.config.trainer.keep_trajectories
+        if step not in self.record:
+            why = f"{METRICS} has no such step"
+        elif step not in stored:
+            why = f"its rollouts are not stored (trainer.keep_trajectories={keep})"
+        else:
+            why = (
+                "no checkpoint from which the rollouts of all steps up to it are stored"
+                f" (checkpoints: {format_steps(find_steps(self.run.folder))}; stored rollouts:"
+                f" {format_steps(stored)})"
+            )
+        raise UserError(
+            f"step {step} of {self.run.folder} cannot be replayed: {why}. Steps that can be"
+            f" replayed: {format_steps(steps)}"
+        )
+
+    def _first_steps(self) -> list[int]:
+        """Return the step that the run began after: 0, or that of the forked checkpoint.
+
+        The list is empty if an older version began the run from a checkpoint that is not recorded.
+        """
+        folder = self.run.folder
+        if fork := read_fork(folder):
+            return [fork.step] if (Path(fork.checkpoint) / META).is_file() else []
+        resume = self.run.config.trainer.resume
+        path = Path(resume).expanduser().resolve()
+        is_own = resume in ("auto", "never") or folder.resolve() in (path, path.parent)
+        return [0] if is_own else []
+
+    # --- the state before a step -----------------------------------------------------------------
+
+    def open(self, step: int) -> Iterator[tuple[int, list[Difference], list[str]]]:
+        """Load the newest state before a step, and replay the steps up to it, one by one.
+
+        Yields:
+            Each step between, with what differs from the record, and what was compared.
+
+        Raises:
+            UserError: the step cannot be replayed, or a checkpoint or the model cannot be loaded.
+        """
+        self.check_step(step)
+        first, checkpoint = self._find_start(step)
+        config = self.config_at(first + 1)
+        _load_names(config)
+        self.learner = Learner(config.model.path, config, total_steps=1)
+        self.kl = KLController(config.algorithm)
+        self.start = f"the base model {config.model.path}"
+        if checkpoint is not None:
+            self.start = f"the checkpoint of step {first} ({checkpoint.folder})"
+            self.learner.ranks.load(checkpoint.folder)
+            changed = {c["key"] for c in self.run.changes if c["step"] == first}
+            if "algorithm.kl_reward_coef" not in changed:
+                self.kl.load(checkpoint.meta.get("kl", self.kl.coef))
+        for between in range(first + 1, step):
+            yield between, *self.repeat(between)
+
+    def config_at(self, step: int) -> Config:
+        """Return the config of a step, with the model and the device of the replay."""
+        config = self.run.config_at(step)
+        if self._model:
+            model = config.model.model_copy(update={"path": self._model})
+            config = config.model_copy(update={"model": model})
+        if self._device:
+            trainer = config.trainer.model_copy(update={"device": self._device})
+            config = config.model_copy(update={"trainer": trainer})
+        return config
+
+    def _find_start(self, step: int) -> tuple[int, Checkpoint | None]:
+        """Return the newest usable state before a step: its step and checkpoint (None: the model).
+
+        A checkpoint that is damaged is skipped, if an older one will do.
+        """
+        folder, problems = self.run.folder, []
+        stored = self.run.store.steps("train")
+        first_steps = self._first_steps()
+        saved = find_steps(folder)
+        for first in sorted({*saved, *first_steps}, reverse=True):
+            if first >= step:
+                continue
+            if not {*range(first + 1, step)} <= {*stored}:
+                break
+            try:
+                if first in saved:
+                    return first, open_checkpoint(folder / f"global_step_{first:08d}")
+                fork = read_fork(folder)
+                return first, open_fork(folder, fork) if fork else None
+            except ConfigError as e:
+                problems.append(str(e))
+        raise UserError(f"step {step} cannot be replayed: {'; '.join(problems)}")
+
+    # --- one step --------------------------------------------------------------------------------
+
+    def prepare(self, step: int) -> tuple[Config, StepGroups, Batch]:
+        """Return the config, the rollouts and the batch of a step. The learner takes the config."""
+        config = self.config_at(step)
+        groups = self.run.read_step(step)
+        self.learner.config = config
+        self.learner.total_steps = _find_length(config, step, self.record[step])
+        return config, groups, make_batch(groups.groups, config)
+
+    def repeat(
+        self, step: int, tolerance: float | None = None
+    ) -> tuple[list[Difference], list[str]]:
+        """Repeat the update of the next step, and compare it with the record.
+
+        Args:
+            step: the step; the learner has the state before it.
+            tolerance: the relative difference to accept; None: see `tolerance_of`.
+
+        Returns:
+            The differences, and what was compared.
+
+        Raises:
+            DataError: stored rollouts cannot be read.
+            RunStopped: see `Learner.update`.
+        """
+        config, groups, batch = self.prepare(step)
+        tolerance = self.tolerance_of(config) if tolerance is None else tolerance
+        is_close = _comparison(tolerance)
+        recorded = self.record[step]
+        every = [*groups.groups, *groups.evicted]
+        differences = [*_compare_rewards(every, config)]
+        if step > config.algorithm.critic_only_steps:
+            differences += self._compare_logprobs(batch, recorded, config, tolerance)
+        targets, signal = compute_targets(self.learner, batch, self.kl)
+        updated, learned = learn(self.learner, batch, targets, self.kl, step)
+        replayed = rollout_metrics(every) | signal | updated
+        differences += _compare_metrics(recorded, replayed, is_close)
+        compared = [f"{len(recorded.keys() & replayed.keys())} metrics"]
+        stored = self.run.store.read_learned(step)
+        if len(stored):
+            differences += _compare_learned(stored, learned.table(batch), is_close)
+            compared.append(f"the numbers of {_count_tokens(stored)} tokens in learned/")
+        folder = self.run.folder / f"global_step_{step:08d}"
+        if folder.is_dir():
+            try:
+                checkpoint = open_checkpoint(folder)
+            except ConfigError as e:
+                compared.append(f"not the weights ({e})")
+            else:
+                tensors, wrong = self._compare_weights(checkpoint, tolerance)
+                differences += wrong
+                compared.append(f"{tensors} tensors of {folder.name}")
+        return differences, compared
+
+    def tolerance_of(self, config: Config) -> float:
+        """Return the tolerance for a run: 0 for one process on a CPU, else `ROUNDING`."""
+        is_exact = resolve_device(config.trainer.device) == "cpu" and not config.trainer.spread
+        return 0.0 if is_exact else ROUNDING
+
+    def _compare_logprobs(
+        self, batch: Batch, recorded: Mapping[str, Any], config: Config, tolerance: float
+    ) -> list[Difference]:
+        """Compare the engine's logprobs with the policy's, at all sampled tokens.
+
+        Return the token where they are farthest apart, if that is farther than arithmetic explains.
+        """
+        limit = recorded.get("rollout_corr/logprob_diff_max")
+        if limit is not None:
+            limit = MAX_LOGPROB_GROWTH * limit + 1e-3
+        elif config.rollout.name == "local" and not tolerance:
+            limit = MAX_LOGPROB_DIFFERENCE
+        else:
+            return []
+        policy = self.learner.logprobs(batch)
+        gaps = (policy - batch.rollout_logprobs).abs()
+        gaps = torch.where(batch.response_mask, gaps.nan_to_num(math.inf), 0.0)
+        if not (gaps > limit).any():
+            return []
+        row, column = divmod(int(gaps.argmax()), gaps.shape[1])
+        where = f"the logprob of {_name_token(batch, row, column)}"
+        engine = batch.rollout_logprobs[row, column].item()
+        return [Difference(where, engine, policy[row, column].item())]
+
+    def _compare_weights(
+        self, checkpoint: Checkpoint, tolerance: float
+    ) -> tuple[int, list[Difference]]:
+        """Compare weights and optimizer state with a checkpoint of the step.
+
+        With a tolerance, the norm of the difference of a tensor may be that share of its norm.
+
+        Returns:
+            The number of tensors, and the differences.
+        """
+        folder, differences, count = checkpoint.folder, [], 0
+        assert self.learner.rank is not None
+        for name, optimizer in self.learner.rank.optimizers.items():
+            ours = {k: full_tensor(dequantize(t)).cpu() for k, t in optimizer.tensors().items()}
+            shapes = shapes_in(folder / name)
+            if missing := sorted(shapes.keys() ^ ours.keys()):
+                differences.append(
+                    Difference(f"{name}: {missing[0]}", missing[0] in shapes, missing[0] in ours)
+                )
+                continue
+            saved = {key: torch.empty_like(tensor) for key, tensor in ours.items()}
+            read_state(folder / name, saved)
+            count += len(saved)
+            for key, tensor in saved.items():
+                if difference := _tensor_difference(tensor, ours[key], tolerance):
+                    differences.append(Difference(f"{name}: {key}{difference[0]}", *difference[1:]))
+        kl = checkpoint.meta.get("kl", self.kl.coef)
+        if not _comparison(tolerance)(kl, self.kl.coef):
+            differences.append(Difference("the weight of the KL in the reward", kl, self.kl.coef))
+        return count, differences
+
+
+def replay(
+    replayer: Replayer,
+    step: int,
+    tolerance: float | None = None,
+    say: Callable[[str], None] = print,
+) -> Replay:
+    """Replay a step and compare it with the record. The first step that differs ends the replay.
+
+    Args:
+        replayer: the run.
+        step: the step.
+        tolerance: the relative difference to accept; None: 0 for one process on a CPU, else
+            `ROUNDING`.
+        say: called with a line before the replay begins.
+
+    Raises:
+        UserError: the step cannot be replayed; the message lists those that can be.
+    """
+    accepted = replayer.tolerance_of(replayer.config_at(step)) if tolerance is None else tolerance
+    steps: list[int] = []
+    for between, differences, compared in replayer.open(step):
+        if not steps:
+            say(f"replaying steps {between}-{step} from {replayer.start}")
+        steps.append(between)
+        if differences:
+            return Replay(replayer.start, steps, accepted, compared, differences)
+    if not steps:
+        say(f"replaying step {step} from {replayer.start}")
+    differences, compared = replayer.repeat(step, accepted)
+    return Replay(replayer.start, [*steps, step], accepted, compared, differences)
+
+
+# --- comparing -----------------------------------------------------------------------------------
+
+
+def _comparison(tolerance: float) -> Callable[[Any, Any], bool]:
+    """Return a function that compares two numbers: bit for bit, or within a tolerance."""
+
+    def is_close(recorded: Any, replayed: Any) -> bool:
+        a, b = (math.nan if x is None else float(x) for x in (recorded, replayed))
+        if not math.isfinite(a) or not math.isfinite(b):
+            return math.isfinite(a) == math.isfinite(b)  # the record has null for all of these
+        return a == b or math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance / 10)
+
+    return is_close
+
+
+def _compare_rewards(groups: Sequence[Any], config: Config) -> Iterator[Difference]:
+    """Yield the stored rewards that do not follow from their stored parts."""
+    for group in groups:
+        for scored in (*group.scored, *([group.greedy] if group.greedy else [])):
+            again = recompute(scored, config)
+            name = f"of episode {scored.trajectory.episode_id}"
+            for part in again.rewards.keys() & scored.rewards.keys():
+                if not _same_sum(scored.rewards[part], again.rewards[part]):
+                    yield Difference(
+                        f"rewards.{part} {name}", scored.rewards[part], again.rewards[part]
+                    )
+            if not _same_sum(scored.reward, again.reward):
+                yield Difference(f"the reward {name}", scored.reward, again.reward)
+            if scored.masked != again.masked:
+                yield Difference(f"masked {name}", scored.masked, again.masked)
+
+
+def _same_sum(a: float, b: float) -> bool:
+    """Return whether two sums of the same numbers are equal; versions may add in other orders."""
+    return math.isclose(a, b, rel_tol=1e-12, abs_tol=1e-12)
+
+
+def _compare_metrics(
+    recorded: Mapping[str, Any], replayed: Mapping[str, float], is_close: Callable[..., bool]
+) -> Iterator[Difference]:
+    for name, value in recorded.items():
+        if name in replayed:
+            if not is_close(value, replayed[name]):
+                yield Difference(name, value, replayed[name])
+        elif name.startswith(DETERMINED):
+            yield Difference(name, value, None)
+
+
+def _compare_learned(
+    stored: pa.Table, table: pa.Table, is_close: Callable[..., bool]
+) -> Iterator[Difference]:
+    """Yield, for each of `LEARNED`, the first token whose number differs."""
+    table = table.cast(LEARNED_SCHEMA)
+    for name in LEARNED_SCHEMA.names:
+        ours, theirs = table.column(name), stored.column(name)
+        if ours.equals(theirs):
+            continue
+        if name not in LEARNED:
+            yield Difference(f"the rows of learned/: {name}", len(theirs), len(ours))
+            return
+        pairs = zip(theirs.to_pylist(), ours.to_pylist(), strict=True)
+        for row, (recorded, replayed) in enumerate(pairs):
+            for token, (a, b) in enumerate(zip(recorded, replayed, strict=True)):
+                if (a is None) != (b is None) or (a is not None and not is_close(a, b)):
+                    episode, segment = (stored.column(n)[row] for n in ("episode_id", "segment"))
+                    where = f"response token {token} of segment {segment} of episode {episode}"
+                    yield Difference(f"{name} of {where}", a, b)
+                    break
+            else:
+                continue
+            break
+
+
+def _tensor_difference(
+    saved: Tensor, ours: Tensor, tolerance: float
+) -> tuple[str, float, float] | None:
+    """Return the index of the largest difference, and both values there; None if there is none."""
+    if saved.equal(ours):
+        return None
+    gaps = (saved.double() - ours.double()).abs()
+    if tolerance and gaps.norm() <= tolerance * saved.double().norm():
+        return None
+    at = int(gaps.argmax())
+    index = [int(i) for i in torch.unravel_index(torch.tensor(at), gaps.shape)]
+    values = saved.flatten()[at].item(), ours.flatten()[at].item()
+    return str(index) if index else "", *values
+
+
+def _name_token(batch: Batch, row: int, column: int) -> str:
+    rollout = int(batch.rollout[row])
+    segment = row - int((batch.rollout < rollout).sum())
+    return f"response token {column} of segment {segment} of episode {batch.episodes[rollout]}"
+
+
+def _count_tokens(table: pa.Table) -> int:
+    return sum(len(row) for row in table.column("advantages"))
+
+
+# --- the learning rate and the user's names ------------------------------------------------------
+
+
+def _find_length(config: Config, step: int, recorded: Mapping[str, Any]) -> int:
+    """Return the length of the run that the learning rate of a step depends on.
+
+    If the config has `trainer.total_epochs`, the length depends on the number of rows, which the
+    record does not contain. It follows from the recorded learning rate.
+    """
+    o, total = config.optim, config.trainer.total_steps
+    first = o.lr_warmup_steps + 1
+    if total or o.lr_final == 1 or step <= first:
+        return total or step
+    rates = ((o.lr, "actor/lr"), (o.critic_lr, "critic/lr"))
+    shares = [recorded[name] / peak for peak, name in rates if recorded.get(name) is not None]
+    fraction = (shares[0] - 1) / (o.lr_final - 1) if shares else 1.0
+    return first + round((step - first) / fraction) if 0 < fraction < 1 else step
+
+
+def _load_names(config: Config) -> None:
+    """Load the run's files if its estimator or its policy loss is defined there.
+
+    Raises:
+        ConfigError: a file does not load.
+    """
+    a = config.algorithm
+    if a.adv_estimator in advantage_estimators and a.policy_loss in policy_losses:
+        return
+    if problems := load_files(config):
+        raise ConfigError("\n".join(problems))
