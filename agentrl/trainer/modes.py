@@ -265,10 +265,11 @@ class _Comparison:
 
     def _run(self) -> _Results:
         model = self._model
-        with torch.set_grad_enabled(self._gradients):
+        gradients = self._gradients and model.dtype not in HALF  # In half, none are compared.
+        with torch.set_grad_enabled(gradients):
             logits = _own_logits(model, self._batch)
-        gradients = _gradients(model, logits) if self._gradients else []
-        return _Results(logits.detach(), gradients, find_scale_and_softcap(model))
+        found = _gradients(model, logits) if gradients else []
+        return _Results(logits.detach(), found, find_scale_and_softcap(model))
 
 
 class _Copy:
