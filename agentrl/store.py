@@ -133,6 +133,7 @@ _COLUMNS = {
     "control_token_attempts": (pa.int32(), f"{_TRAJECTORY}.control_token_attempts"),
     "started": (pa.float64(), f"{_TRAJECTORY}.started"),
     "spans": (pa.string(), f"{_TRAJECTORY}.spans"),
+    "as_text": (pa.list_(pa.string()), "as_text"),
 }
 """The type of each column, and the attribute of a `StoredRollout` that it contains. The columns of
 the segments' arrays are in `STREAMS`."""
@@ -163,7 +164,13 @@ _SAMPLES = TypeAdapter(Sample)
 _TURNS = TypeAdapter(tuple[Turn, ...])
 _MESSAGES = TypeAdapter(tuple[Message, ...])
 _SPANS = TypeAdapter(tuple[Span, ...])
-_ADDED = {"control_token_attempts": 0, "group": None, "started": None, "spans": "[]"}
+_ADDED = {
+    "control_token_attempts": 0,
+    "group": None,
+    "started": None,
+    "spans": "[]",
+    "as_text": None,
+}
 """Columns that older files lack, with their values."""
 _SHARD = re.compile(r"([a-z]+)-(\d+)\.parquet")
 _ROW_GROUP = 8
@@ -182,6 +189,9 @@ class StoredRollout:
     scored: Scored
     group: int | None = None
     """The index of its group among those of the step and split; None in files of older versions."""
+    as_text: Sequence[str] | None = ()
+    """The values of the dataset row that JSON cannot hold and that are stored as text, such as
+    `extra.when` for a date; None in files of older versions, where these are not known."""
 
 
 class TrajectoryStore:
@@ -505,8 +515,9 @@ def _write_file(path: Path, table: pa.Table) -> None:
 
 def _table(step: int, groups: Sequence[Group], split: str) -> pa.Table:
     rows = [
-        StoredRollout(step, split, group.dropped, scored, index)
+        StoredRollout(step, split, group.dropped, scored, index, as_text)
         for index, group in enumerate(groups)
+        for as_text in [_find_text_values(group.sample)]
         for scored in group.scored
     ]
     columns = [
@@ -559,6 +570,29 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     return str(value)
+
+
+def _find_text_values(sample: Sample) -> list[str]:
+    """Return the paths of a row's values that `_to_json` stores as text, or whose keys JSON does.
+
+    Whoever reads them gets another value than the episode had.
+    """
+    names = ("ground_truth", "extra", "tools_kwargs", "interaction_kwargs")
+    return [path for name in names for path in _walk_text_values(getattr(sample, name), name)]
+
+
+def _walk_text_values(value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if isinstance(key, str):
+                yield from _walk_text_values(item, f"{path}.{key}")
+            else:
+                yield f"{path}.{key}"
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _walk_text_values(item, f"{path}[{index}]")
+    elif value is not None and not isinstance(value, str | int | float):
+        yield path
 
 
 # -- reading --------------------------------------------------------------------------------------

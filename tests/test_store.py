@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from array import array
+from datetime import date
 from pathlib import Path
 
 import pyarrow as pa
@@ -339,7 +340,7 @@ def test_damage_is_named(tmp_path):
 
 def test_files_without_a_newer_field_are_read(tmp_path):
     path = TrajectoryStore(tmp_path).write(1, [group(scored(0), scored(1))])
-    newer = ["control_token_attempts", "group", "started", "spans"]
+    newer = ["control_token_attempts", "group", "started", "spans", "as_text"]
     table = pq.read_table(path).drop_columns(newer)
     turns = [json.loads(cell) for cell in table.column("turns").to_pylist()]
     for turn in (turn for row in turns for turn in row):
@@ -357,6 +358,18 @@ def test_files_without_a_newer_field_are_read(tmp_path):
     pq.write_table(table.drop_columns(["stop_reason"]), path)  # which was always there
     with pytest.raises(DataError, match="stop_reason"):
         list(load_trajectories(tmp_path))
+
+
+def test_values_that_json_cannot_hold_are_named(tmp_path):
+    extra = {"when": date(2026, 1, 2), "deep": [{"image": b"x"}, 1.5], "fine": [None, True, "a"]}
+    sample = Sample("row-1", PROMPT, ground_truth={1: "one"}, extra=extra)
+    lossy = scored(trajectory=dataclasses.replace(scored().trajectory, sample=sample))
+    store = TrajectoryStore(tmp_path)
+    store.write(1, [Group(sample, (lossy,)), group(scored(0))])
+    named, plain = store.read(1)
+    assert named.as_text == ["ground_truth.1", "extra.when", "extra.deep[0].image"]
+    assert named.scored.trajectory.sample.extra["when"] == "2026-01-02"
+    assert plain.as_text == []
 
 
 def test_no_field_is_forgotten():
