@@ -1,7 +1,9 @@
-"""`agentrl data`: prepare datasets."""
+"""`agentrl data`: prepare datasets, and write the rollouts of a run as verl does."""
 
 from __future__ import annotations
 
+from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,12 +11,18 @@ import typer
 from agentrl.errors import UserError
 from agentrl.plural import plural
 
-app = typer.Typer(help="Prepare datasets.", no_args_is_help=True)
+
+class Split(StrEnum):
+    """The splits of stored trajectories."""
+
+    TRAIN = "train"
+    VAL = "val"
+    GREEDY = "greedy"
+    EVICTED = "evicted"
+    BASELINE = "baseline"
 
 
-@app.callback()
-def _data() -> None:
-    """Keep `convert` a subcommand while it is the only one."""
+app = typer.Typer(help="Prepare datasets, dump rollouts.", no_args_is_help=True)
 
 
 @app.command("convert")
@@ -53,3 +61,24 @@ def convert(
     renamed = {old: new for old, _, new in pairs}
     count = convert_rows(source, output, rename=renamed, split=split, name=name)
     typer.echo(f"saved {plural(count, 'row')} to {output}")
+
+
+@app.command("dump")
+def dump(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    output: Annotated[Path, typer.Argument(help="The folder to write to.")],
+    split: Annotated[
+        Split, typer.Option(help="The rollouts: of training, or of validations (val, greedy).")
+    ] = Split.TRAIN,
+) -> None:
+    """Write the rollouts of a run as verl's trainer.rollout_data_dir: OUTPUT/STEP.jsonl.
+
+    Example:
+        agentrl data dump runs/demo rollouts
+        agentrl data dump runs/demo validations --split val
+    """
+    from agentrl.compat.verl.dump import dump_rollouts
+    from agentrl.report import load_run
+
+    count = dump_rollouts(load_run(run), output, split.value)
+    typer.echo(f"saved {plural(count, 'file')} to {output}")

@@ -3,6 +3,7 @@
 The files are not part of this project. AGENTRL_VERL names a git clone of verl.
 """
 
+import ast
 import hashlib
 import json
 import os
@@ -11,18 +12,23 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from agentrl import registry
+from agentrl import load_run, registry
 from agentrl.compat.verl.config import translate
+from agentrl.compat.verl.dump import dump_rollouts
 from agentrl.compat.verl.hydra import read_config, resolve
 from agentrl.compat.verl.keys import DEFAULTS, known_key
 from agentrl.config import load_config
 from agentrl.data import load_checked
 from agentrl.errors import UserError
 from agentrl.registry import load_file
+from agentrl.store import TrajectoryStore
+from agentrl.testing import byte_tokenizer
+from agentrl.trajectory import Group, Scored
 
 from .conftest import TAG, call, played
 
@@ -342,3 +348,45 @@ def test_verls_gsm8k_rows_train(verl, gsm8k, tmp_path, script, config, files, li
 def test_verls_search_rows_train(verl, search_rows, tmp_path):
     tool = "tool_config/search_tool_config.yaml"
     train(verl, tmp_path, search_rows, "search_multiturn_grpo", tool=tool)
+
+
+# -- dumps ----------------------------------------------------------------------------------------
+
+
+def test_rollouts_are_dumped_as_verl_dumps_them(verl, tmp_path):
+    """The same bytes as verl's own function writes."""
+    tree = ast.parse((verl / "verl/trainer/ppo/ray_trainer.py").read_text())
+    [function] = (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == "_dump_generations"
+    )
+    names = {"os": os, "json": json}
+    exec(compile(ast.Module([function], []), "ray_trainer.py", "exec"), names)
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "run/tokenizer")
+    rollouts = [
+        Scored(played([f"Four ü {i}"], ground_truth=f"{i}"), {}, i / 3, {"acc": i / 2})
+        for i in range(3)
+    ]
+    store = TrajectoryStore(tmp_path / "run/trajectories")
+    store.write(7, [Group(rollouts[0].trajectory.sample, tuple(rollouts))])
+    dump_rollouts(load_run(tmp_path / "run"), tmp_path / "ours")
+    rows = [s.trajectory.segments[0] for s in rollouts]
+    texts = [
+        tokenizer.batch_decode([list(ids) for ids in column], skip_special_tokens=True)
+        for column in ([row.prompt_ids for row in rows], [row.response_ids for row in rows])
+    ]
+    names["_dump_generations"](
+        SimpleNamespace(global_steps=7),
+        *texts,
+        [s.trajectory.sample.ground_truth for s in rollouts],
+        [s.reward for s in rollouts],
+        {
+            "acc": [s.metrics["acc"] for s in rollouts],
+            "request_id": [s.trajectory.episode_id for s in rollouts],
+        },
+        str(tmp_path / "verls"),
+    )
+    ours, verls = (tmp_path / folder / "7.jsonl" for folder in ("ours", "verls"))
+    assert ours.read_bytes() == verls.read_bytes()
