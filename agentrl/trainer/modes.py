@@ -248,8 +248,11 @@ class _Comparison:
                 _gradients(model, logits), self._own.gradients
             ):
                 return f"{name} have other gradients than the model's own forward pass"
+        except NotImplementedError as e:
+            return _one_line(e) or type(e).__name__  # `packed_attention` gives a whole clause.
         except MODEL_ERRORS as e:
-            return _one_line(e) or type(e).__name__
+            how = "packed" if mode.is_flat else "padded"
+            return f"{how} rows fail ({type(e).__name__}: {_one_line(e)})"
         return ""
 
     @cached_property

@@ -44,6 +44,15 @@ KINDS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         ),
     },
     "multi-head latent attention": {"DeepSeek-V3": ARCHITECTURES["DeepSeek-V3"]},
+    "sparse attention": {
+        # With few heads, most scores are 0, and which of equal ones are the largest depends on the
+        # length of the row.
+        "DeepSeek-V3.2": (
+            "deepseek_v32",
+            ARCHITECTURES["DeepSeek-V3"][1]
+            | {"index_topk": 2048, "index_n_heads": 8, "index_head_dim": 16},
+        ),
+    },
     "a sliding window of the attention layer": {
         "Mistral": ("mistral", {"sliding_window": 4096}),
         "Phi-3": ("phi3", {"sliding_window": 4096}),

@@ -286,6 +286,28 @@ def test_the_reason_of_a_slower_mode_is_kept_and_the_model_keeps_its_own_attenti
     assert prove_mode(tiny_model()) == (Mode.PACKED, "")
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (TypeError("no such argument"), "packed rows fail (TypeError: no such argument)"),
+        (NotImplementedError("this layer ignores it"), "this layer ignores it"),
+        (NotImplementedError(), "NotImplementedError"),
+    ],
+)
+def test_the_reason_of_a_mode_that_fails_is_its_error(error, reason, monkeypatch):
+    model = tiny_model()
+    own = type(model.model).forward
+
+    def forward(self, *args, layout=None, **kwargs):
+        if layout is not None:
+            raise error
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(modes, "_results", {})
+    monkeypatch.setattr(type(model.model), "forward", forward)
+    assert prove_mode(model) == (Mode.PADDED, reason)
+
+
 def test_a_run_of_a_hybrid_learns_the_same_on_two_ranks(tmp_path):
     """In float64, with fewer rows than ranks in some passes."""
     model = architecture("LFM2")
