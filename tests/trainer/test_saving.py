@@ -408,7 +408,7 @@ def on_small_disk(folder: Path, mb: float, command: list) -> subprocess.Complete
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("room", [0.1, 0.5, 2.2])
+@pytest.mark.parametrize("room", [0.1, 0.8, 2.2])
 def test_a_run_on_a_disk_that_is_too_small(arguments, start, tmp_path, room):
     """The disk has room for `room` checkpoints. The run resumes, and ends as on a larger disk."""
     straight = tmp_path / "straight"
