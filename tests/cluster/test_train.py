@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,6 +17,7 @@ from support.forked_python import ForkedPython
 
 pytest.importorskip("ray")
 
+from agentrl import load_run
 from agentrl.cluster import open_placement
 from agentrl.cluster.connect import open_cluster
 from agentrl.config import load_config
@@ -183,9 +185,19 @@ def pair(request, cluster, flags, tmp_path_factory):
 
 
 def test_two_ranks_learn_as_one_process_does(pair, flags):
-    folder, _ = pair
+    folder, overrides = pair
     assert_same_run(folder / "1", folder / "2", flags)
     assert len(rollouts(folder / "1", 1)) == 16
+    # So are the numbers of every token, and the same ones are known.
+    one, two = (
+        load_run(folder / ranks, steps=[1]).tokens.drop_columns(["episode_id"]).to_pandas()
+        for ranks in "12"
+    )
+    pd.testing.assert_frame_equal(one, two, rtol=1e-4, atol=1e-4)
+    trained = one[one["mask"] & (one["split"] == "train")]
+    known = ["old_logprob", "advantage", "entropy", "clipped", "importance_weight"]
+    known += ["value", "return"] if overrides is KINDS["ppo"] else []
+    assert trained[known].notna().all(axis=None)
 
 
 @pytest.mark.parametrize(("saved", "ranks"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1)])
