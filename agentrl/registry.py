@@ -130,6 +130,10 @@ class Registry(Generic[T]):
         """Return all registered names, sorted, without aliases."""
         return sorted({*self._entries, *self.shipped})
 
+    def items(self) -> list[tuple[str, T]]:
+        """Return the registered names and entries, in the order of their registration."""
+        return list(self._entries.items())
+
     @contextmanager
     def isolated(self, *, keep: Iterable[str] | None = None) -> Iterator[None]:
         """Forget on exit what is registered inside the context, for tests.

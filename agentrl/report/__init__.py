@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from agentrl.report import shipped as shipped  # registers the shipped diagnoses
 from agentrl.report.diagnosis import Finding, diagnose, diagnosis
 from agentrl.report.run import Run, load_run
 

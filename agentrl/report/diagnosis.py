@@ -1,21 +1,45 @@
 """Diagnoses: functions that look for a known problem in a recorded run.
 
-@diagnosis("no_tools")
-def no_tools(run):
-\"\"\"The policy no longer calls tools.\"\"\"
-...
-yield Finding(step=40, text="...", evidence={"tool_calls": 0.0})
+    from agentrl.report import Finding, diagnosis
+
+    @diagnosis("no_tools")
+    def no_tools(run):
+        \"\"\"The policy no longer calls tools.\"\"\"
+        calls = run.metrics.column("tool_call_counts/mean").to_pylist()
+        if calls[-1] == 0:
+            yield Finding(step=len(calls), text="no rollout calls a tool", evidence={"calls": 0.0})
+
+A file with such functions is loaded like one with tools: `--file my_diagnoses.py`, for `agentrl
+train` and for `agentrl report`.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
 
+import orjson
 import pyarrow as pa
 
+from agentrl.record import METRICS, read_metrics
 from agentrl.registry import Registry
-from agentrl.report.run import Run
+from agentrl.report.behaviour import BEHAVIOUR_SCHEMA, read_behaviour
+from agentrl.report.run import Run, metrics_table
+from agentrl.store import TrajectoryStore
+
+log = logging.getLogger("agentrl")
+
+Gravity = Literal["error", "warning", "audit", "note"]
+GRAVITIES: tuple[str, ...] = get_args(Gravity)
+"""The gravest first. An error: the run cannot succeed like this. A warning: something that the user
+does not want is likely. An audit: read these episodes, for the reward may be exploited. A note: a
+fact about the run, such as where its time goes. Errors and warnings are alarms."""
+ALARMS = GRAVITIES[:2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +54,12 @@ class Finding:
         causes: likely causes, the likeliest first.
         tries: what to change, the most promising first: commands or config keys.
         name: the name of the diagnosis; `diagnose` sets it.
+        gravity: "error", "warning", "audit" or "note"; see `GRAVITIES`.
+        subject: the part of the run that is concerned, such as an agent loop or a kind of rows;
+            "" for the whole run. A run warns once for each name and subject.
+
+    Raises:
+        ValueError: the gravity is unknown.
     """
 
     step: int
@@ -39,6 +69,12 @@ class Finding:
     causes: Sequence[str] = ()
     tries: Sequence[str] = ()
     name: str = ""
+    gravity: Gravity = "warning"
+    subject: str = ""
+
+    def __post_init__(self):
+        if self.gravity not in GRAVITIES:
+            raise ValueError(f"unknown gravity {self.gravity!r}. Gravities: {', '.join(GRAVITIES)}")
 
 
 Diagnosis = Callable[[Run], Iterable[Finding]]
@@ -55,10 +91,149 @@ def diagnosis(name: str) -> Callable[[Diagnosis], Diagnosis]:
 
 
 def diagnose(run: Run) -> list[Finding]:
-    """Return the findings of all registered diagnoses, the gravest first."""
-    raise NotImplementedError
+    """Return the findings of all registered diagnoses, the gravest first.
+
+    Findings of equal gravity are in the order in which the diagnoses were registered: the shipped
+    ones first, in the order of causes (a problem is before those that it may cause). A diagnosis that
+    raises gives a warning with its name, and the others go on.
+    """
+    findings: list[Finding] = []
+    for name, function in diagnoses.items():
+        try:
+            new = [replace(finding, name=name) for finding in function(run)]
+        except Exception as e:
+            text = f"the diagnosis {name!r} failed: {type(e).__name__}: {e}"
+            new = [Finding(step=0, text=text, name=name, subject="failed")]
+        findings += new
+    return sorted(findings, key=lambda finding: GRAVITIES.index(finding.gravity))
 
 
 def findings_table(findings: Sequence[Finding]) -> pa.Table:
     """Return one row per finding: the fields of `Finding`; `evidence` is JSON text."""
-    raise NotImplementedError
+    texts = ("name", "gravity", "subject", "text", "evidence")
+    lists = ("episodes", "causes", "tries")
+    schema = pa.schema(
+        [
+            ("step", pa.int64()),
+            *((name, pa.string()) for name in texts),
+            *((name, pa.list_(pa.string())) for name in lists),
+        ]
+    )
+    rows = [asdict(f) | {"evidence": json.dumps(dict(f.evidence))} for f in findings]
+    return pa.Table.from_pylist(rows, schema)
+
+
+# --- while a run trains --------------------------------------------------------------------------
+
+
+WARNED = "findings.jsonl"
+"""The file of a run with the findings that were printed while it trained, one in a line."""
+LIVE_STEPS = 20
+"""The number of last steps whose episodes are read while the run trains."""
+MAX_SHARE = 0.01
+"""The largest share of the run's time that the diagnoses take while it trains."""
+
+
+class LiveDiagnosis:
+    """Warns once about each finding while a run trains.
+
+    After a step, the diagnoses see the metrics of all steps and the episodes of the last ones. They
+    run in the thread of the step. After they took t seconds, the next steps within t / `MAX_SHARE`
+    seconds run none, so they take that share of the time at most.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        warn: Callable[[str], None] = log.warning,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """Continue a run's record, without repeating its warnings.
+
+        Args:
+            folder: the run's folder; steps after those of its `metrics.jsonl` are forgotten.
+            warn: prints a warning.
+            clock: returns the seconds.
+        """
+        self.folder, self._warn, self._clock = folder, warn, clock
+        self._record = read_metrics(folder / METRICS)
+        self._config = Run(folder).config
+        self._behaviour: dict[int, pa.Table] = {}
+        self._next = 0.0
+        self._last = self._record[-1][0] if self._record else -1
+        self._diagnosed = self._last
+        self._known = self._read_known()
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add a step, and warn about new findings if the diagnoses are due."""
+        self._record.append((step, dict(metrics)))
+        self._last = step
+        if self._clock() >= self._next:
+            self._run()
+
+    def finish(self) -> None:
+        """Warn about what was found since the diagnoses ran last. Call it at the end of a run."""
+        if self._diagnosed < self._last:
+            self._run()
+
+    def _run(self) -> None:
+        start = self._clock()
+        self._diagnosed = self._last
+        steps = range(self._last - LIVE_STEPS + 1, self._last + 1)
+        run = Run(self.folder, steps)
+        # The properties that are cached: metrics of all steps, and what was parsed already.
+        run.__dict__.update(
+            metrics=metrics_table(self._record),
+            behaviour=self._read_episodes(),
+            config=self._config,
+        )
+        for finding in diagnose(run):
+            key = finding.name, finding.subject
+            if finding.gravity in ALARMS and key not in self._known:
+                self._known.add(key)
+                self._warn(describe(finding))
+                self._write(finding)
+        end = self._clock()
+        self._next = end + (end - start) / MAX_SHARE
+
+    def _read_episodes(self) -> pa.Table:
+        """Return the behaviour of the last steps; each file is parsed once."""
+        store = TrajectoryStore(self.folder / "trajectories")
+        steps = [s for s in store.all_steps() if self._last - LIVE_STEPS < s <= self._last]
+        # The last step's files may still be written.
+        known = {s: t for s, t in self._behaviour.items() if s in steps and s < self._last}
+        for step in steps:
+            if step not in known:
+                known[step] = read_behaviour(store.read_episodes(lambda s, step=step: s == step))
+        self._behaviour = known
+        return pa.concat_tables([BEHAVIOUR_SCHEMA.empty_table(), *(known[s] for s in steps)])
+
+    def _read_known(self) -> set[tuple[str, str]]:
+        """Return what the run warned about until its last step, and forget later warnings."""
+        path = self.folder / WARNED
+        if not path.exists():
+            return set()
+        lines = [line for line in path.read_bytes().splitlines() if line.endswith(b"}")]
+        kept = [line for line in lines if orjson.loads(line)["printed"] <= self._last]
+        path.write_bytes(b"".join(line + b"\n" for line in kept))
+        return {(f["name"], f["subject"]) for f in map(orjson.loads, kept)}
+
+    def _write(self, finding: Finding) -> None:
+        """Record a finding that was printed. A full disk must not stop the run."""
+        line = asdict(finding) | {"printed": self._last}
+        try:
+            with (self.folder / WARNED).open("ab") as file:
+                file.write(orjson.dumps(line) + b"\n")
+        except OSError as e:
+            self._warn(f"warning: cannot write {self.folder / WARNED}: {e}")
+
+
+def describe(finding: Finding) -> str:
+    """Return a finding as text of a few lines, for a terminal."""
+    lines = [f"{finding.gravity}: {finding.text}"]
+    if finding.causes:
+        lines.append(f"  likely cause: {finding.causes[0]}")
+    if finding.tries:
+        lines.append(f"  try: {finding.tries[0]}")
+    return "\n".join(lines)

@@ -10,7 +10,7 @@ A table contains null where a run has not recorded a value, never a number in it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ import yaml
 from agentrl.chat import load_tokenizer
 from agentrl.errors import DataError
 from agentrl.record import METRICS, read_metrics
+from agentrl.report.behaviour import read_behaviour
 from agentrl.store import StoredRollout, TrajectoryStore
 
 
@@ -47,12 +48,8 @@ class Run:
     @cached_property
     def metrics(self) -> pa.Table:
         """One row per step: `step`, int64, and a float64 column for each metric."""
-        record = [(s, data) for s, data in read_metrics(self.folder / METRICS) if self._has(s)]
-        names = dict.fromkeys(name for _, data in record for name in data)
-        columns = {"step": pa.array([step for step, _ in record], pa.int64())}
-        for name in names:
-            columns[name] = pa.array([data.get(name) for _, data in record], pa.float64())
-        return pa.table(columns)
+        record = read_metrics(self.folder / METRICS)
+        return metrics_table([(step, data) for step, data in record if self._has(step)])
 
     @cached_property
     def episodes(self) -> pa.Table:
@@ -61,6 +58,14 @@ class Run:
         Structured data (messages, turns, rewards) is JSON text.
         """
         return self._store.read_episodes(self._has)
+
+    @cached_property
+    def behaviour(self) -> pa.Table:
+        """One row per stored episode: numbers of its turns, such as `repeated_calls`.
+
+        `agentrl.report.behaviour.BEHAVIOUR_SCHEMA` describes the columns.
+        """
+        return read_behaviour(self.episodes)
 
     @cached_property
     def tokens(self) -> pa.Table:
@@ -103,7 +108,7 @@ class Run:
         return findings_table(diagnose(self))
 
     def rollouts(self, split: str | None = None) -> Iterator[StoredRollout]:
-        """Yield the stored rollouts with their tokens, messages and turns.
+        """Return an iterator over the stored rollouts, with tokens, messages and turns.
 
         Args:
             split: "train", "evicted", "baseline", "val" or "greedy"; None: all.
@@ -111,8 +116,7 @@ class Run:
         Raises:
             DataError: a file is damaged.
         """
-        for step in filter(self._has, self._store.all_steps()):
-            yield from self._store.read(step, split)
+        return self._store.read(split=split, is_wanted=self._has)
 
     @cached_property
     def _store(self) -> TrajectoryStore:
@@ -120,6 +124,15 @@ class Run:
 
     def _has(self, step: int) -> bool:
         return self.steps is None or step in self.steps
+
+
+def metrics_table(record: Sequence[tuple[int, Mapping[str, Any]]]) -> pa.Table:
+    """Return the table `Run.metrics` of steps and their metrics."""
+    names = dict.fromkeys(name for _, data in record for name in data)
+    columns = {"step": pa.array([step for step, _ in record], pa.int64())}
+    for name in names:
+        columns[name] = pa.array([data.get(name) for _, data in record], pa.float64())
+    return pa.table(columns)
 
 
 def load_run(path: str | Path, steps: Collection[int] | None = None) -> Run:

@@ -1,0 +1,120 @@
+"""What the policy did in each stored episode, as numbers that are derived from its turns.
+
+The store has turns and messages as JSON. Diagnoses compare thousands of episodes, so they use this
+table, which is made once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+import pyarrow as pa
+
+BEHAVIOUR_SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("split", pa.string()),
+        ("group", pa.int32()),
+        ("sample_id", pa.string()),
+        ("episode_id", pa.string()),
+        ("agent_name", pa.string()),
+        ("data_source", pa.string()),
+        ("prompt", pa.string()),
+        ("reward", pa.float64()),
+        ("masked", pa.bool_()),
+        ("stop_reason", pa.string()),
+        ("has_tools", pa.bool_()),
+        ("turns", pa.int32()),
+        ("tool_calls", pa.int32()),
+        ("failed_calls", pa.int32()),
+        ("repeated_calls", pa.int32()),
+        ("sampled_tokens", pa.int32()),
+        ("answer", pa.string()),
+        ("started", pa.float64()),
+        ("seconds", pa.float64()),
+        ("queue_seconds", pa.float64()),
+        ("generate_seconds", pa.float64()),
+        ("tool_seconds", pa.float64()),
+        ("reward_seconds", pa.float64()),
+    ]
+)
+"""The columns of `Run.behaviour`. `prompt` is the last message of the prompt, `answer` the last one
+of the policy. `repeated_calls` counts calls that an earlier call of the same conversation equals in
+name, arguments and result. The seconds of an episode are sums over its turns; `queue_seconds` and
+`reward_seconds` are null in files of older versions."""
+
+_COPIED = (
+    *("step", "split", "group", "sample_id", "episode_id", "agent_name", "data_source"),
+    *("reward", "masked", "stop_reason", "started", "seconds"),
+)
+_PARSED = ("turns", "messages", "sample", "spans")
+
+
+def read_behaviour(episodes: pa.Table) -> pa.Table:
+    """Return one row per episode with the columns of `BEHAVIOUR_SCHEMA`.
+
+    Args:
+        episodes: the columns of `agentrl.store.SCHEMA`, without those of the tokens.
+    """
+    columns: dict[str, Any] = {name: episodes.column(name) for name in _COPIED}
+    texts = (episodes.column(name).to_pylist() for name in _PARSED)
+    rows = [_derive(*row) for row in zip(*texts, strict=True)]
+    names = [name for name in BEHAVIOUR_SCHEMA.names if name not in columns]
+    for name in names:
+        columns[name] = pa.array([row[name] for row in rows], BEHAVIOUR_SCHEMA.field(name).type)
+    return pa.table([columns[n] for n in BEHAVIOUR_SCHEMA.names], BEHAVIOUR_SCHEMA.names).cast(
+        BEHAVIOUR_SCHEMA
+    )
+
+
+def _derive(turns_json: str, messages_json: str, sample_json: str, spans_json: str | None) -> dict:
+    turns = orjson.loads(turns_json)
+    sample = orjson.loads(sample_json)
+    spans = orjson.loads(spans_json) if spans_json else []
+    seconds: Counter[str] = Counter()
+    for span in spans:
+        seconds[span["name"]] += span["end"] - span["start"]
+    results = [result for turn in turns for result in turn["tool_results"]]
+    return {
+        "prompt": sample["prompt"][-1]["content"] if sample["prompt"] else "",
+        "has_tools": bool(sample["tools"]),
+        "turns": len(turns),
+        "tool_calls": len(results),
+        "failed_calls": sum(not result["ok"] for result in results),
+        "repeated_calls": _count_repeated(turns),
+        "sampled_tokens": sum(turn["end"] - turn["start"] for turn in turns),
+        "answer": _answer(turns, orjson.loads(messages_json)),
+        "queue_seconds": seconds["queue"] if spans else None,
+        "generate_seconds": sum(turn["generate_seconds"] for turn in turns),
+        "tool_seconds": sum(turn["tool_seconds"] for turn in turns),
+        "reward_seconds": seconds["reward"] if spans else None,
+    }
+
+
+def _count_repeated(turns: Sequence[dict]) -> int:
+    """Count calls whose name, arguments and result an earlier call of the conversation had."""
+    if sum(len(turn["tool_results"]) for turn in turns) < 2:
+        return 0
+    seen: set[tuple[int, bytes]] = set()
+    repeated = 0
+    for turn in turns:
+        for call, result in zip(turn["tool_calls"], turn["tool_results"], strict=False):
+            content = orjson.dumps(
+                (call["name"], call["arguments"], result["content"]), option=orjson.OPT_SORT_KEYS
+            )
+            key = turn.get("thread", 0), content
+            repeated += key in seen
+            seen.add(key)
+    return repeated
+
+
+def _answer(turns: Sequence[dict], messages: Sequence[dict]) -> str:
+    """Return the policy's last message in the main conversation; see `Trajectory.final_text`."""
+    own = [turn.get("message_index", -1) for turn in turns if turn.get("thread", 0) == 0]
+    if own and own[-1] >= 0:
+        return messages[own[-1]]["content"]
+    answers = [m["content"] for m in messages if m["role"] == "assistant"] if own else []
+    return answers[-1] if answers else ""

@@ -1,0 +1,1226 @@
+"""The shipped diagnoses. Each one states its thresholds as constants, with the reason.
+
+They are in the order of causes: a problem is before those that it may cause. Two rules keep healthy
+runs free of alarms. A change counts only if it is large, and if it is several times the noise
+between steps. And a run that has solved its rows is not reported for having nothing left to learn.
+
+A step's rollouts share the weights of that step, so the standard errors here take a step as one
+observation: that of a mean over W steps is the standard deviation between them, divided by sqrt(W).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+
+from agentrl.metrics import standard_error
+from agentrl.plural import plural
+from agentrl.report.diagnosis import Finding, diagnosis
+from agentrl.report.run import Run
+
+REWARD = "critic/score/mean"
+
+# --- tools of the diagnoses ----------------------------------------------------------------------
+
+MIN_STEPS = 10
+"""The fewest steps of a trend. With fewer, noise looks like one."""
+MIN_WINDOW, MAX_WINDOW = 5, 20
+"""The fewest and the most steps of a mean. Five steps give a standard error; more than 20 would mix
+phases of a run."""
+Z = 4.0
+"""How many standard errors a change must have. With the five steps of the smallest window, 4 occur
+by chance in less than one of 100 comparisons; a live run makes many, so each diagnosis asks for a
+large change too."""
+SOLVED = 0.9
+"""The share of the range of rewards above which rows count as solved: then equal rewards, a reward
+that does not rise, and small updates are the expected end of a run."""
+EXAMPLES = 5
+"""The number of episodes that a finding names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A metric over training steps, without the steps that lack it."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def window(self) -> int:
+        """The number of steps of the first and of the last window: a quarter of the run."""
+        return int(np.clip(len(self) // 4, MIN_WINDOW, MAX_WINDOW))
+
+    @property
+    def first(self) -> np.ndarray:
+        return self.values[: self.window]
+
+    @property
+    def last(self) -> np.ndarray:
+        return self.values[-self.window :]
+
+    @property
+    def means(self) -> np.ndarray:
+        """The means of all windows of `window` consecutive steps."""
+        return np.lib.stride_tricks.sliding_window_view(self.values, self.window).mean(1)
+
+    def at(self, window: int) -> np.ndarray:
+        """The values of the window that begins at an index."""
+        return self.values[window : window + self.window]
+
+    def since(self, holds: np.ndarray) -> int:
+        """Return the step since which a condition holds in all windows.
+
+        Args:
+            holds: for each window of `means`, whether the condition holds.
+        """
+        broken = np.flatnonzero(~holds)
+        start = broken[-1] + 1 if len(broken) else 0
+        return int(self.steps[min(start, len(self) - 1)])
+
+
+def read_series(run: Run, name: str) -> Series:
+    """Return a metric over the training steps of a run; empty if the run lacks it."""
+    table = run.metrics
+    if name not in table.column_names or REWARD not in table.column_names:
+        return Series(np.empty(0, np.int64), np.empty(0))
+    values = table.column(name).to_numpy()
+    is_training = ~np.isnan(table.column(REWARD).to_numpy().astype(float))
+    chosen = is_training & ~np.isnan(values.astype(float))
+    return Series(table.column("step").to_numpy()[chosen], values[chosen].astype(float))
+
+
+def z_score(before: np.ndarray, after: np.ndarray) -> float:
+    """Return the difference of two means in standard errors (Welch's statistic)."""
+    difference = float(after.mean() - before.mean())
+    error = math.sqrt(before.var(ddof=1) / len(before) + after.var(ddof=1) / len(after))
+    if error == 0.0:
+        return math.copysign(math.inf, difference) if difference else 0.0
+    return difference / error
+
+
+def reward_range(run: Run) -> tuple[float, float]:
+    """Return the smallest and the largest reward of all rollouts."""
+    low = read_series(run, "critic/score/min").values
+    high = read_series(run, "critic/score/max").values
+    return (float(low.min()), float(high.max())) if len(low) and len(high) else (0.0, 0.0)
+
+
+def is_solved(run: Run) -> bool:
+    """Return whether the last rewards are nearly the largest ones that the run has seen."""
+    low, high = reward_range(run)
+    reward = read_series(run, REWARD)
+    return len(reward) > 0 and high > low and reward.last.mean() >= low + SOLVED * (high - low)
+
+
+def has_reward_risen(run: Run, window: int) -> bool:
+    """Return whether the last rewards are significantly above those of a window of steps."""
+    reward = read_series(run, REWARD)
+    return z_score(reward.at(window), reward.last) > 2.0
+
+
+def training_episodes(run: Run, steps: int = 0) -> pa.Table:
+    """Return the behaviour of the training rollouts; of the last `steps` steps, 0 for all."""
+    table = run.behaviour
+    is_training = [split in ("train", "evicted") for split in table.column("split").to_pylist()]
+    table = table.filter(pa.array(is_training, pa.bool_()))
+    if not steps or not table.num_rows:
+        return table
+    step = column(table, "step")
+    return table.filter(pa.array(step >= np.unique(step)[-steps:][0]))
+
+
+def column(table: pa.Table, name: str) -> np.ndarray:
+    """Return a column as an array; a null of a number is NaN."""
+    return table.column(name).to_numpy()
+
+
+def examples(table: pa.Table, mask: np.ndarray) -> list[str]:
+    """Return the ids of the last episodes that a mask selects."""
+    ids = table.column("episode_id").filter(pa.array(mask)).to_pylist()
+    return ids[-EXAMPLES:]
+
+
+def config_value(run: Run, key: str) -> object:
+    """Return the value of a config key; None if the run's config lacks it."""
+    section, _, name = key.partition(".")
+    return (run.config.get(section) or {}).get(name)
+
+
+# --- nothing can be learned ----------------------------------------------------------------------
+
+MAX_DEAD_STEPS = 3
+"""The number of dead steps in a row that is an error. With small batches one or two occur by
+chance."""
+DEAD_SHARE = 0.8
+"""The share of dead groups that is a warning, as a mean of the last steps. With a success rate of
+5 % and 8 rollouts, 66 % of the groups are dead, and such a run still learns."""
+DEAD_STEP = "waste/dead_step"
+DEAD_GROUPS = "waste/dead_group_frac"
+BUDGETS = ("turn_tokens", "trajectory_tokens", "turns", "tool_calls", "time")
+STOP = "stop/"
+
+
+@diagnosis("dead_groups")
+def dead_groups(run: Run) -> Iterator[Finding]:
+    """All rewards of a group are equal, so no rollout has an advantage.
+
+    A step is dead if no token has an advantage from the rewards: the budget policy masks all its
+    rollouts, or all rewards of every group are equal. Then the policy does not change, or only a KL
+    or an entropy term moves it.
+    """
+    dead = read_series(run, DEAD_STEP)
+    if len(dead) and not is_solved(run):
+        in_a_row = longest = end = 0
+        for i, value in enumerate(dead.values):
+            in_a_row = in_a_row + 1 if value else 0
+            if in_a_row >= longest:
+                longest, end = in_a_row, i
+        if longest >= MAX_DEAD_STEPS:
+            first, last = (int(dead.steps[i]) for i in (end - longest + 1, end))
+            yield _explain_dead_steps(run, first, last, int(dead.values.sum()), len(dead))
+            return
+    groups = read_series(run, DEAD_GROUPS)
+    if len(groups) < MIN_STEPS:
+        return
+    holds = groups.means >= DEAD_SHARE
+    if not holds[-1]:
+        return
+    share, low = float(groups.last.mean()), reward_range(run)[0]
+    reward = float(read_series(run, REWARD).last.mean())
+    start = groups.since(holds)
+    if is_solved(run):
+        yield Finding(
+            start,
+            f"since step {start} all rewards are equal in {share:.0%} of the groups, because nearly"
+            f" all rollouts succeed (mean reward {reward:.3g}): little is left to learn on these"
+            " rows",
+            {"dead_groups": share, "reward": reward},
+            tries=["harder rows", "algorithm.filter_groups=true", "stop: trainer.patience"],
+            gravity="note",
+        )
+        return
+    yield Finding(
+        start,
+        f"since step {start} all rewards are equal in {share:.0%} of the groups (mean reward"
+        f" {reward:.3g}, smallest {low:.3g}): most rollouts teach nothing",
+        {"dead_groups": share, "reward": reward},
+        causes=[
+            "rows that the policy always fails, or always solves",
+            "a reward with two values, where partial success counts as failure",
+        ],
+        tries=[
+            "more rollouts of a row: rollout.n",
+            "replace such rows within a step: algorithm.filter_groups=true",
+            "easier or harder rows, or a reward with more than two values",
+        ],
+    )
+
+
+def _explain_dead_steps(run: Run, first: int, last: int, dead: int, steps: int) -> Finding:
+    """Describe a stretch of dead steps: what their rollouts have in common."""
+    table = run.metrics
+    step = table.column("step").to_numpy()
+    part = table.filter(pa.array((step >= first) & (step <= last)))
+
+    def mean_of(name: str) -> float:
+        values = [x or 0.0 for x in part.column(name).to_pylist()]
+        return sum(values) / len(values)
+
+    equal = mean_of(DEAD_GROUPS) if DEAD_GROUPS in table.column_names else 1.0
+    stops = {n.removeprefix(STOP): mean_of(n) for n in table.column_names if n.startswith(STOP)}
+    reason = max(stops, key=stops.__getitem__, default="")
+    low, high = reward_range(run)
+    masked, causes, tries = "", [], []
+    if equal < 0.995:  # a dead step's other groups are masked
+        masked = ", rollouts of the others are masked by rollout.budget_policy"
+    if reason in BUDGETS:
+        causes.append(f"the budget {reason!r} ends most rollouts before they succeed")
+        tries.append(f"raise the budget {reason!r} (docs/run_folder.md, stop reasons)")
+        if masked:
+            tries.append(f"rollout.budget_policy.{reason}=keep")
+    if low == high:
+        causes.append(
+            f"every rollout of the run has the reward {low:g}: the reward function never matches,"
+            " or the rows are too hard"
+        )
+    else:
+        causes.append("within each row all rollouts fail, or all succeed")
+    tries += [
+        f"read some episodes: agentrl play -c {run.folder / 'config.yaml'} -n 3",
+        "easier or harder rows, or a reward with more than two values",
+        "imitate first: docs/debugging.md",
+    ]
+    episodes = training_episodes(run)
+    of_step = column(episodes, "step") == last
+    reward = mean_of(REWARD) if REWARD in table.column_names else math.nan
+    return Finding(
+        first,
+        f"steps {first} to {last} had no learning signal ({DEAD_STEP}; {dead} of"
+        f" {plural(steps, 'step')} in all): all rewards are equal in {equal:.0%} of the"
+        f" groups{masked}, and the most frequent stop reason is {reason or 'unknown'!r}"
+        f" ({stops.get(reason, 0.0):.0%} of the rollouts)",
+        {"dead_steps": float(dead), "dead_groups": equal, "reward": reward},
+        examples(episodes, of_step),
+        causes,
+        tries,
+        gravity="error",
+    )
+
+
+# --- engine and trainer --------------------------------------------------------------------------
+
+MISMATCH = "rollout_corr/logprob_diff_mean"
+MISMATCH_TURNS = ("turn_1", "turn_2", "turn_3", "turn_4plus")
+MIN_MISMATCH = 2e-3
+"""The smallest mean difference of logprobs, in nats, that is reported: a tenth of what bfloat16
+gives (0.01 to 0.02), and a thousand times what float32 gives."""
+MAX_MISMATCH = 0.05
+"""The mean difference that is too large for any precision in use: several times that of bfloat16.
+"""
+TURN_GROWTH = 3.0
+"""How many times the difference of the first turn a later turn, or the first token after an
+observation, may have. Later turns contain rarer tokens, which doubles it."""
+RUN_GROWTH = 5.0
+"""How many times the difference of the first steps the last steps may have. The run itself stops at
+ten times the one before training."""
+
+
+@diagnosis("mismatch")
+def mismatch(run: Run) -> Iterator[Finding]:
+    """The engine's logprobs of the sampled tokens are not those of the trainer."""
+    overall = read_series(run, MISMATCH)
+    if len(overall) < MIN_WINDOW:
+        return
+    turns = {turn: read_series(run, f"{MISMATCH}/{turn}") for turn in MISMATCH_TURNS}
+    turns = {turn: s for turn, s in turns.items() if len(s) >= MIN_WINDOW}
+    after = read_series(run, f"{MISMATCH}/after_observation")
+    mean = float(overall.last.mean())
+    evidence = {"all": mean} | {turn: float(s.last.mean()) for turn, s in turns.items()}
+    common = [
+        "agentrl check-template " + str(config_value(run, "model.path") or "MODEL"),
+        "correct the updates: algorithm.tis_cap=2",
+        "rollout.name=local on a small model: if that differs by 1e-6, the engine is the cause",
+    ]
+    by_turn = ", ".join(
+        f"{t.replace('_', ' ').replace('4plus', '4 and later')} {evidence[t]:.2g}" for t in turns
+    )
+    first = turns.get("turn_1")
+    if first is not None:
+        limit = max(MIN_MISMATCH, TURN_GROWTH * float(first.last.mean()))
+        for s in list(turns.values())[1:]:
+            if s.last.mean() > limit and z_score(first.last, s.last) > Z:
+                yield Finding(
+                    s.since(s.means > limit),
+                    f"the logprobs of engine and trainer differ more in later turns ({by_turn}"
+                    " nats): the two see different histories",
+                    evidence,
+                    causes=[
+                        "the engine's prompt of a later turn is not the row of tokens that trains",
+                        "an option of the engine: a KV cache with fewer bits, a prefix cache that"
+                        " outlives a weight update",
+                    ],
+                    tries=common,
+                    subject="turns",
+                )
+                return
+    if len(after) >= MIN_WINDOW:
+        limit = max(MIN_MISMATCH, TURN_GROWTH * mean)
+        if after.last.mean() > limit and z_score(overall.last, after.last) > Z:
+            yield Finding(
+                after.since(after.means > limit),
+                f"the logprobs of engine and trainer differ at the first token after an observation"
+                f" ({after.last.mean():.2g} nats, {mean:.2g} over all tokens)",
+                evidence | {"after_observation": float(after.last.mean())},
+                causes=["the tokens between two turns differ in engine and trainer"],
+                tries=common,
+                subject="after_observation",
+            )
+            return
+    growth = max(MIN_MISMATCH, RUN_GROWTH * float(overall.first.mean()))
+    has_grown = (
+        len(overall) >= MIN_STEPS and mean > growth and z_score(overall.first, overall.last) > Z
+    )
+    if has_grown or mean > MAX_MISMATCH:
+        limit = growth if has_grown else MAX_MISMATCH
+        yield Finding(
+            overall.since(overall.means > limit),
+            f"the logprobs of engine and trainer differ by {mean:.2g} nats on average"
+            f" ({overall.first.mean():.2g} in the first steps; by turn: {by_turn}): the samples are"
+            " not those of the policy that trains",
+            evidence | {"first_steps": float(overall.first.mean())},
+            causes=[
+                "the engine does not have the trainer's weights: a weight sync failed or is late",
+                "the engine samples at another temperature, or serves another model",
+                "the engine's arithmetic: quantization, another attention backend",
+            ],
+            tries=common,
+        )
+
+
+# --- lost and cut rollouts -----------------------------------------------------------------------
+
+DROPPED_SHARE = 0.02
+"""The share of dropped rollouts that is a warning. The run itself stops at 5 % in one step."""
+
+
+@diagnosis("dropped")
+def dropped(run: Run) -> Iterator[Finding]:
+    """Infrastructure or code errors lose rollouts."""
+    lost = read_series(run, "rollout/dropped")
+    per_step = (config_value(run, "data.batch_size"), config_value(run, "rollout.n"))
+    if len(lost) < MIN_WINDOW or not all(isinstance(x, int) for x in per_step):
+        return
+    size = per_step[0] * per_step[1]  # type: ignore[operator]
+    share = float(lost.last.mean()) / size
+    if share >= DROPPED_SHARE and np.count_nonzero(lost.last) > len(lost.last) // 2:
+        yield Finding(
+            lost.since(lost.means >= DROPPED_SHARE * size),
+            f"{share:.1%} of the rollouts are lost to errors of infrastructure or code",
+            {"dropped_share": share},
+            causes=["a tool server, an engine or the reward raises; the log names the error"],
+            tries=["read the log for the cause", "rollout.timeout_s", "agentrl doctor"],
+        )
+
+
+TRUNCATED = 0.25
+"""The share of truncated rollouts that is a warning, as a mean of the last steps. A tenth is usual
+for a policy that still learns to stop."""
+TRUNCATED_ERROR = 0.75
+"""The share at which the reward is decided by the budget, not by the policy: an error."""
+HARD_BUDGETS = ("turn_tokens", "trajectory_tokens", "time")
+"""Budgets that end a rollout in the middle of a turn. The others (turns, calls) may be the regular
+end of a game, so they count only if such rollouts earn less than the others."""
+
+
+@diagnosis("truncation")
+def truncation(run: Run) -> Iterator[Finding]:
+    """A budget ends the rollouts before the policy does."""
+    for reason in BUDGETS:
+        share = _filled_series(run, STOP + reason)
+        if len(share) < MIN_WINDOW:
+            continue
+        holds = share.means >= TRUNCATED
+        mean = float(share.last.mean())
+        if not holds[-1] or share.values[-MIN_WINDOW:].mean() < TRUNCATED:
+            continue
+        episodes = training_episodes(run, share.window)
+        is_cut = np.array([r == reason for r in episodes.column("stop_reason").to_pylist()], bool)
+        costs, rewards = _reward_of_cut(episodes, is_cut)
+        if costs is False or (costs is None and reason not in HARD_BUDGETS):
+            continue
+        earned = ""
+        if rewards:
+            earned = (
+                f"; their mean reward is {rewards['cut']:.3g}, that of the others"
+                f" {rewards['other']:.3g}"
+            )
+        key = {"time": "rollout.timeout_s"}.get(reason, f"rollout.max_{reason}")
+        start = share.since(holds)
+        yield Finding(
+            start,
+            f"since step {start} the budget {reason!r} cuts {mean:.0%} of the rollouts{earned}",
+            {"share": mean, **rewards},
+            examples(episodes, is_cut),
+            causes=[
+                f"{key} ({config_value(run, key)}) is too small for this task",
+                "the policy does not learn to stop: long or endless answers, repeated calls",
+            ],
+            tries=[
+                f"raise {key}",
+                f"rollout.budget_policy.{reason}=zero or =mask",
+                "reward.overlong_buffer",
+            ],
+            gravity="error" if mean >= TRUNCATED_ERROR else "warning",
+            subject=reason,
+        )
+
+
+def _filled_series(run: Run, name: str) -> Series:
+    """Return a metric whose absence in a step means 0, from the run's first training step on."""
+    known, reward = read_series(run, name), read_series(run, REWARD)
+    if not len(known):
+        return known
+    values = dict(zip(known.steps.tolist(), known.values.tolist(), strict=True))
+    return Series(reward.steps, np.array([values.get(s, 0.0) for s in reward.steps.tolist()]))
+
+
+def _reward_of_cut(episodes: pa.Table, is_cut: np.ndarray) -> tuple[bool | None, dict[str, float]]:
+    """Return whether cut rollouts earn less (None: unknown), and both mean rewards.
+
+    Standard errors are clustered by row. If all rollouts are cut, nothing can be compared.
+    """
+    if not is_cut.any() or is_cut.all():
+        return None, {}
+    reward, ids = column(episodes, "reward"), np.array(episodes.column("sample_id").to_pylist())
+
+    def clustered(mask: np.ndarray) -> tuple[float, float]:
+        rows = defaultdict(list)
+        for key, value in zip(ids[mask], reward[mask], strict=True):
+            rows[key].append(float(value))
+        return float(reward[mask].mean()), standard_error(list(rows.values()))
+
+    (cut, cut_error), (other, other_error) = clustered(is_cut), clustered(~is_cut)
+    error = math.hypot(cut_error, other_error)
+    means = {"cut": cut, "other": other}
+    return (None if math.isnan(error) else other - cut > 2 * error), means
+
+
+# --- tools ---------------------------------------------------------------------------------------
+
+BROKEN_CALLS = {"timeout": 0.1, "crash": 0.1}
+"""The share of calls with such an error that is a warning. A working tool has none."""
+WRONG_CALLS = {"bad_call": 0.5, "schema": 0.5, "unknown_tool": 0.5, "tool_error": 0.5}
+"""The share of calls that the policy writes wrongly, or that the tool refuses. A policy that learns
+a format begins with many, so only a majority in the last steps counts."""
+
+
+@diagnosis("tool_errors")
+def tool_errors(run: Run) -> Iterator[Finding]:
+    """Tool calls fail."""
+    for error, limit in (BROKEN_CALLS | WRONG_CALLS).items():
+        share = _filled_series(run, f"tool_error/{error}")
+        if len(share) < MIN_WINDOW or not (holds := share.means >= limit)[-1]:
+            continue
+        mean, start = float(share.last.mean()), share.since(share.means >= limit)
+        is_broken = error in BROKEN_CALLS
+        episodes = training_episodes(run, share.window)
+        yield Finding(
+            start if holds[-1] else int(share.steps[-1]),
+            f"since step {start} {mean:.0%} of the tool calls fail ({error})",
+            {"share": mean},
+            examples(episodes, column(episodes, "failed_calls") > 0),
+            causes=[
+                "the tool is slow or has a bug"
+                if is_broken
+                else "the policy does not know the tool's name, arguments or format of calls"
+            ],
+            tries=["tools.workers", "read the traceback in the log"]
+            if is_broken
+            else [
+                f"agentrl check-template {config_value(run, 'model.path') or 'MODEL'}",
+                "docstring and names of the tool's parameters are what the model reads",
+                "rollout.tool_format",
+                "imitate first: docs/debugging.md",
+            ],
+            subject=error,
+        )
+
+
+TOOL_DROP = 0.5
+"""The share of its best rate of calls below which a loop's tool use dies out."""
+TOOL_RATE = 0.3
+"""The smallest best rate: below it the policy never used its tools regularly."""
+NO_TOOLS = 0.02
+"""The rate of calls that counts as none."""
+
+
+@diagnosis("tool_use")
+def tool_use(run: Run) -> Iterator[Finding]:
+    """The policy stops calling tools, or never calls them."""
+    episodes = training_episodes(run)
+    with_tools = set(episodes.filter(episodes.column("has_tools")).column("agent_name").to_pylist())
+    for name in run.metrics.column_names:
+        match = re.fullmatch(r"rollout/(.+)/tool_call_rate", name)
+        if not match:
+            continue
+        agent, rate = match[1], read_series(run, name)
+        if len(rate) < MIN_STEPS:
+            continue
+        means, last = rate.means, float(rate.last.mean())
+        best = int(means.argmax())
+        own = np.array([a == agent for a in episodes.column("agent_name").to_pylist()], bool)
+        shown = examples(episodes, own & (column(episodes, "tool_calls") == 0))
+        tries = [
+            "rows that cannot be answered without the tool",
+            "agentrl play: does the prompt show the tools, and does a call get its result?",
+            "a reward for turns or calls: reward.turn_weight, reward.tool_weight",
+        ]
+        if means[best] >= TOOL_RATE and last <= TOOL_DROP * means[best]:
+            if z_score(rate.at(best), rate.last) > -Z:
+                continue
+            start = rate.since(means <= TOOL_DROP * means[best])
+            reward = read_series(run, f"rollout/{agent}/reward")
+            same = len(reward) == len(rate)
+            is_better = same and z_score(reward.at(best), reward.last) > 3.0
+            earned = (
+                f"; its reward went from {reward.at(best).mean():.3g} to {reward.last.mean():.3g}"
+                if same
+                else ""
+            )
+            yield Finding(
+                start,
+                f"{agent} stops calling tools: {means[best]:.0%} of its rollouts called one around"
+                f" step {rate.steps[best]}, {last:.0%} in the last {rate.window} steps{earned}",
+                {"best_rate": float(means[best]), "last_rate": last},
+                shown,
+                causes=[
+                    "an answer without the tool earns as much: the policy learned to guess"
+                    if is_better
+                    else "calls were punished by chance: failed or truncated calls earn less than"
+                    " an answer at once",
+                    "a penalty for calls, turns or length that is larger than what the tool brings",
+                ],
+                tries=tries,
+                gravity="audit" if is_better else "warning",
+                subject=agent,
+            )
+        elif means.max() <= NO_TOOLS and agent in with_tools and not has_reward_risen(run, 0):
+            yield Finding(
+                int(rate.steps[0]),
+                f"{agent} never calls the tools of its rows ({rate.values.mean():.1%} of the"
+                " rollouts)",
+                {"last_rate": last},
+                shown,
+                causes=[
+                    "the model does not know the format of calls, or the prompt does not ask for"
+                    " them",
+                    "calls are not parsed: rollout.tool_format is not that of the model",
+                ],
+                tries=[
+                    f"agentrl check-template {config_value(run, 'model.path') or 'MODEL'}",
+                    "imitate first: docs/debugging.md",
+                    *tries,
+                ],
+                subject=agent,
+            )
+
+
+REPEATED = 0.25
+"""The share of calls that repeat an earlier call of the conversation with the same result. One
+repetition after a mistake is normal, so a quarter of all calls is not reached by it."""
+MIN_CALLS = 50
+"""The fewest calls of the last steps."""
+
+
+@diagnosis("repeated_calls")
+def repeated_calls(run: Run) -> Iterator[Finding]:
+    """The policy makes the same call again and gets the same result."""
+    episodes = training_episodes(run)
+    steps = np.unique(column(episodes, "step"))
+    if len(steps) < MIN_WINDOW:
+        return
+    position = np.searchsorted(steps, column(episodes, "step"))
+    calls = np.bincount(position, column(episodes, "tool_calls"), len(steps))
+    again = np.bincount(position, column(episodes, "repeated_calls"), len(steps))
+    share = Series(steps, again / np.maximum(calls, 1))
+    total = calls[-share.window :].sum()
+    mean = float(again[-share.window :].sum() / max(total, 1))
+    holds = share.means >= REPEATED
+    if total < MIN_CALLS or mean < REPEATED or not holds[-1]:
+        return
+    start = share.since(holds)
+    repeats = column(episodes, "repeated_calls")
+    reward = column(episodes, "reward")
+    recent = position >= len(steps) - share.window
+    with_repeats, without = reward[recent & (repeats > 0)], reward[recent & (repeats == 0)]
+    evidence = {"share": mean, "rollouts": float((repeats[recent] > 0).mean())}
+    compared = ""
+    if len(with_repeats) and len(without):
+        evidence |= {
+            "reward_with": float(with_repeats.mean()),
+            "reward_without": float(without.mean()),
+        }
+        compared = (
+            f"; such rollouts earn {with_repeats.mean():.3g}, the others {without.mean():.3g}"
+        )
+    yield Finding(
+        start,
+        f"since step {start} {mean:.0%} of the tool calls repeat an earlier call of the"
+        f" conversation and get the same result{compared}",
+        evidence,
+        examples(episodes, recent & (repeats > 0)),
+        causes=[
+            "the policy does not use the result: it is cut, or in a form that the model cannot"
+            " read (tools.max_result_tokens)",
+            "calls earn reward by themselves (reward.tool_weight, reward.turn_weight)",
+            "nothing ends the loop: rollout.max_tool_calls, rollout.max_turns are large",
+        ],
+        tries=[
+            "read the episodes: does the result contain what the call asked for?",
+            "rollout.max_tool_calls",
+            "a penalty for failed calls: tools.penalties",
+        ],
+    )
+
+
+# --- kinds of questions --------------------------------------------------------------------------
+
+COLLAPSE_STEPS = 5
+"""The fewest last steps with the kind of rows, all of whose rollouts fail."""
+COLLAPSE_ROLLOUTS = 40
+"""The fewest rollouts in these steps. If a policy succeeded in only one of 20, all of 40 would fail
+by chance in 13 % of the cases; they must give equal answers too."""
+COLLAPSE_GROUPS = 5
+"""The fewest groups in these steps."""
+SAME_ANSWER = 0.9
+"""The share of rollouts that give the most frequent answer of their group."""
+COMMON_WORD = 0.125
+"""A word that at least an eighth of the rows contain belongs to the wording of a kind of rows.
+Names and things that vary are rarer."""
+MAX_KINDS = 200
+"""The largest number of kinds: with more, the wording does not tell kinds apart."""
+
+
+@diagnosis("collapse")
+def collapse(run: Run) -> Iterator[Finding]:
+    """All rollouts of a kind of rows give the same wrong answer."""
+    episodes = training_episodes(run)
+    if not episodes.num_rows:
+        return
+    low, high = reward_range(run)
+    if not len(read_series(run, "critic/score/min")):
+        low, high = float(column(episodes, "reward").min()), math.nan
+    kinds = _find_kinds(episodes)
+    step, reward = column(episodes, "step"), column(episodes, "reward")
+    answers = np.array([a.strip() for a in episodes.column("answer").to_pylist()], object)
+    groups = np.array(
+        [
+            f"{s}/{g if g is not None else i}"
+            for s, g, i in zip(
+                step.tolist(),
+                episodes.column("group").to_pylist(),
+                episodes.column("sample_id").to_pylist(),
+                strict=True,
+            )
+        ],
+        object,
+    )
+    is_wrong = reward <= low + 0.1 * ((high - low) if high > low else 0.0)
+    for kind, members in kinds.items():
+        rows = np.flatnonzero(members)
+        good = rows[~is_wrong[rows]]
+        start = int(step[good].max()) + 1 if len(good) else int(step[rows].min())
+        rows = rows[step[rows] >= start]
+        if len(rows) < COLLAPSE_ROLLOUTS or len(np.unique(step[rows])) < COLLAPSE_STEPS:
+            continue
+        # The longest stretch until now in which the groups agree.
+        by_group: dict[str, list[int]] = defaultdict(list)
+        for row in rows.tolist():
+            by_group[str(groups[row])].append(row)
+        kept: list[int] = []
+        seen: list[int] = []
+        agreeing = in_kept = number = 0
+        for i, group in enumerate(reversed(by_group.values()), 1):
+            agreeing += Counter(answers[group].tolist()).most_common(1)[0][1]
+            seen = seen + group
+            if agreeing >= SAME_ANSWER * len(seen):
+                kept, in_kept, number = seen, agreeing, i
+        steps = np.unique(step[kept])
+        if len(kept) < COLLAPSE_ROLLOUTS or number < COLLAPSE_GROUPS or len(steps) < COLLAPSE_STEPS:
+            continue
+        answer, count = Counter(answers[kept].tolist()).most_common(1)[0]
+        is_one = count >= SAME_ANSWER * len(kept)
+        shown = answer if len(answer) <= 60 else answer[:57] + "..."
+        same = f"the same wrong answer ({shown!r})" if is_one else "the same wrong answer to a row"
+        others = reward[(step >= steps[0]) & ~members]
+        elsewhere = f"; the other rows earn {others.mean():.3g}" if len(others) else ""
+        yield Finding(
+            int(steps[0]),
+            f"rows like {kind!r}: all {len(kept)} rollouts fail and {in_kept / len(kept):.0%}"
+            f" give {same} since step {steps[0]}{elsewhere}",
+            {
+                "rollouts": float(len(kept)),
+                "same_answer": in_kept / len(kept),
+                "reward": float(reward[kept].mean()),
+                **({"reward_elsewhere": float(others.mean())} if len(others) else {}),
+            },
+            [str(i) for i in episodes.column("episode_id").take(kept[:EXAMPLES]).to_pylist()],
+            causes=[
+                "the policy no longer explores: their groups are dead, so no gradient reaches them",
+                "updates for other rows moved these (shared wording, too large steps)",
+                "the ground truth or the reward of these rows is wrong",
+            ],
+            tries=[
+                "read one of the episodes, and check its ground truth",
+                "more exploration: rollout.temperature, algorithm.entropy_coef, a lower optim.lr",
+                "show right conversations of these rows first: agentrl sft (docs/debugging.md)",
+                "fork from a checkpoint before this step: trainer.resume",
+            ],
+            subject=kind,
+        )
+
+
+def _find_kinds(episodes: pa.Table) -> dict[str, np.ndarray]:
+    """Return masks of the episodes whose rows are worded alike, by an example of such a row.
+
+    Numbers and rare words (names, things) are left out of the wording; see `COMMON_WORD`.
+    """
+    prompts = dict(
+        zip(
+            episodes.column("sample_id").to_pylist(),
+            episodes.column("prompt").to_pylist(),
+            strict=True,
+        )
+    )
+    words = {i: re.findall(r"[^\W\d_]+|\d+", p[-2000:].lower()) for i, p in prompts.items()}
+    frequency = Counter(word for w in words.values() for word in set(w))
+    common = {w for w, n in frequency.items() if n >= COMMON_WORD * len(words) and not w.isdigit()}
+    wording = {i: " ".join(w for w in ws if w in common) for i, ws in words.items()}
+    agents = episodes.column("agent_name").to_pylist()
+    keys = [
+        (agent, wording[i])
+        for agent, i in zip(agents, episodes.column("sample_id").to_pylist(), strict=True)
+    ]
+    if len(set(keys)) > MAX_KINDS:
+        keys = [
+            (agent, source)
+            for agent, source in zip(
+                agents, episodes.column("data_source").to_pylist(), strict=True
+            )
+        ]
+    numbers = {key: n for n, key in enumerate(dict.fromkeys(keys))}
+    number = np.array([numbers[key] for key in keys])
+    kinds = {}
+    all_prompts = episodes.column("prompt")
+    for (agent, _), n in numbers.items():
+        members = number == n
+        example = " ".join(all_prompts[int(members.argmax())].as_py().split())
+        text = example if len(example) <= 100 else "..." + example[-97:]
+        name = f"{text} ({agent})" if len(set(agents)) > 1 else text
+        kinds[name] = members
+    return kinds
+
+
+# --- rewards over time ---------------------------------------------------------------------------
+
+FALL = 0.5
+"""The share of its best level above the smallest reward that a run must lose."""
+MIN_FALL = 0.05
+"""The smallest fall as a share of the range of rewards, so that a run that never rose has none."""
+FALL_Z = 5.0
+"""The standard errors of a fall. They are more than `Z`, because the best of many windows is high
+by chance."""
+KL_RISE = 2.0
+"""How many times its value at the best rewards the KL must have to be named as the cause."""
+
+
+@diagnosis("reward_falls")
+def reward_falls(run: Run) -> Iterator[Finding]:
+    """The reward falls far below its best level; with a rising KL this is a collapse."""
+    reward = read_series(run, REWARD)
+    if len(reward) < MIN_STEPS:
+        return
+    low, high = reward_range(run)
+    means = reward.means
+    best = int(means.argmax())
+    top, last = float(means[best]), float(reward.last.mean())
+    lost = top - last
+    if lost < FALL * (top - low) or lost < MIN_FALL * (high - low):
+        return
+    if z_score(reward.at(best), reward.last) > -FALL_Z:
+        return
+    start = reward.since(means <= top - 0.5 * lost)
+    evidence = {"best": top, "last": last}
+    rises = []
+    for name in ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl", "canary/drift"):
+        kl = read_series(run, name)
+        if len(kl) < MIN_STEPS:
+            continue
+        around = kl.values[
+            (kl.steps >= reward.steps[best]) & (kl.steps < reward.steps[best] + reward.window)
+        ]
+        before, after = (
+            float(np.abs(around).mean()) if len(around) else 0.0,
+            float(np.abs(kl.values[kl.steps >= start]).mean()),
+        )
+        evidence |= {f"{name} before": before, f"{name} after": after}
+        if after >= KL_RISE * max(before, 1e-9):
+            rises.append(f"{name} rose from {before:.2g} to {after:.2g}")
+    suffix = f", while {rises[0]}" if rises else ""
+    episodes = training_episodes(run)
+    yield Finding(
+        start,
+        f"the reward fell from {top:.3g} (steps {reward.steps[best]} to"
+        f" {reward.steps[best] + reward.window - 1}) to {last:.3g}; half of it was lost by step"
+        f" {start}{suffix}",
+        evidence,
+        examples(episodes, column(episodes, "step") >= start),
+        causes=[
+            "updates are too large: the policy left the region where its samples teach it"
+            if rises
+            else "the rows, a tool or the reward changed",
+            f"optim.lr ({config_value(run, 'optim.lr')}) is too high, or too many optimizer steps"
+            " per batch",
+            "the engine does not sample from the trained policy: see the mismatch",
+        ],
+        tries=[
+            "fork from a checkpoint before this step with a lower optim.lr: trainer.resume",
+            "a KL penalty: algorithm.kl_loss_coef",
+            "fewer algorithm.ppo_epochs, a larger batch",
+        ],
+        gravity="error",
+    )
+
+
+CLIPPED = 0.3
+"""The share of clipped tokens that is a warning; below 0.2 is usual."""
+SPIKE = 10.0
+"""How many times the median of the steps before it a gradient norm must have to be a spike. Norms
+vary by a factor of 3 with the number of live groups."""
+SPIKES = 3
+"""The number of spikes among the last `SPIKE_STEPS` steps. One outlier is clipped away."""
+SPIKE_STEPS = 20
+
+
+@diagnosis("unstable_update")
+def unstable_update(run: Run) -> Iterator[Finding]:
+    """Many tokens are clipped, or the gradient norm jumps."""
+    tries = [
+        "a lower optim.lr, with optim.lr_warmup_steps",
+        "fewer algorithm.ppo_epochs, a larger algorithm.mini_batch_size",
+        "optim.max_grad_norm",
+    ]
+    causes = [
+        f"optim.lr ({config_value(run, 'optim.lr')}) is too high",
+        "too many optimizer steps on one batch",
+        "rewards of very different size",
+    ]
+    clipped = read_series(run, "actor/pg_clipfrac")
+    if len(clipped) >= MIN_WINDOW and (holds := clipped.means >= CLIPPED)[-1]:
+        start, share = clipped.since(holds), float(clipped.last.mean())
+        yield Finding(
+            start,
+            f"since step {start} {share:.0%} of the tokens are clipped: the policy moves further"
+            " within a step than its samples are valid",
+            {"clipped": share},
+            causes=causes,
+            tries=tries,
+            subject="clip",
+        )
+    norm = read_series(run, "actor/grad_norm")
+    if len(norm) < MIN_STEPS or is_solved(run):
+        return
+    spikes = []
+    for i in range(MIN_WINDOW, len(norm)):
+        before = norm.values[max(0, i - SPIKE_STEPS) : i]
+        before = before[before > 0]
+        if len(before) >= MIN_WINDOW and norm.values[i] > SPIKE * np.median(before):
+            spikes.append(i)
+    recent = [i for i in spikes if i >= len(norm) - SPIKE_STEPS]
+    if len(recent) >= SPIKES:
+        largest = max(recent, key=lambda i: norm.values[i])
+        yield Finding(
+            int(norm.steps[recent[0]]),
+            f"the gradient norm jumped {len(recent)} times in the last"
+            f" {min(SPIKE_STEPS, len(norm))} steps, to {norm.values[largest]:.3g} in step"
+            f" {norm.steps[largest]} (median {np.median(norm.values):.3g})",
+            {"spikes": float(len(recent)), "largest": float(norm.values[largest])},
+            causes=causes,
+            tries=tries,
+            subject="grad_norm",
+        )
+
+
+GROWTH = 1.5
+"""How many times as long responses must be: half as long again is no noise of lengths."""
+
+
+@diagnosis("length")
+def length(run: Run) -> Iterator[Finding]:
+    """Responses get longer, and the reward does not rise with them."""
+    size = read_series(run, "response_length/mean")
+    reward = read_series(run, REWARD)
+    if len(size) < MIN_STEPS or len(size) != len(reward):
+        return
+    # Compare with the first steps, and with the best ones: a run may first learn, then only grow.
+    for start in (0, int(reward.means.argmax())):
+        before, last = float(size.at(start).mean()), float(size.last.mean())
+        if last < GROWTH * before or z_score(size.at(start), size.last) < Z:
+            continue
+        if has_reward_risen(run, start):
+            continue
+        gain = float(reward.last.mean() - reward.at(start).mean())
+        since = size.since(size.means >= (1 + (GROWTH - 1) / 2) * before)
+        episodes = training_episodes(run, size.window)
+        sizes = column(episodes, "sampled_tokens")
+        long = sizes >= np.quantile(sizes, 0.9) if len(sizes) else np.zeros(0, bool)
+        yield Finding(
+            since,
+            f"responses grew from {before:.0f} to {last:.0f} tokens since step"
+            f" {size.steps[start]}, and the reward did not rise ({gain:+.3g})",
+            {"before": before, "last": last, "reward_gain": gain},
+            examples(episodes, long),
+            causes=[
+                "nothing in the reward makes the policy stop",
+                "the loss favours long responses: algorithm.loss_agg_mode, whose token mean gives"
+                " long responses more weight",
+            ],
+            tries=[
+                "a penalty close to the budget: reward.overlong_buffer, reward.overlong_penalty",
+                "algorithm.loss_agg_mode",
+                "read the longest episodes: do they repeat themselves?",
+            ],
+        )
+        return
+
+
+FLAT_STEPS = 20
+"""The fewest steps of a run that is called flat."""
+FLAT = 0.05
+"""The largest gain of reward as a share of the range of rewards, two standard errors included."""
+NO_DRIFT = 1e-3
+"""The change of logprobs in a step, in nats, below which the policy does not move. Runs that learn
+have 0.02 to 0.1; a hundredth of that needs thousands of steps."""
+NO_KL = 1e-6
+"""The KL within a step below which the policy does not move; usual are 1e-4 to 1e-2."""
+
+
+@diagnosis("reward_flat")
+def reward_flat(run: Run) -> Iterator[Finding]:
+    """The reward does not rise; with a KL near 0, because the policy does not move."""
+    reward = read_series(run, REWARD)
+    low, high = reward_range(run)
+    if len(reward) < FLAT_STEPS or high <= low or is_solved(run):
+        return
+    gain = float(reward.last.mean() - reward.first.mean())
+    error = math.hypot(*(x.std(ddof=1) / math.sqrt(len(x)) for x in (reward.first, reward.last)))
+    best_gain = float(reward.means.max() - reward.first.mean())
+    drift, kl = read_series(run, "canary/drift"), read_series(run, "actor/ppo_kl")
+    norm, rate = read_series(run, "actor/grad_norm"), read_series(run, "actor/lr")
+    evidence = {
+        "first": float(reward.first.mean()),
+        "last": float(reward.last.mean()),
+        "error": error,
+    }
+    for name, s in (("drift", drift), ("kl", kl), ("grad_norm", norm), ("lr", rate)):
+        if len(s):
+            evidence[name] = float(np.abs(s.last).mean())
+    moves = evidence.get("drift", math.inf) >= NO_DRIFT
+    if not len(drift):
+        moves = evidence.get("kl", math.inf) >= NO_KL
+    described = (
+        f"the reward is flat: {evidence['first']:.3g} in the first {reward.window} steps,"
+        f" {evidence['last']:.3g} in the last ({gain:+.3g} ± {error:.2g})"
+    )
+    numbers = ", ".join(
+        f"{name} {evidence[name]:.2g}"
+        for name in ("drift", "kl", "grad_norm", "lr")
+        if name in evidence
+    )
+    if not moves and gain <= max(2 * error, FLAT * (high - low)):
+        yield Finding(
+            int(reward.steps[0]),
+            f"{described}, and the policy hardly moves ({numbers})",
+            evidence,
+            causes=[
+                f"optim.lr ({config_value(run, 'optim.lr')}) is too low",
+                "few groups have a learning signal: waste/dead_group_frac",
+                "a KL penalty that is too strong: algorithm.kl_loss_coef, algorithm.kl_reward_coef",
+            ],
+            tries=[
+                "optim.lr ten times as high (with LoRA 1e-5 to 1e-4)",
+                "optim.lr_warmup_steps, optim.lr_final",
+                "a smaller KL penalty",
+            ],
+            gravity="error",
+        )
+    elif gain + 2 * error < FLAT * (high - low) and best_gain < 2 * FLAT * (high - low):
+        yield Finding(
+            int(reward.steps[0]),
+            f"{described}, although the policy moves ({numbers})",
+            evidence,
+            causes=[
+                "the reward does not depend on what the policy does, or is noisy",
+                "rows are too hard: the rollouts that succeed do so by chance",
+            ],
+            tries=[
+                "score some episodes by hand: agentrl play -n 3",
+                "train on 16 easy rows for 30 steps (docs/debugging.md, narrow it down)",
+                "more rollouts of a row: rollout.n",
+            ],
+        )
+
+
+# --- audits and notes ----------------------------------------------------------------------------
+
+SHARED_ANSWER = 0.2
+"""The share of rewarded rollouts with one and the same answer, over rows with different ones, that
+is worth reading."""
+
+
+@diagnosis("audit")
+def audit(run: Run) -> Iterator[Finding]:
+    """The reward may be exploited: what to read. None of this is proof."""
+    reward = read_series(run, REWARD)
+    if len(reward) >= MIN_STEPS and z_score(reward.first, reward.last) > 3.0:
+        yield from _compare_validation(run, reward)
+        accuracy = read_series(run, "grader/acc")
+        if len(accuracy) == len(reward) and z_score(accuracy.first, accuracy.last) < -2.0:
+            yield Finding(
+                int(accuracy.steps[0]),
+                f"the reward rose ({reward.first.mean():.3g} to {reward.last.mean():.3g}) and the"
+                f" accuracy fell ({accuracy.first.mean():.3g} to {accuracy.last.mean():.3g})",
+                {
+                    "acc_first": float(accuracy.first.mean()),
+                    "acc_last": float(accuracy.last.mean()),
+                },
+                causes=["parts of the reward pay for something else than a right answer"],
+                tries=["reward/outcome, reward/turn, reward/tool: which part rose?"],
+                gravity="audit",
+                subject="accuracy",
+            )
+    episodes = training_episodes(run, MIN_WINDOW)
+    low, high = reward_range(run)
+    if not episodes.num_rows or high <= low:
+        return
+    best = column(episodes, "reward") >= low + SOLVED * (high - low)
+    answers = np.array(episodes.column("answer").to_pylist(), object)
+    rows = np.array(episodes.column("sample_id").to_pylist(), object)
+    if best.sum() < COLLAPSE_ROLLOUTS:
+        return
+    answer, count = Counter(answers[best].tolist()).most_common(1)[0]
+    of_answer = best & (answers == answer)
+    shared = len(set(rows[of_answer]))
+    if count >= SHARED_ANSWER * best.sum() and shared >= COLLAPSE_GROUPS:
+        shown = answer if len(answer) <= 60 else answer[:57] + "..."
+        yield Finding(
+            int(column(episodes, "step").min()),
+            f"{count / best.sum():.0%} of the rollouts with the best rewards end with the same"
+            f" message ({shown!r}), over {shared} rows",
+            {"share": float(count / best.sum()), "rows": float(shared)},
+            examples(episodes, of_answer),
+            causes=["the reward accepts an answer that does not depend on the row"],
+            tries=["read these episodes; is the answer right for each row?"],
+            gravity="audit",
+            subject="answers",
+        )
+
+
+def _compare_validation(run: Run, reward: Series) -> Iterator[Finding]:
+    """Yield a finding if training rewards rose and those of the validation fell."""
+    for name in run.metrics.column_names:
+        match = re.fullmatch(r"val/reward/mean@(\d+)", name)
+        if not match:
+            continue
+        table = run.metrics
+        values = [
+            (step, value)
+            for step, value in zip(
+                table.column("step").to_pylist(), table.column(name).to_pylist(), strict=True
+            )
+            if value is not None
+        ]
+        errors = f"val/reward/se@{match[1]}"
+        if len(values) < 3 or errors not in table.column_names:
+            continue
+        error = max([x for x in table.column(errors).to_pylist() if x is not None], default=0.0)
+        step, best = max(values, key=lambda v: v[1])
+        last = values[-1][1]
+        if best - last > 3 * math.sqrt(2) * error:
+            yield Finding(
+                step,
+                f"the training reward rose to {reward.last.mean():.3g}, but the validation fell"
+                f" from {best:.3g} (step {step}) to {last:.3g}",
+                {"best": best, "last": last, "standard_error": error},
+                causes=["the policy memorizes the rows, or exploits the reward of training rows"],
+                tries=["more rows, fewer epochs", "the best checkpoint: trainer.keep_best"],
+                gravity="audit",
+                subject="validation",
+            )
+
+
+PARTS = {
+    "timing_s/gen": "generation and tools",
+    "timing_s/update_actor": "the update",
+    "timing_s/update_weights": "sending the weights",
+    "timing_s/canary": "the canary",
+    "timing_s/old_log_prob": "logprobs before the update",
+    "timing_s/ref": "reference logprobs",
+    "timing_s/values": "values",
+    "timing_s/store": "storing trajectories",
+    "timing_s/metrics": "metrics",
+    "timing_s/collate": "making the batch",
+    "timing_s/adv": "advantages",
+}
+"""The parts of a step, which follow each other."""
+LATE = 0.9
+"""The share of rollouts after whose end the step waits for the last ones."""
+
+
+@diagnosis("step_time")
+def step_time(run: Run) -> Iterator[Finding]:
+    """Which part of a step takes how much of its time."""
+    step = read_series(run, "timing_s/step")
+    if not len(step):
+        return
+    steps = step.steps[-step.window :]
+    total = float(step.values[-len(steps) :].mean())
+    shares: dict[str, float] = {}
+    for name, label in PARTS.items():
+        part = read_series(run, name)
+        seconds = part.values[np.isin(part.steps, steps)].sum() / len(steps)
+        shares[label] = float(seconds / total)
+    inside = _time_of_rollouts(run, steps)
+    if inside:
+        generation = shares.pop("generation and tools")
+        waiting = inside.pop("waiting for the last rollouts") * generation
+        shares["waiting for the last rollouts"] = waiting
+        for label, share in inside.items():
+            shares[label] = share * (generation - waiting)
+    shares = {k: v for k, v in sorted(shares.items(), key=lambda kv: -kv[1]) if v >= 0.005}
+    if not shares:
+        return
+    bound = next(iter(shares))
+    parts = ", ".join(f"{label} {share:.0%}" for label, share in shares.items())
+    yield Finding(
+        int(steps[0]),
+        f"a step takes {total:.3g} s; {bound} bounds it: {parts}",
+        {"seconds": total, **shares},
+        tries=list(_FASTER.get(bound, ())),
+        gravity="note",
+    )
+
+
+_FASTER: Mapping[str, Sequence[str]] = {
+    "generation": ["rollout.engines", "a smaller rollout.max_turn_tokens"],
+    "generation and tools": ["rollout.engines, tools.workers", "rollout.timeout_s"],
+    "waiting for the engine": ["rollout.engines"],
+    "tools": ["tools.workers", "rollout.timeout_s"],
+    "rewards": ["reward.workers", "reward.timeout_s"],
+    "waiting for the last rollouts": [
+        "rollout.timeout_s or rollout.max_trajectory_tokens: few long rollouts hold the step",
+        "rollout.max_turns",
+    ],
+    "the update": ["docs/scaling.md: memory", "optim.micro_batch_tokens"],
+    "sending the weights": ["LoRA: model.lora_rank", "docs/gpu.md"],
+}
+
+
+def _time_of_rollouts(run: Run, steps: np.ndarray) -> dict[str, float]:
+    """Return the shares of the time of generation, without and with the wait for the last rollouts.
+
+    A step waits for the last rollouts from the time when `LATE` of them have ended until the last
+    one ends. Before that its time is divided as the rollouts' own time is: engine, tools, rewards.
+    """
+    episodes = training_episodes(run)
+    episodes = episodes.filter(pa.array(np.isin(column(episodes, "step"), steps)))
+    started = column(episodes, "started").astype(float)
+    if not len(started) or np.isnan(started).any():
+        return {}
+    ends = started + column(episodes, "seconds")
+    waits = spans = 0.0
+    for number in np.unique(column(episodes, "step")):
+        chosen = column(episodes, "step") == number
+        last = ends[chosen].max()
+        spans += last - started[chosen].min()
+        waits += last - np.quantile(ends[chosen], LATE)
+    get = partial(column, episodes)
+    sums = {
+        "generation": np.nansum(get("generate_seconds")),
+        "waiting for the engine": np.nansum(get("queue_seconds")),
+        "tools": np.nansum(get("tool_seconds")),
+        "rewards": np.nansum(get("reward_seconds")),
+    }
+    total = sum(sums.values()) or 1.0
+    parts = {name: float(seconds / total) for name, seconds in sums.items()}
+    return parts | {"waiting for the last rollouts": float(waits / spans) if spans else 0.0}

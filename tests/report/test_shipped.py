@@ -1,0 +1,449 @@
+"""Each shipped diagnosis, on tables that are built by hand: it fires, and on healthy ones not."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from agentrl.config import FIELDS
+from agentrl.report import Finding, Run, diagnose, shipped
+from agentrl.report.behaviour import BEHAVIOUR_SCHEMA
+from agentrl.report.diagnosis import ALARMS
+from agentrl.report.run import metrics_table
+
+N = 40
+"""The steps of the runs here."""
+EPISODE = {
+    "split": "train",
+    "group": 0,
+    "sample_id": "s",
+    "agent_name": "tool_agent",
+    "data_source": "d",
+    "prompt": "How many?",
+    "masked": False,
+    "stop_reason": "done",
+    "has_tools": True,
+    "turns": 2,
+    "tool_calls": 1,
+    "failed_calls": 0,
+    "repeated_calls": 0,
+    "sampled_tokens": 20,
+    "started": 0.0,
+    "seconds": 1.0,
+    "queue_seconds": 0.0,
+    "generate_seconds": 0.7,
+    "tool_seconds": 0.2,
+    "reward_seconds": 0.1,
+}
+
+
+def noisy(values: Any, seed: int = 0, scale: float = 0.02) -> list[float]:
+    """Add noise between steps to a metric."""
+    values = np.broadcast_to(np.asarray(values, float), (N,))
+    return list(values + np.random.default_rng(seed).normal(0, scale, N) * np.abs(values).max())
+
+
+def ramp(first: float, last: float) -> np.ndarray:
+    return np.linspace(first, last, N)
+
+
+def learning(**changes: Any) -> dict[str, Any]:
+    """Return the metrics of a healthy run, with changes; None removes a metric."""
+    metrics = {
+        "critic/score/mean": noisy(ramp(0.2, 0.7)),
+        "critic/score/min": [0.0] * N,
+        "critic/score/max": [1.0] * N,
+        "waste/dead_group_frac": noisy(0.4, 1),
+        "waste/dead_step": [0.0] * N,
+        "response_length/mean": noisy(ramp(60, 70), 2),
+        "rollout/tool_agent/tool_call_rate": noisy(0.9, 3),
+        "rollout/tool_agent/reward": noisy(ramp(0.2, 0.7)),
+        "actor/ppo_kl": noisy(1e-3, 4, 0.3),
+        "actor/pg_clipfrac": noisy(0.01, 5, 0.3),
+        "actor/grad_norm": noisy(0.2, 6, 0.3),
+        "actor/lr": [1e-4] * N,
+        "canary/drift": noisy(0.05, 7, 0.2),
+        "rollout_corr/logprob_diff_mean": noisy(0.015, 8, 0.1),
+        "rollout_corr/logprob_diff_mean/turn_1": noisy(0.014, 9, 0.1),
+        "rollout_corr/logprob_diff_mean/turn_2": noisy(0.02, 10, 0.1),
+        "rollout_corr/logprob_diff_mean/after_observation": noisy(0.02, 11, 0.1),
+        "rollout/dropped": [0.0] * N,
+        "stop/done": [0.95] * N,
+        "stop/turn_tokens": [0.05] * N,
+    }
+    changed = metrics | changes
+    return {name: values for name, values in changed.items() if values is not None}
+
+
+def make_run(metrics: dict[str, Any], episodes: Sequence[dict[str, Any]] = ()) -> Run:
+    length = max((len(v) for v in metrics.values()), default=0)
+    record = [
+        (i + 1, {k: v[i] for k, v in metrics.items() if v[i] is not None}) for i in range(length)
+    ]
+    rows = [
+        EPISODE | {"episode_id": f"e{i}", "answer": f"a{i}", "reward": float(i % 2)} | episode
+        for i, episode in enumerate(episodes)
+    ]
+    run = Run(Path("runs/none"))
+    run.__dict__.update(
+        metrics=metrics_table(record), behaviour=pa.Table.from_pylist(rows, BEHAVIOUR_SCHEMA)
+    )
+    run.__dict__["config"] = {"data": {"batch_size": 8}, "rollout": {"n": 8}}
+    return run
+
+
+def alarms(run: Run) -> list[Finding]:
+    return [finding for finding in diagnose(run) if finding.gravity in ALARMS]
+
+
+def the_alarm(run: Run) -> Finding:
+    [finding] = alarms(run)
+    return finding
+
+
+def test_a_healthy_run_has_no_alarm():
+    assert alarms(make_run(learning())) == []
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4, 5, 9, 10, 11])
+def test_short_runs_have_no_alarm(steps):
+    assert alarms(make_run({name: values[:steps] for name, values in learning().items()})) == []
+
+
+def test_a_run_without_metrics_has_no_finding():
+    assert diagnose(make_run({})) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_without_a_trend_has_no_alarm(seed):
+    """Very noisy rewards and lengths: 30 % between steps."""
+    reward = noisy(0.5, seed, 0.3)
+    metrics = learning(
+        **{
+            "critic/score/mean": reward,
+            "rollout/tool_agent/reward": reward,
+            "response_length/mean": noisy(80, seed + 50, 0.3),
+            "rollout/tool_agent/tool_call_rate": noisy(0.5, seed + 60, 0.3),
+        }
+    )
+    assert alarms(make_run(metrics)) == []
+
+
+def test_a_solved_run_has_a_note_and_no_alarm():
+    metrics = learning(
+        **{
+            "critic/score/mean": list(ramp(0.3, 1.0).clip(0, 0.98)),
+            "waste/dead_group_frac": [0.3] * 10 + [0.95] * 30,
+            "waste/dead_step": [0.0] * 30 + [1.0] * 10,
+        }
+    )
+    findings = diagnose(make_run(metrics))
+    assert [(f.name, f.gravity) for f in findings] == [("dead_groups", "note")]
+    assert findings[0].step == 9  # the first ten steps whose mean is 80 %
+
+
+def test_dead_steps_name_the_budget():
+    metrics = learning(
+        **{
+            "waste/dead_step": [0.0] * 5 + [1.0] * 4 + [0.0] * 31,
+            "waste/dead_group_frac": [0.2] * 5 + [0.25] * 4 + [0.2] * 31,
+            "stop/done": [0.1] * N,
+            "stop/turns": [0.9] * N,
+            "stop/turn_tokens": None,
+        }
+    )
+    finding = next(f for f in alarms(make_run(metrics)) if f.name == "dead_groups")
+    assert (finding.gravity, finding.step) == ("error", 6)
+    assert "steps 6 to 9 had no learning signal" in finding.text
+    assert "equal in 25% of the groups, rollouts of the others are masked" in finding.text
+    assert "'turns' (90% of the rollouts)" in finding.text
+    assert "rollout.budget_policy.turns=keep" in finding.tries
+
+
+def test_two_dead_steps_are_no_alarm():
+    assert alarms(make_run(learning(**{"waste/dead_step": [1.0, 1.0] + [0.0] * 38}))) == []
+
+
+def test_a_reward_that_never_matches():
+    zeros = [0.0] * N
+    metrics = learning(
+        **{
+            "critic/score/mean": zeros,
+            "critic/score/max": zeros,
+            "waste/dead_step": [1.0] * N,
+            "waste/dead_group_frac": [1.0] * N,
+            "rollout/tool_agent/reward": zeros,
+        }
+    )
+    finding = the_alarm(make_run(metrics))
+    assert finding.name == "dead_groups"
+    assert "every rollout of the run has the reward 0" in finding.causes[0]
+
+
+def test_many_dead_groups():
+    metrics = learning(**{"waste/dead_group_frac": [0.5] * 20 + [0.9] * 20})
+    finding = the_alarm(make_run(metrics))
+    assert (finding.name, finding.step, finding.gravity) == ("dead_groups", 19, "warning")
+
+
+@pytest.mark.parametrize(
+    ("changes", "subject"),
+    [
+        ({"/turn_2": noisy(0.06, 1, 0.1)}, "turns"),
+        ({"/after_observation": noisy(0.09, 1, 0.1)}, "after_observation"),
+        ({"": noisy(0.07, 1, 0.1)}, ""),
+        ({"": noisy(np.r_[np.full(20, 1e-6), np.full(20, 4e-3)], 1)}, ""),
+    ],
+)
+def test_mismatch(changes, subject):
+    names = {f"rollout_corr/logprob_diff_mean{key}": values for key, values in changes.items()}
+    others = {
+        "": {
+            f"rollout_corr/logprob_diff_mean/{t}": None
+            for t in ("turn_1", "turn_2", "after_observation")
+        }
+    }
+    finding = the_alarm(make_run(learning(**names, **(others.get(subject, {})))))
+    assert (finding.name, finding.subject) == ("mismatch", subject)
+
+
+def test_lost_rollouts():
+    assert the_alarm(make_run(learning(**{"rollout/dropped": [2.0] * N}))).name == "dropped"
+    assert alarms(make_run(learning(**{"rollout/dropped": [2.0] + [0.0] * 39}))) == []
+
+
+def cut_episodes(reward_of_cut: float, reason: str) -> list[dict[str, Any]]:
+    """Half of the rollouts of 20 rows in each of 10 steps are cut."""
+    return [
+        {
+            "step": 31 + step,
+            "sample_id": f"s{row}",
+            "stop_reason": reason if k else "done",
+            "reward": reward_of_cut if k else 0.5 + 0.01 * row,
+        }
+        for step in range(10)
+        for row in range(20)
+        for k in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("reason", ["turn_tokens", "turns"])
+def test_truncation_counts_if_cut_rollouts_earn_less(reason):
+    metrics = learning(**{"stop/turn_tokens": None, f"stop/{reason}": [0.05] * 20 + [0.5] * 20})
+    finding = the_alarm(make_run(metrics, cut_episodes(0.0, reason)))
+    assert (finding.name, finding.subject, finding.gravity) == ("truncation", reason, "warning")
+    assert f"raise rollout.max_{reason}" in finding.tries
+    assert len(finding.episodes) == 5
+    assert alarms(make_run(metrics, cut_episodes(1.0, reason))) == []
+
+
+def test_truncation_of_a_run_without_trajectories():
+    metrics = learning(**{"stop/turn_tokens": [0.8] * N})
+    assert the_alarm(make_run(metrics)).gravity == "error"
+    assert alarms(make_run(learning(**{"stop/turns": [0.8] * N}))) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "share", "fires"),
+    [
+        ("timeout", 0.2, True),
+        ("timeout", 0.05, False),
+        ("bad_call", 0.6, True),
+        ("schema", 0.4, False),
+    ],
+)
+def test_tool_errors(error, share, fires):
+    found = [f.subject for f in alarms(make_run(learning(**{f"tool_error/{error}": [share] * N})))]
+    assert found == ([error] if fires else [])
+
+
+def test_tool_use_dies_out():
+    rate = noisy(np.r_[np.full(10, 0.9), np.linspace(0.9, 0.05, 20), np.full(10, 0.05)], 1)
+    flat = noisy(0.3, 2)
+    metrics = learning(
+        **{
+            "rollout/tool_agent/tool_call_rate": rate,
+            "rollout/tool_agent/reward": flat,
+        }
+    )
+    episodes = [{"step": s, "tool_calls": 0} for s in range(1, N + 1)]
+    finding = the_alarm(make_run(metrics, episodes))
+    assert (finding.name, finding.subject) == ("tool_use", "tool_agent")
+    assert 15 <= finding.step <= 25 and finding.episodes
+    risen = metrics | {"rollout/tool_agent/reward": noisy(ramp(0.2, 0.7))}
+    assert alarms(make_run(risen, episodes)) == []  # it is listed for audit
+    assert "tool_use" in [
+        f.name for f in diagnose(make_run(risen, episodes)) if f.gravity == "audit"
+    ]
+
+
+def test_tools_that_are_never_called():
+    metrics = learning(
+        **{
+            "rollout/tool_agent/tool_call_rate": [0.0] * N,
+            "critic/score/mean": noisy(0.3, 1),
+            "actor/ppo_kl": None,
+            "canary/drift": None,
+        }
+    )
+    names = [f.name for f in alarms(make_run(metrics, [{"step": 1, "tool_calls": 0}]))]
+    assert "tool_use" in names
+    without = [{"step": 1, "tool_calls": 0, "has_tools": False}]
+    assert "tool_use" not in [f.name for f in alarms(make_run(metrics, without))]
+
+
+def calls(repeated: int) -> list[dict[str, Any]]:
+    return [
+        {"step": s, "tool_calls": 4, "repeated_calls": repeated if s > 20 else 0}
+        for s in range(1, N + 1)
+        for _ in range(4)
+    ]
+
+
+def test_repeated_calls():
+    finding = the_alarm(make_run(learning(), calls(2)))
+    assert (finding.name, finding.step) == ("repeated_calls", 16)  # the first window that has 25 %
+    assert finding.evidence["share"] == 0.5
+    assert alarms(make_run(learning(), calls(0))) == []
+
+
+def questions(answer: str, varied: bool = False) -> list[dict[str, Any]]:
+    """Two kinds of rows; since step 12 the second one fails with `answer`."""
+    rows = []
+    for s in range(1, N + 1):
+        for row in range(4):
+            for k in range(4):
+                how = {"step": s, "group": row, "sample_id": f"{s}-{row}", "reward": 1.0}
+                how["prompt"] = f"How many {'abcd'[row]}x do we have if {s} break?"
+                if row == 3:
+                    how["prompt"] = f"What is {s} times {row}?"
+                    if s >= 12:
+                        how |= {"reward": 0.0, "answer": f"{k}" if varied else answer.format(s)}
+                rows.append(how)
+    return rows
+
+
+@pytest.mark.parametrize("answer", ["#### 0", "#### {}"])
+def test_a_kind_of_rows_collapses(answer):
+    finding = the_alarm(make_run(learning(), questions(answer)))
+    assert (finding.name, finding.step) == ("collapse", 12)
+    assert finding.subject == "What is 1 times 3?"
+    assert "all 116 rollouts fail and 100% give the same wrong answer" in finding.text
+    assert finding.evidence["reward_elsewhere"] == 1.0
+    assert ("'#### 0'" in finding.text) == (answer == "#### 0")
+
+
+def test_a_kind_of_rows_that_fails_with_many_answers_is_no_collapse():
+    assert alarms(make_run(learning(), questions("", varied=True))) == []
+
+
+@pytest.mark.parametrize("rising", [True, False])
+def test_the_reward_falls(rising):
+    reward = noisy(np.r_[ramp(0.2, 0.7)[:25], np.full(15, 0.1)])
+    metrics = learning(**{"critic/score/mean": reward})
+    if rising:
+        metrics["actor/ppo_kl"] = noisy(np.r_[np.full(25, 1e-3), np.full(15, 0.05)], 1)
+    finding = the_alarm(make_run(metrics))
+    assert (finding.name, finding.gravity) == ("reward_falls", "error")
+    assert 15 <= finding.step <= 26
+    assert ("while actor/ppo_kl rose from 0.001" in finding.text) == rising
+
+
+def test_clipping_and_spikes():
+    finding = the_alarm(make_run(learning(**{"actor/pg_clipfrac": noisy(0.5, 1)})))
+    assert (finding.name, finding.subject) == ("unstable_update", "clip")
+    norms = noisy(0.2, 6, 0.3)
+    norms[25] = norms[30] = 20.0
+    assert alarms(make_run(learning(**{"actor/grad_norm": norms}))) == []
+    norms[35] = 30.0
+    finding = the_alarm(make_run(learning(**{"actor/grad_norm": norms})))
+    assert (finding.subject, finding.step) == ("grad_norm", 26)
+    assert "3 times" in finding.text and "to 30 in step 36" in finding.text
+
+
+def test_length_grows_without_reward():
+    metrics = learning(
+        **{
+            "response_length/mean": noisy(ramp(60, 150), 2),
+            "critic/score/mean": noisy(np.r_[np.linspace(0.2, 0.5, 5), np.full(35, 0.5)], 1),
+        }
+    )
+    metrics["critic/score/mean"][:5] = [0.5] * 5
+    names = [f.name for f in alarms(make_run(metrics))]
+    assert "length" in names
+    rising = metrics | {"critic/score/mean": noisy(ramp(0.2, 0.7))}
+    assert alarms(make_run(rising)) == []
+
+
+@pytest.mark.parametrize(("drift", "gravity"), [(1e-5, "error"), (0.05, "warning")])
+def test_the_reward_is_flat(drift, gravity):
+    flat = noisy(0.3, 1)
+    metrics = learning(
+        **{
+            "critic/score/mean": flat,
+            "rollout/tool_agent/reward": flat,
+            "canary/drift": noisy(drift, 2),
+        }
+    )
+    finding = the_alarm(make_run(metrics))
+    assert (finding.name, finding.gravity) == ("reward_flat", gravity)
+
+
+def test_an_audit_lists_one_answer_for_all_rows_and_a_falling_validation():
+    episodes = [
+        {"step": 36 + i % 5, "sample_id": f"s{i}", "reward": 1.0, "answer": "yes"}
+        for i in range(60)
+    ]
+    validation: list[Any] = [None] * N
+    errors = list(validation)
+    for i, value in ((0, 0.3), (20, 0.6), (39, 0.2)):
+        validation[i], errors[i] = value, 0.03
+    metrics = learning(**{"val/reward/mean@1": validation, "val/reward/se@1": errors})
+    findings = [f for f in diagnose(make_run(metrics, episodes)) if f.gravity == "audit"]
+    assert {f.subject for f in findings} == {"answers", "validation"}
+    assert alarms(make_run(metrics, episodes)) == []
+
+
+def test_the_time_of_a_step():
+    """Ten rollouts of a second each start together; the last one ends a second later."""
+    episodes = [
+        {"step": s, "seconds": 2.0 if k == 9 else 1.0} for s in range(1, N + 1) for k in range(10)
+    ]
+    metrics = learning(
+        **{
+            "timing_s/step": [4.0] * N,
+            "timing_s/gen": [2.0] * N,
+            "timing_s/update_actor": [1.6] * N,
+            "timing_s/update_weights": [0.4] * N,
+        }
+    )
+    [note] = diagnose(make_run(metrics, episodes))
+    # 90 % have ended after 1.1 s: 0.9 of 2 s are spent waiting.
+    assert note.evidence["waiting for the last rollouts"] == pytest.approx(0.45 * 0.5)
+    assert note.evidence["generation"] == pytest.approx(0.7 * 0.55 * 0.5)
+    assert note.evidence["tools"] == pytest.approx(0.2 * 0.55 * 0.5)
+    assert note.evidence["rewards"] == pytest.approx(0.1 * 0.55 * 0.5)
+    assert note.evidence["the update"] == 0.4 and "the update bounds it" in note.text
+    assert sum(v for k, v in note.evidence.items() if k != "seconds") == pytest.approx(1.0)
+
+
+def test_config_keys_and_files_that_findings_name_exist():
+    """What to try is a text; the keys and pages in it must exist."""
+    source = Path(shipped.__file__).read_text()
+    texts = [n.value for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Constant)]
+    text = "\n".join(t for t in texts if isinstance(t, str))
+    sections = {key.partition(".")[0] for key in FIELDS}
+    named = re.findall(r"(?<![\w/.])([a-z]+)\.([a-z_]+)", text)
+    keys = {f"{section}.{key}" for section, key in named if section in sections}
+    assert len(keys) > 30
+    assert {key for key in keys if key not in FIELDS} <= {"rollout.max_"}  # one for each budget
+    root = Path(__file__).parent.parent.parent
+    for page in set(re.findall(r"docs/\w+\.md", text)):
+        assert (root / page).exists(), page
