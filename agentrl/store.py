@@ -173,8 +173,12 @@ _ADDED = {
 }
 """Columns that older files lack, with their values."""
 _SHARD = re.compile(r"([a-z]+)-(\d+)\.parquet")
-_ROW_GROUP = 8
-"""The rollouts of a row group, the part of a file that is read and decoded at once."""
+_ROW_GROUP = 16
+"""The rollouts of a row group, the part of a file that is read and decoded at once.
+
+Of 256 episodes, one is read in 5 ms, and all are read without their tokens in 17 ms. With row groups
+of 8 this takes 5 and 30 ms, with a single row group 23 and 6 ms.
+"""
 _BATCH = 64
 
 
@@ -244,14 +248,25 @@ class TrajectoryStore:
                 tables.append(file.read(LEARNED_SCHEMA.names))
         return pa.concat_tables(tables, promote_options="default")
 
-    def read(self, step: int | None = None, split: str | None = None) -> Iterator[StoredRollout]:
+    def read(
+        self,
+        step: int | None = None,
+        split: str | None = None,
+        is_wanted: Callable[[int], bool] = lambda step: True,
+    ) -> Iterator[StoredRollout]:
         """Yield the rollouts of one step or split, or of all of them, in the order of steps.
+
+        Args:
+            step: one step; None: all that `is_wanted` chooses.
+            split: one split; None: all.
+            is_wanted: chooses steps.
 
         Raises:
             DataError: a file is damaged.
         """
         for path, shard_step, shard_split in self._shards():
-            if step in (None, shard_step) and split in (None, shard_split):
+            is_chosen = step in (None, shard_step) and split in (None, shard_split)
+            if is_chosen and is_wanted(shard_step):
                 yield from _read_shard(path)
 
     def read_episode(self, episode_id: str, step: int | None = None) -> StoredRollout:

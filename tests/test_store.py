@@ -131,21 +131,21 @@ def test_a_rollout_knows_its_group(tmp_path):
 
 def test_one_episode_is_read_without_decoding_the_others(tmp_path):
     store = TrajectoryStore(tmp_path)
-    rollouts = [scored(i) for i in range(20)]
+    rollouts = [scored(i) for i in range(40)]
     of_group = [group(*rollouts[:9]), group(*rollouts[9:])]
     store.write(2, [group(scored(99))])
     path = store.write(1, of_group)
-    store.write(1, [group(scored(21))], split="val")
-    for i in (0, 7, 8, 15, 16, 19):
+    store.write(1, [group(scored(41))], split="val")
+    for i in (0, 8, 15, 16, 31, 32, 39):
         stored = store.read_episode(f"e{i}")
         assert (stored.scored, stored.group, stored.step) == (rollouts[i], int(i >= 9), 1)
-    assert store.read_episode("e21", step=1).split == "val"
+    assert store.read_episode("e41", step=1).split == "val"
     with pytest.raises(DataError, match="no episode 'e99' in the files of step 1"):
         store.read_episode("e99", step=1)
-    with pytest.raises(DataError, match="no episode 'e20' in"):
-        store.read_episode("e20")
+    with pytest.raises(DataError, match="no episode 'e40' in"):
+        store.read_episode("e40")
     file = pq.ParquetFile(path)
-    assert [file.metadata.row_group(i).num_rows for i in range(3)] == [8, 8, 4]
+    assert [file.metadata.row_group(i).num_rows for i in range(3)] == [16, 16, 8]
     # The row groups of other episodes are not decoded: damage to the first one does no harm.
     damaged = bytearray(path.read_bytes())
     damaged[4:20] = bytes(16)
