@@ -176,8 +176,8 @@ _SHARD = re.compile(r"([a-z]+)-(\d+)\.parquet")
 _ROW_GROUP = 16
 """The rollouts of a row group, the part of a file that is read and decoded at once.
 
-Of 256 episodes, one is read in 5 ms, and all are read without their tokens in 17 ms. With row groups
-of 8 this takes 5 and 30 ms, with a single row group 23 and 6 ms.
+Of 256 episodes, one is read in 5 ms, and all are read without their tokens in 17 ms. With row
+groups of 8 this takes 5 and 30 ms, with a single row group 23 and 6 ms.
 """
 _BATCH = 64
 
