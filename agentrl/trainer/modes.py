@@ -411,6 +411,7 @@ def _is_causal(model: PreTrainedModel, batch: TokenRows) -> bool:
     return all(_are_close(other, whole) for other in others)
 
 
+@torch.enable_grad()
 def _gradients(model: PreTrainedModel, logits: Tensor) -> list[Tensor]:
     """Return the gradients of a weighted sum of (N, V) logits with respect to all weights."""
     weights = [p for p in model.parameters() if p.requires_grad]
