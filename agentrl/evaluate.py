@@ -290,10 +290,28 @@ async def _score_row(sample: Sample, responses: list[str], scorer: Scorer) -> tu
         )
         for k, response in enumerate(responses)
     ]
+    return await score_stored(trajectories, scorer, trains=False)
+
+
+async def score_stored(
+    trajectories: Sequence[Trajectory], scorer: Scorer, *, trains: bool
+) -> tuple[Scored, ...]:
+    """Score trajectories of one row that are not played now; try again if a server fails.
+
+    Args:
+        trajectories: at least one.
+        scorer: the rewards.
+        trains: False for those of a validation.
+
+    Raises:
+        UserCodeError: a reward function raised.
+        RunStopped: a server or a process of a reward failed three times.
+    """
     cause = ""
     for _ in range(MAX_ATTEMPTS):
         try:
-            return tuple(await scorer.score_all(trajectories, trains=False))
+            return tuple(await scorer.score_all(trajectories, trains=trains))
         except Infrastructure as e:
             cause = f"{type(e).__name__}: {e}"
+    sample = trajectories[0].sample
     raise RunStopped(f"row {sample.row} ({sample.id}) cannot be scored: {cause}")

@@ -171,7 +171,7 @@ def _score_stored(
         metrics |= {f"test_score_rows/{source}": len(part)}
         if len(part) > 1:
             metrics[f"test_score_se/{source}"] = error
-    typer.echo("\n".join(_aligned(lines, 1)))
+    typer.echo("\n".join(aligned(lines, 1)))
     if output is not None:
         from agentrl.trainer.checkpoint import make_private_folder
 
@@ -216,7 +216,7 @@ def table(metrics: Mapping[str, float], agents: Sequence[str], n: int) -> list[s
                 cell = "-" if value is None else format(value, form)
                 cells.append(f"{cell} ± {error:.3f}" if has_error else cell)
             lines.append([name, label, *cells])
-    return _aligned(lines, 2)
+    return aligned(lines, 2)
 
 
 def compare(
@@ -270,7 +270,7 @@ def compare(
                 f"{center:.3f} ± {standard_error(rows):.3f}" if has_error else f"{center:.3f}"
             )
         lines.append([label, str(validation.step), str(len(groups)), *cells])
-    typer.echo("\n".join(_aligned(lines, 1)))
+    typer.echo("\n".join(aligned(lines, 1)))
     differences = [["", "rows", *(f"{name} [95 % interval]" for name in values)]]
     for label, validation in zip(labels[1:], validations[1:], strict=True):
         try:
@@ -287,7 +287,7 @@ def compare(
         ]
         differences.append([f"{label} - {labels[0]}", str(paired[0].rows), *cells])
     typer.echo("\npaired differences on the rows that both have:")
-    typer.echo("\n".join(_aligned(differences, 1)))
+    typer.echo("\n".join(aligned(differences, 1)))
     for label, validation, (_, shared, *_) in zip(
         labels[1:], validations[1:], differences[1:], strict=True
     ):
@@ -307,7 +307,7 @@ def compare(
     typer.echo(f"\nvalidation rewards over steps: {output}")
 
 
-def _aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
+def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
     """Return the lines of a table; the first `left` columns are aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [

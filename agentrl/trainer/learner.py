@@ -56,6 +56,7 @@ from agentrl.trainer.mismatch import importance_weight_metrics, mismatch_metrics
 from agentrl.trainer.optimizer import learning_rate
 from agentrl.trainer.packing import MicroBatch, Mode, assign_rows, make_micro_batch
 from agentrl.trainer.rank import LocalRankGroup, LossName, ModelName, PassResult, Rank
+from agentrl.trainer.sharding import full_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +227,7 @@ class Learner:
         a, mask, old = self.config.algorithm, batch.action_mask, targets.old_logprobs
         mini_batch = assign_mini_batches(len(batch.rewards), a.mini_batch_size)[batch.rollout]
         columns = {name: self._columns(name, batch, targets) for name in ("actor", "critic")}
-        has_advantage = targets.advantages != 0
-        is_run = (mask if a.kl_loss_coef or a.entropy_coef else mask & has_advantage).any(1)  # (B,)
+        is_run = self._find_rows_to_run(batch, targets)  # (B,)
         mismatch: dict[str, float] = {}
         if learn_policy and old is not None:
             mismatch = self._compare(batch, old, mask, check)
@@ -270,6 +270,54 @@ class Learner:
             **{name: of_tokens.get(name) for name in PASS_NUMBERS},
         )
         return metrics | mismatch | target_metrics(batch, targets), learned
+
+    def gradient(
+        self, batch: Batch, targets: Targets, rows: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Return the gradient of the policy loss, before clipping. No weight changes.
+
+        It is that of a first pass, in which the policy is still that of the start of the step, and
+        the sum over all mini-batches. The learner must have one rank, in this process.
+
+        Args:
+            batch: the step's rollouts.
+            targets: the targets of that batch.
+            rows: (B,) bool, the rows to run; None: all.
+
+        Returns:
+            The gradient of each parameter, by name; empty if no row has a loss.
+        """
+        assert self.rank is not None
+        self.ranks.zero_grad()
+        is_run = self._find_rows_to_run(batch, targets)
+        is_run = is_run if rows is None else is_run & rows
+        columns = self._columns("actor", batch, targets)
+        self._forward_backward("actor", batch, is_run, batch.action_mask, columns)
+        parameters = self.rank.optimizers["actor"].parameters
+        gradients = {
+            name: full_tensor(parameter.grad).clone()
+            for name, parameter in parameters.items()
+            if parameter.grad is not None
+        }
+        self.ranks.zero_grad()
+        return gradients
+
+    @contextmanager
+    def use(self, config: Config) -> Iterator[None]:
+        """Use the algorithm of another config within the block; one rank, in this process."""
+        assert self.rank is not None
+        before = self.config
+        self.config = self.rank.config = config
+        try:
+            yield
+        finally:
+            self.config = self.rank.config = before
+
+    def _find_rows_to_run(self, batch: Batch, targets: Targets) -> Tensor:
+        """Return the rows that can move the policy, (B,) bool; see `update`."""
+        a, mask = self.config.algorithm, batch.action_mask
+        has_loss = mask if a.kl_loss_coef or a.entropy_coef else mask & (targets.advantages != 0)
+        return has_loss.any(1)
 
     def _columns(self, loss: LossName, batch: Batch, targets: Targets) -> dict[str, Tensor]:
         """Return the (B, T) tensors that a loss needs, by name.

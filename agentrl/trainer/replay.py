@@ -116,8 +116,20 @@ class Replayer:
         """
         self.run = run
         self._model, self._device = model, device
+        self._learner: Learner | None = None
         self.record = dict(read_metrics(run.folder / METRICS))
         """The metrics of each step."""
+
+    @property
+    def is_open(self) -> bool:
+        """True if `open` has loaded the learner."""
+        return self._learner is not None
+
+    @property
+    def learner(self) -> Learner:
+        """The learner that `open` has loaded."""
+        assert self._learner is not None
+        return self._learner
 
     # --- which steps -----------------------------------------------------------------------------
 
@@ -183,8 +195,8 @@ class Replayer:
         self.check_step(step)
         first, checkpoint = self._find_start(step)
         config = self.config_at(first + 1)
-        _load_names(config)
-        self.learner = Learner(config.model.path, config, total_steps=1)
+        load_names(config)
+        self._learner = Learner(config.model.path, config, total_steps=1)
         self.kl = KLController(config.algorithm)
         self.start = f"the base model {config.model.path}"
         if checkpoint is not None:
@@ -495,7 +507,7 @@ def _find_length(config: Config, step: int, recorded: Mapping[str, Any]) -> int:
     return first + round((step - first) / fraction) if 0 < fraction < 1 else step
 
 
-def _load_names(config: Config) -> None:
+def load_names(config: Config) -> None:
     """Load the run's files if its estimator or its policy loss is defined there.
 
     Raises:

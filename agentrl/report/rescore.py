@@ -1,0 +1,265 @@
+"""Score recorded episodes again, by another reward or with other weights.
+
+The reward function replaces the outcome. The rewards of turns and tools stay as they were recorded,
+and so does everything that was played.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from agentrl import sandbox
+from agentrl.config import FIELDS, Config, load_config
+from agentrl.config.sources import Setting, assignment, read_overrides
+from agentrl.errors import ConfigError, DataError, RunStopped
+from agentrl.evaluate import score_stored
+from agentrl.plan import load_files
+from agentrl.plural import plural
+from agentrl.registry import is_shipped, rewards
+from agentrl.report.recorded import RecordedRun
+from agentrl.rewards import Scorer
+from agentrl.rewards.graders import find_reward
+from agentrl.rewards.scorer import BY_SOURCE
+from agentrl.store import TRAINING
+from agentrl.trajectory import Group, Scored
+from agentrl.workers import run_all
+
+OUTCOME_KEYS = ("reward.function", "reward.functions", "reward.kwargs")
+"""The keys that change the outcome: the episodes are scored again."""
+REWARD_KEYS = (
+    *OUTCOME_KEYS, "reward.outcome_weight", "reward.turn_weight", "reward.tool_weight",
+    "reward.overlong_buffer", "reward.overlong_penalty", "reward.timeout_s", "reward.workers",
+    "rollout.budget_policy", "sandbox.backend", "sandbox.slots", "sandbox.timeout_s",
+    "sandbox.memory_mb", "sandbox.python",
+)  # fmt: skip
+"""The keys that a recorded episode can be scored with, and what a reward runs in."""
+_LISTED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Rescored:
+    """The recorded and the new scores of an episode."""
+
+    step: int
+    split: str
+    sample_id: str
+    episode_id: str
+    rollout: int
+    outcome: float
+    """What the reward function returned."""
+    new_outcome: float
+    reward: float
+    """The weighted sum under the budget policy."""
+    new_reward: float
+
+
+# --- the config ----------------------------------------------------------------------------------
+
+
+def change_config(
+    config: Config,
+    overrides: Sequence[str],
+    reward: str,
+    honoured: Collection[str],
+    by_name: Collection[str] = (),
+    reasons: Mapping[str, str] | None = None,
+) -> Config:
+    """Return a recorded config with other values.
+
+    Args:
+        config: the config that held.
+        overrides: texts such as `algorithm.adv_estimator=rloo`.
+        reward: a reward function, which replaces the recorded ones and their arguments; "": none.
+        honoured: the keys that may change.
+        by_name: further keys that `algorithm.name` may set, because they have no effect.
+        reasons: why some of the other keys may not change, for messages.
+
+    Raises:
+        ConfigError: a value is wrong, or a key is not one of `honoured`. The message has all
+            mistakes.
+    """
+    mistakes: list[str] = []
+    for setting in read_overrides(overrides, []):
+        key = next((k for k in FIELDS if f"{setting.path}.".startswith(f"{k}.")), "")
+        if key and key not in honoured:
+            why = (reasons or {}).get(key) or "the record cannot be repeated with another value"
+            mistakes.append(f"{assignment(setting.path, setting.value)}: {why}")
+    if mistakes:
+        mistakes[-1] += f". Keys that can change: {', '.join(honoured)}"
+    tree = config.model_dump(mode="json")
+    recorded = []
+    for key in FIELDS:
+        section, _, leaf = key.rpartition(".")
+        if not (reward and key in OUTCOME_KEYS):
+            recorded.append(Setting(key, (tree[section] if section else tree)[leaf], "the run"))
+    flags = {"reward.function": reward} if reward else {}
+    changed = load_config(None, overrides, flags, translated=recorded, mistakes=mistakes)
+    implied = [
+        key
+        for key in FIELDS
+        if key not in (*honoured, *by_name) and changed.value(key) != config.value(key)
+    ]
+    if implied:
+        values = ", ".join(assignment(key, changed.value(key)) for key in implied)
+        raise ConfigError(
+            f"algorithm.name={changed.algorithm.name} sets {values}, and the record cannot be"
+            " repeated with another value. Set its other keys one by one (docs/algorithms.md lists"
+            " them)"
+        )
+    return changed
+
+
+def changes_outcome(config: Config, changed: Config) -> bool:
+    """Return whether the episodes must be scored again, because the outcome has other rewards."""
+    return any(config.value(key) != changed.value(key) for key in OUTCOME_KEYS)
+
+
+def open_scorer(config: Config) -> Scorer:
+    """Return the rewards of a config, for recorded episodes.
+
+    Raises:
+        UserError: there is no such reward, or it cannot score recorded episodes.
+    """
+    names = list(config.reward.functions) or [config.reward.function]
+    # The run's own files are read only if they are needed: its folder may have been copied.
+    unknown = [n for n in names if n not in ("", BY_SOURCE) and ".py" not in n and n not in rewards]
+    if unknown and (problems := load_files(config)):
+        raise ConfigError("\n".join(problems))
+    for name in names:
+        if name in ("", BY_SOURCE):
+            continue
+        function = find_reward(name)
+        if inspect.isclass(function) and not is_shipped(function):
+            raise ConfigError(
+                f"the reward {name!r} is a class: its scores may depend on the episodes that it has"
+                " scored before, so recorded episodes cannot be scored again by it. Use a function"
+            )
+    rollout = config.rollout
+    return Scorer(config.reward, rollout.budget_policy, rollout.max_trajectory_tokens)
+
+
+# --- scoring -------------------------------------------------------------------------------------
+
+
+def rescore(run: RecordedRun, config: Config) -> Iterator[Rescored]:
+    """Score all stored episodes of a run again, step by step.
+
+    Args:
+        run: the run.
+        config: the config to score with; see `change_config`.
+
+    Raises:
+        UserError: the reward cannot score recorded episodes, or the record does not suffice; see
+            `open_scorer` and `check_rows`.
+        UserCodeError: the reward raised.
+        RunStopped: a server or a process of the reward failed three times.
+    """
+    with open_rescoring(run, config, run.store.all_steps()) as score:
+        for step in run.store.all_steps():
+            training = run.read_step(step)
+            parts = {"train": training.groups, "evicted": training.evicted}
+            parts |= {split: run.read_groups(step, split) for split in ("val", "greedy")}
+            for split, groups in parts.items():
+                again = score(groups, split in TRAINING)
+                for before, after in zip(groups, again, strict=True):
+                    yield from _pair(step, split, before.scored, after.scored)
+                    if before.greedy and after.greedy:
+                        yield from _pair(step, "baseline", [before.greedy], [after.greedy])
+
+
+Rescoring = Callable[[Sequence[Group], bool], list[Group]]
+"""Scores groups again. The second argument is False for the groups of a validation."""
+
+
+@contextmanager
+def open_rescoring(run: RecordedRun, config: Config, steps: Collection[int]) -> Iterator[Rescoring]:
+    """Open the rewards of a config for recorded episodes; raises as `rescore`."""
+    scorer = open_scorer(config)
+    check_rows(run, steps, scorer)
+    sandbox.configure(config.sandbox)
+    with asyncio.Runner() as runner:
+        try:
+            yield lambda groups, trains: runner.run(_score_groups(groups, scorer, trains))
+        finally:
+            runner.run(_close(scorer))
+            scorer.stop()
+
+
+def check_rows(run: RecordedRun, steps: Collection[int], scorer: Scorer) -> None:
+    """Raise `DataError` if the record does not contain what a reward got when it was played."""
+    table = run.store.read_episodes(lambda step: step in steps)
+    rows = table.select(["sample_id", "step", "as_text", "dropped"]).to_pylist()
+    lossy = {row["sample_id"]: row["as_text"] for row in rows if row["as_text"]}
+    if lossy:
+        named = [f"{row} ({', '.join(paths)})" for row, paths in lossy.items()]
+        raise DataError(
+            f"{plural(len(lossy), 'row')} of {run.folder} have values that JSON cannot hold, so the"
+            f" record has their text only, and a reward would get other values: {_list(named)}"
+        )
+    lost = dict.fromkeys((row["sample_id"], row["step"]) for row in rows if row["dropped"])
+    if lost and scorer.has_group_reward:
+        named = [f"{sample} in step {step}" for sample, step in lost]
+        raise DataError(
+            "a reward of groups compares all rollouts of a row, and"
+            f" {plural(len(lost), 'group')} lost rollouts: {_list(named)}"
+        )
+
+
+async def _score_groups(groups: Sequence[Group], scorer: Scorer, trains: bool) -> list[Group]:
+    return await run_all([_score_group(group, scorer, trains) for group in groups])
+
+
+async def _score_group(group: Group, scorer: Scorer, trains: bool) -> Group:
+    """Score a group with its greedy rollout, as in training."""
+    every = [*group.scored, *([group.greedy] if group.greedy else [])]
+    again = await score_stored([s.trajectory for s in every], scorer, trains=trains)
+    count = len(group.scored)
+    return replace(group, scored=again[:count], greedy=again[-1] if group.greedy else None)
+
+
+async def _close(scorer: Scorer) -> None:
+    await scorer.close()
+    await sandbox.release()
+
+
+def _pair(
+    step: int, split: str, before: Sequence[Scored], after: Sequence[Scored]
+) -> Iterator[Rescored]:
+    for old, new in zip(before, after, strict=True):
+        trajectory = old.trajectory
+        yield Rescored(
+            step,
+            split,
+            trajectory.sample.id,
+            trajectory.episode_id,
+            trajectory.rollout,
+            old.rewards["outcome"],
+            new.rewards["outcome"],
+            old.reward,
+            new.reward,
+        )
+
+
+def write_rescored(rows: Sequence[Rescored], file: Path) -> None:
+    """Write the fields of `Rescored` as columns of a .parquet file.
+
+    Raises:
+        RunStopped: the file cannot be written.
+    """
+    try:
+        pq.write_table(pa.Table.from_pylist([asdict(row) for row in rows]), file)
+    except OSError as e:
+        raise RunStopped(f"cannot write {file}: {e.strerror or e}") from e
+
+
+def _list(names: Sequence[str]) -> str:
+    more = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f", and {more} more" if more > 0 else "")
