@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -94,8 +95,8 @@ def diagnose(run: Run) -> list[Finding]:
     """Return the findings of all registered diagnoses, the gravest first.
 
     Findings of equal gravity are in the order in which the diagnoses were registered: the shipped
-    ones first, in the order of causes (a problem is before those that it may cause). A diagnosis that
-    raises gives a warning with its name, and the others go on.
+    ones first, in the order of causes (a problem is before those that it may cause). A diagnosis
+    that raises gives a warning with its name, and the others go on.
     """
     findings: list[Finding] = []
     for name, function in diagnoses.items():
@@ -160,7 +161,8 @@ class LiveDiagnosis:
         self._record = read_metrics(folder / METRICS)
         self._config = Run(folder).config
         self._behaviour: dict[int, pa.Table] = {}
-        self._next = 0.0
+        self._next = -math.inf
+        self._has_failed = False
         self._last = self._record[-1][0] if self._record else -1
         self._diagnosed = self._last
         self._known = self._read_known()
@@ -178,8 +180,19 @@ class LiveDiagnosis:
             self._run()
 
     def _run(self) -> None:
+        """Diagnose the run until now. An error here is a warning: it must not stop the run."""
         start = self._clock()
         self._diagnosed = self._last
+        try:
+            self._print_new()
+        except Exception as e:
+            if not self._has_failed:
+                self._warn(f"warning: cannot diagnose {self.folder}: {e or type(e).__name__}")
+            self._has_failed = True
+        end = self._clock()
+        self._next = end + (end - start) / MAX_SHARE
+
+    def _print_new(self) -> None:
         steps = range(self._last - LIVE_STEPS + 1, self._last + 1)
         run = Run(self.folder, steps)
         # The properties that are cached: metrics of all steps, and what was parsed already.
@@ -194,8 +207,6 @@ class LiveDiagnosis:
                 self._known.add(key)
                 self._warn(describe(finding))
                 self._write(finding)
-        end = self._clock()
-        self._next = end + (end - start) / MAX_SHARE
 
     def _read_episodes(self) -> pa.Table:
         """Return the behaviour of the last steps; each file is parsed once."""

@@ -14,17 +14,13 @@ reward) or compares rollouts of different rows cannot be combined with `filter_g
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from agentrl.config import Config
-from agentrl.config.sections import BUDGETS
 from agentrl.data import row_order
 from agentrl.engine.base import Sampling
 from agentrl.metrics import rollout_metrics
-from agentrl.plural import plural
 from agentrl.rollout import Rollouts
 from agentrl.trainer.algorithms import dead_groups, estimate
 from agentrl.trainer.batch import Batch
@@ -158,100 +154,3 @@ def _filter_metrics(evicted: Sequence[Group], live: list[bool], rounds: int) -> 
         "training/filter_groups/dead": float(len(live) - sum(live)),
         "training/filter_groups/evicted_samples": float(sum(len(g.scored) for g in evicted)),
     }
-
-
-# --- steps without a learning signal -------------------------------------------------------------
-
-
-MAX_DEAD_STEPS = 3
-"""The number of dead steps in a row that causes a warning. With small batches one or two occur by
-chance."""
-DEAD_STEP = "waste/dead_step"
-"""The metric: 1 for a dead step, else 0."""
-DEAD_GROUPS = "waste/dead_group_frac"
-STOP = "stop/"
-
-
-class DeadSteps:
-    """Counts the dead steps of a run, and warns about several in a row.
-
-    Without a warning such a run looks as if it learned slowly. A step is dead if no token has an
-    advantage from the rewards (`has_learning_signal`): the budget policy masks all its rollouts, or
-    all rewards of every group are equal. Then the policy does not change, or only a KL or an
-    entropy term moves it.
-    """
-
-    def __init__(self, record: Iterable[tuple[int, Mapping[str, Any]]]):
-        """Continue a run's record, without repeating its warnings.
-
-        Args:
-            record: steps with their metrics, as `read_metrics` returns them.
-        """
-        self._steps = self._dead = self._in_a_row = 0
-        self._has_warned = False
-        self._sums: Counter[str] = Counter()
-        """Sums over the dead steps: the share of dead groups, and of each stop reason."""
-        for _, metrics in record:
-            self._add(metrics)
-
-    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Count a step. Warn once if `MAX_DEAD_STEPS` steps in a row are dead."""
-        self._add(metrics)
-        if metrics.get(DEAD_STEP) and self._in_a_row == MAX_DEAD_STEPS:
-            first = step - MAX_DEAD_STEPS + 1
-            log.warning(
-                f"steps %d to %d had no learning signal ({DEAD_STEP}): %s",
-                first,
-                step,
-                _explain(metrics, 1),
-            )
-
-    def finish(self) -> None:
-        """Log how many steps were dead, if there was a warning or all were. Call it at the end."""
-        if self._has_warned or 0 < self._steps == self._dead:
-            log.warning(
-                f"%d of %s had no learning signal ({DEAD_STEP}): on average %s",
-                self._dead,
-                plural(self._steps, "step"),
-                _explain(self._sums, self._dead),
-            )
-
-    def _add(self, metrics: Mapping[str, Any]) -> None:
-        if DEAD_STEP not in metrics:  # a validation before the first step
-            return
-        self._steps += 1
-        if not metrics[DEAD_STEP]:
-            self._in_a_row = 0
-            return
-        self._dead += 1
-        self._in_a_row += 1
-        self._has_warned |= self._in_a_row == MAX_DEAD_STEPS
-        for name, value in metrics.items():
-            if name == DEAD_GROUPS or name.startswith(STOP):
-                self._sums[name] += value
-
-
-def _explain(sums: Mapping[str, Any], steps: int) -> str:
-    """Describe what the rollouts of dead steps have in common, and what may help.
-
-    Args:
-        sums: the sums of the steps' metrics.
-        steps: the number of steps.
-    """
-    stops = {name: value for name, value in sums.items() if name.startswith(STOP)}
-    most = max(stops, key=stops.__getitem__, default=STOP)
-    reason = most.removeprefix(STOP)
-    equal = sums.get(DEAD_GROUPS, 0.0) / steps
-    masked, advice = "", ""
-    if equal < 0.995:  # a dead step's other groups are masked
-        masked = ", rollouts of the others are masked by rollout.budget_policy"
-    if reason in BUDGETS:
-        advice = f" Raise the budget {reason!r}"
-        advice += f", or set rollout.budget_policy.{reason}=keep." if masked else "."
-    return (
-        f"all rewards are equal in {equal:.0%} of the groups{masked}, and the"
-        f" most frequent stop reason is {reason or 'unknown'!r}"
-        f" ({stops.get(most, 0.0) / steps:.0%} of the rollouts). Read some trajectories. If all"
-        " rollouts fail, or all succeed, choose easier or harder rows, or a reward with more than"
-        f" two values.{advice}"
-    )

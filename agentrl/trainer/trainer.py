@@ -45,6 +45,7 @@ from agentrl.plan import (
     make_plan,
 )
 from agentrl.record import METRICS, read_metrics
+from agentrl.report.diagnosis import LiveDiagnosis
 from agentrl.rollout import open_rollouts
 from agentrl.store import TrajectoryStore, TrajectoryWriter
 from agentrl.torch_threads import choose_threads
@@ -60,7 +61,7 @@ from agentrl.trainer.checkpoint import (
     run_lock,
     save_checkpoint,
 )
-from agentrl.trainer.collect import Collector, DeadSteps, StepRollouts
+from agentrl.trainer.collect import Collector, StepRollouts
 from agentrl.trainer.console import CURVE, FINAL, TOKENIZER, TRAJECTORIES, Console
 from agentrl.trainer.curve import write_curve
 from agentrl.trainer.dispatch import Placement, check_single_controller
@@ -288,7 +289,7 @@ class Trainer:
             self.console.note(self.best.describe_stop())
         self.store.check()
         self.tracker.log(step, metrics)
-        self.dead_steps.add(step, metrics)
+        self.diagnosis.add(step, metrics)
         self._unfinished = None
         if validates:
             self._write_curve()
@@ -477,7 +478,7 @@ class Trainer:
         tokens = self.config.rollout.max_trajectory_tokens
         self.console.note(self.store.describe_size(self.total_steps, episodes, tokens))
         record = read_metrics(self.folder / METRICS)
-        self.dead_steps = DeadSteps(record)
+        self.diagnosis = LiveDiagnosis(self.folder)
         for step, metrics in record:
             self.best.add(step, metrics)
         self._last_save = time.monotonic()
@@ -544,12 +545,12 @@ class Trainer:
                 f" or write the model elsewhere: agentrl export {self.folder} FOLDER"
             ) from e
         self._write_curve()
+        self.diagnosis.finish()
         self.console.finish(self.folder, history, self.config)
         best = self.best.best_of(find_steps(self.folder))
         if best is not None:
             metric = self.config.trainer.keep_best
             self.console.note(f"best checkpoint ({metric}): step {best} in {self.folder}")
-        self.dead_steps.finish()
         return history[-1][1]
 
     def _write_curve(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from agentrl import load_run
 from agentrl.report import Finding, diagnose, diagnosis
-from agentrl.report.diagnosis import diagnoses, findings_table
+from agentrl.report.diagnosis import LiveDiagnosis, diagnoses, findings_table
 
 OLD = Path(__file__).parent.parent / "fixtures/old_run/run"
 
@@ -96,3 +97,81 @@ def test_repeated_calls_have_equal_arguments_and_results():
 def test_evidence_is_json():
     table = findings_table([Finding(1, "x", {"a": 1.0})])
     assert json.loads(table.column("evidence")[0].as_py()) == {"a": 1.0}
+
+
+# --- while a run trains --------------------------------------------------------------------------
+
+
+def write_record(folder: Path, steps: int) -> None:
+    lines = [json.dumps({"step": s, "data": {"x": float(s)}}) + "\n" for s in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+
+
+@pytest.fixture
+def fifth():
+    """A diagnosis that finds something from step 5 on, and a note at each step."""
+    with diagnoses.isolated(keep=[]):
+
+        @diagnosis("fifth")
+        def fifth(run):
+            steps = run.metrics.column("step").to_pylist()
+            yield Finding(1, "a note", gravity="note")
+            if steps[-1] >= 5:
+                yield Finding(5, f"seen at {steps[-1]}", causes=["c1", "c2"], tries=["t1"])
+
+        yield
+
+
+def live(folder: Path, **options) -> tuple[LiveDiagnosis, list[str]]:
+    printed: list[str] = []
+    return LiveDiagnosis(folder, warn=printed.append, **options), printed
+
+
+def test_a_finding_is_printed_once(fifth, tmp_path):
+    ticks = iter(range(10**6))  # each diagnosis takes no time, as far as this clock tells
+    watch, printed = live(tmp_path, clock=lambda: next(ticks) * 0.0)
+    for step in range(1, 9):
+        watch.add(step, {"x": 1.0})
+    watch.finish()
+    assert printed == ["warning: seen at 5\n  likely cause: c1\n  try: t1"]
+
+
+@pytest.mark.parametrize(("resumed_after", "repeats"), [(4, True), (6, False)])
+def test_a_resumed_run_repeats_no_warning(fifth, tmp_path, resumed_after, repeats):
+    watch, printed = live(tmp_path, clock=lambda: 0.0)
+    for step in range(1, 9):
+        watch.add(step, {"x": 1.0})
+    write_record(tmp_path, resumed_after)
+    watch, again = live(tmp_path, clock=lambda: 0.0)
+    for step in range(resumed_after + 1, 9):
+        watch.add(step, {"x": 1.0})
+    watch.finish()
+    assert bool(again) == repeats and len(printed) == 1
+
+
+def test_diagnoses_take_a_hundredth_of_the_time(tmp_path):
+    now, runs = [0.0], []
+    with diagnoses.isolated(keep=[]):
+
+        @diagnosis("slow")
+        def slow(run):
+            runs.append(now[0])
+            now[0] += 2.0
+            return ()
+
+        watch, _ = live(tmp_path, clock=lambda: now[0])
+        for step in range(1, 1001):
+            now[0] += 1.0
+            watch.add(step, {})
+        watch.finish()
+    assert runs[0] == 1.0
+    assert all(later - earlier >= 200 for earlier, later in itertools.pairwise(runs[:-1]))
+    assert 4 <= len(runs) <= 7  # the last one at the end
+
+
+def test_a_diagnosis_of_a_file_that_is_damaged_does_not_stop_the_run(fifth, tmp_path):
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories" / "train-00000001.parquet").write_bytes(b"PAR1")
+    watch, printed = live(tmp_path, clock=lambda: 0.0)
+    watch.add(1, {})
+    assert "train-00000001.parquet" in printed[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -176,20 +177,16 @@ def test_a_run_that_cannot_learn_logs_a_warning(start, tmp_path, caplog, case):
     if message is None:
         assert warnings == []
         return
-    third, end = warnings
-    assert third.startswith("steps 1 to 3 had no learning signal (waste/dead_step): all rewards ")
-    assert end.startswith(f"{STEPS} of {STEPS} steps had no learning signal (waste/dead_step): on ")
-    assert message in third and message in end
-    assert "the most frequent stop reason is '" in third
+    [warning] = warnings
+    assert re.match(r"error: steps 1 to \d had no learning signal \(waste/dead_step; ", warning)
+    assert message in warning
+    assert "the most frequent stop reason is '" in warning
 
 
 def test_a_resumed_run_warns_once(start, tmp_path, monkeypatch, caplog):
     interrupted(start, tmp_path, monkeypatch, 2, EQUAL)
     warnings = [r.getMessage() for r in caplog.records if "no learning signal" in r.getMessage()]
-    assert [w.split(" had no")[0] for w in warnings] == [
-        "steps 1 to 3",
-        f"{STEPS} of {STEPS} steps",
-    ]
+    assert len(warnings) == 1
 
 
 def test_the_drift_of_small_steps_is_kept_after_a_kill(start, tmp_path, monkeypatch):
