@@ -72,6 +72,12 @@ def test_it_is_forked(old):
     assert "done: 3 steps" in agentrl(old, *command)
 
 
+def test_its_last_step_is_repeated(old):
+    printed = agentrl(old, "replay", "run", "--step", "2", "--tolerance", "1e-3")
+    assert "replaying steps 1-2 from the base model policy" in printed
+    assert "step 2 equals the record within 0.001: 72 metrics, 120 tensors" in printed
+
+
 def test_it_is_exported(old):
     agentrl(old, "export", "run/global_step_00000002", "exported")
     was, now = (load_file(old / f / "model.safetensors") for f in ("run/model", "exported"))

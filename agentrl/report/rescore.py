@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -31,6 +32,8 @@ from agentrl.rewards.scorer import BY_SOURCE
 from agentrl.store import TRAINING
 from agentrl.trajectory import Group, Scored
 from agentrl.workers import run_all
+
+log = logging.getLogger("agentrl")
 
 OUTCOME_KEYS = ("reward.function", "reward.functions", "reward.kwargs")
 """The keys that change the outcome: the episodes are scored again."""
@@ -203,6 +206,12 @@ def check_rows(run: RecordedRun, steps: Collection[int], scorer: Scorer) -> None
         raise DataError(
             f"{plural(len(lossy), 'row')} of {run.folder} have values that JSON cannot hold, so the"
             f" record has their text only, and a reward would get other values: {_list(named)}"
+        )
+    if any(row["as_text"] is None for row in rows):
+        log.warning(
+            "%s was made by an older version: rows may have values that JSON cannot hold, such as"
+            " dates. A reward gets their text",
+            run.folder,
         )
     lost = dict.fromkeys((row["sample_id"], row["step"]) for row in rows if row["dropped"])
     if lost and scorer.has_group_reward:
