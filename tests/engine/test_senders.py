@@ -288,3 +288,28 @@ def test_a_server_of_another_rank_that_fails_does_not_end_the_ranks(fake, two_ra
     fake.refusing = set()
     assert not two_ranks.send_weights(Route(2, targets, bucket_bytes=4000)).errors
     assert fake.versions["127.0.0.2"] == ["2"]
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+def test_a_rank_that_fails_does_not_wait_for_the_others(fake, folder, ranks):
+    """Its error ends them; they wait for it meanwhile."""
+    with closing(Processes(2, ExactRank, folder)) as group:
+        group.begin(config())
+        route = Route(1, (Target(fake.url(), ranks=ranks, processes=len(ranks)),))
+        for rank, pipe in enumerate(group.pipes):
+            pipe.send((rank, "fail_after_a_bucket", (route, 1), {}))
+        assert group.pipes[1].poll(20.0)
+        assert "the gather failed" in group.pipes[1].recv()[2]
+
+
+def test_ctrl_c_does_not_wait_for_a_server_that_hangs(fake):
+    fake.hanging = {"127.0.0.1"}
+
+    def gather():
+        yield from WEIGHTS
+        raise KeyboardInterrupt
+
+    start = time.monotonic()
+    with closing(WeightsSender()) as sender, pytest.raises(KeyboardInterrupt):
+        sender.send(gather(), Route(1, (Target(fake.url(), ranks=(0,)),), bucket_bytes=2900))
+    assert time.monotonic() - start < 10

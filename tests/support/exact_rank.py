@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+import torch.distributed as dist
 from support.trainer_fixtures import (
     in_float64,
 )
@@ -47,6 +50,18 @@ class ExactRank(Rank):
     def set_deadline(self, seconds):
         """Set the seconds within which a server must take a small bucket."""
         senders.BASE_SECONDS = seconds
+
+    @dispatch(BROADCAST)
+    def fail_after_a_bucket(self, route, rank):
+        """Send two buckets of one tensor; a rank fails before its second."""
+
+        def gather():
+            yield "a", torch.zeros(8)
+            yield "b", torch.zeros(8)
+            if dist.get_rank() == rank:
+                raise RuntimeError("the gather failed")
+
+        return self._weights_sender.send(gather(), replace(route, bucket_bytes=1))
 
     @dispatch(BROADCAST)
     def register(self, loss):

@@ -20,7 +20,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -189,7 +189,7 @@ class Sender(Protocol):
         """
 
     def commit(self) -> None:
-        """Finish after the last bucket."""
+        """Finish after the last bucket; all ranks call it, and none after an exception."""
 
 
 class WeightsSender:
@@ -216,24 +216,28 @@ class WeightsSender:
         rank, size = _own_rank()
         sent, summary = Sent(), _Summary()
         senders = self._open_senders(route, rank, size)
+        taken: Future[None] | None = None
         try:
-            with ThreadPoolExecutor(1, "send-weights") as background:
-                taken: Future[None] | None = None
-                for bucket in make_buckets(_cast(weights, route.dtype), limit=route.bucket_bytes):
-                    summary.add(bucket)
-                    if bucket.flat.is_cuda:  # other threads have other streams
-                        torch.cuda.current_stream(bucket.flat.device).synchronize()
-                    if taken is not None:
-                        taken.result()
-                    taken = background.submit(_take, senders, bucket, route.version)
-                    sent.size += bucket.bytes.nbytes
-                    # The sender's thread frees the memory as soon as the bucket is sent.
-                    del bucket
-                assert taken is not None
-                taken.result()
-        finally:
-            for sender in senders:
-                sender.commit()
+            for bucket in make_buckets(_cast(weights, route.dtype), limit=route.bucket_bytes):
+                summary.add(bucket)
+                if bucket.flat.is_cuda:  # other threads have other streams
+                    torch.cuda.current_stream(bucket.flat.device).synchronize()
+                if taken is not None:
+                    taken.result()
+                # A daemon thread, so that Ctrl-C does not wait for a server that hangs.
+                taken = in_thread(partial(_take, senders, bucket, route.version), "send-weights")
+                sent.size += bucket.bytes.nbytes
+                # The sender's thread frees the memory as soon as the bucket is sent.
+                del bucket
+            assert taken is not None
+            taken.result()
+        except Exception:
+            if taken is not None:
+                wait([taken])
+            raise
+        # Not after a failure of this rank: the others would not commit, and this one would wait.
+        for sender in senders:
+            sender.commit()
         summary.finish(sent)
         for sender in senders:
             sent.errors |= sender.errors
