@@ -281,9 +281,10 @@ class Attempt:
             # The deadline has moved by the time that requests waited for a free connection, those
             # of other conversations included.
             queued = min(self.deadline - deadline, self.since - start)
-            if queued > 0:
+            if queued > 0 and name != "queue":
                 self.record("queue", start, start + queued, thread)
-            self.record(name, start + queued, self.since, thread)
+                start += queued
+            self.record(name, start, self.since, thread)
 
     def record(self, name: str, start: float, end: float, thread: int = 0) -> None:
         """Add a span; start and end are `time.monotonic()` seconds."""
