@@ -14,6 +14,7 @@ from support.examples import examples
 from support.fake_engines import PROMPT, QUICK, FakeLoader, FakeOpener, PoolHarness
 
 from agentrl.engine.base import Sampling
+from agentrl.engine.remote import supervisor as supervisor_module
 from agentrl.engine.remote.pool import EnginePool
 from agentrl.engine.remote.supervisor import Breaker, RecoveryPolicy
 from agentrl.errors import (
@@ -395,6 +396,34 @@ async def test_an_engine_that_refuses_the_policy_is_used_again_only_with_it(make
     assert harness.usable_count() == 1
     await harness.until(lambda: harness.usable_count() == 2)
     assert a.published == [1, 2] and harness.openers[0].opened == [a]
+
+
+async def test_an_engine_that_fails_its_check_is_never_usable(make):
+    """It has the new version already when the check fails."""
+    harness = await make(2, recovery=PATIENT)
+    failing, replica = harness.engines[0], harness.pool.replicas[0]
+
+    def fail(version, sent, folder):
+        failing.version = version
+        raise EngineError("it holds other values")
+
+    failing.finish_update = fail
+    publishing = asyncio.create_task(harness.publish(2))
+    await harness.until(lambda: failing.version == 2)
+    while not publishing.done():
+        assert not harness.pool.supervisor.is_usable(replica)
+        await asyncio.sleep(0.001)
+    assert harness.usable_count() == 1
+
+
+async def test_the_log_names_an_engine_that_does_not_fall_asleep(make, monkeypatch, caplog):
+    monkeypatch.setattr(supervisor_module, "SLOW_SECONDS", 0.1)
+    harness = await make(2)
+    harness.engines[1].sleep = lambda: time.sleep(0.3)
+    await harness.sleep()
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line == f"engines are not asleep after 0.1 s; waiting for {harness.engines[1].url}"
+    await harness.publish(2)
 
 
 async def test_an_engine_that_always_refuses_the_policy_is_restarted_then_given_up(make):

@@ -368,7 +368,7 @@ async def test_a_pause_loses_nothing(engine, model, tiny_tokenizer, mode):
     turn = ask(engine, prompt, Sampling(temperature=0.0, max_tokens=300))
     task = await paused(engine, mode, turn)
     if mode == "in_place":  # its turns keep their cache
-        with pytest.raises(EngineError, match="/flush_cache: status"):
+        with pytest.raises(EngineError, match=f"{engine.url}/flush_cache: status"):
             engine.flush_cache(0.5)  # refused, and the server lives
     await asyncio.sleep(2)  # several times what the turn takes
     assert not task.done()

@@ -28,7 +28,7 @@ from agentrl.errors import AgentRLError, EngineError, InvalidEngineResponse
 log = logging.getLogger("agentrl")
 
 SLOW_SECONDS = 20.0
-"""After this time the log names the servers that have not loaded an update."""
+"""After this time the log names the servers that have not loaded an update, or are not asleep."""
 
 
 class Server(Protocol):

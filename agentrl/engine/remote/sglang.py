@@ -208,7 +208,8 @@ class SGLangEngine(RemoteEngine):
         end = time.monotonic() + seconds
         while (answer := self.admin.send("/flush_cache", {}))[0] != 200:
             if time.monotonic() > end:
-                raise refusal(answer[0], answer[1].decode(errors="replace"), "/flush_cache")
+                text = answer[1].decode(errors="replace")
+                raise refusal(answer[0], text, f"{self.url}/flush_cache")
             time.sleep(0.02)
 
 

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, as_completed
+from concurrent.futures import Future, as_completed, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
@@ -25,7 +25,7 @@ from typing import NoReturn
 from agentrl.engine.base import Update
 from agentrl.engine.remote.admin import in_thread
 from agentrl.engine.remote.client import RemoteEngine
-from agentrl.engine.remote.distributor import Distributor, as_engine_errors
+from agentrl.engine.remote.distributor import SLOW_SECONDS, Distributor, as_engine_errors
 from agentrl.errors import (
     EngineDead,
     EngineError,
@@ -281,11 +281,17 @@ class Supervisor:
         """Wait until nothing reads the learner's weights. Then the trainer may change them."""
         with self._weights:
             self._asleep = True
-            calls = [
-                in_thread(partial(self._put_to_sleep, replica))
+            calls = {
+                in_thread(partial(self._put_to_sleep, replica)): replica.engine.url
                 for replica in self.replicas
                 if replica.awaits_weights or not replica.breaker.is_open
-            ]
+            }
+            if slow := wait(calls, timeout=SLOW_SECONDS).not_done:
+                log.warning(
+                    "engines are not asleep after %g s; waiting for %s",
+                    SLOW_SECONDS,
+                    ", ".join(sorted(calls[call] for call in slow)),
+                )
             for call in calls:
                 call.result()
 
@@ -368,6 +374,10 @@ class Supervisor:
         engines = {replica.engine: replica for replica in replicas}
         size, errors = self._distributor.publish(list(engines), update)
         self.sent += size
+        # Exclude engines first: one that failed a check may have the new version already.
+        dead = [in_thread(partial(is_dead, engine, error)) for engine, error in errors.items()]
+        for (engine, error), broken in zip(errors.items(), dead, strict=True):
+            self.exclude(engines[engine], engine, error, broken=broken.result(), stale=True)
         # From now on the replicas that have loaded it are usable. If none has, none may sample from
         # older weights.
         self.version = update.version
@@ -375,9 +385,6 @@ class Supervisor:
             if engine not in errors:
                 replica.sent_update = update
                 self._admit(replica)
-        dead = [in_thread(partial(is_dead, engine, error)) for engine, error in errors.items()]
-        for (engine, error), broken in zip(errors.items(), dead, strict=True):
-            self.exclude(engines[engine], engine, error, broken=broken.result(), stale=True)
         return {engines[engine] for engine in errors}
 
     def _put_to_sleep(self, replica: Replica) -> None:
