@@ -171,6 +171,14 @@ def test_the_copy_has_one_layer_of_each_kind_where_a_list_numbers_the_layers():
     assert len(copy.model.layers) == 2
 
 
+def test_the_copy_has_a_layer_with_experts():
+    """Also where the first layers, from which it takes some, have none."""
+    values = {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "first_k_dense_replace": 3}
+    config = CONFIG_MAPPING["glm4_moe"](**SHAPE | EXPERTS | values, head_dim=8)
+    names = [n for n, _ in small_copy(random_model(config)).named_parameters() if "experts" in n]
+    assert names and all(".layers.1." in n for n in names)
+
+
 @pytest.mark.parametrize("kind", ["mamba2", "granitemoehybrid"])
 def test_steps_of_computation_are_short_in_the_copy_and_are_no_windows(kind):
     mamba = {"num_heads": 4, "head_dim": 16, "state_size": 8, "chunk_size": 256}

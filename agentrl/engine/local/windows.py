@@ -30,6 +30,8 @@ NOT_WINDOW_KEYS = re.compile("layers|pattern|feed_forward")
 STEP_KEYS = re.compile(r"(^|\.)(mamba_)?chunk_size$")
 """Config keys that match `WINDOW_KEYS` but limit nothing: Mamba layers compute so many tokens at a
 time, and pass their state on. They are short in the copy, too, so that its rows have several."""
+DENSE_KEYS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+"""Config keys with the number of the first layers that have no experts."""
 SMALL = 16
 """The width of the copy's feed-forward layers."""
 POSITIONS = 128
@@ -156,6 +158,9 @@ def _keep_one_layer_of_each_kind(text: PretrainedConfig) -> None:
     kinds = list(zip(*filter(_lists_kinds, lists.values()), strict=True))
     kept_layers = sorted({kinds.index(kind) for kind in kinds} if kinds else {0, count - 1})
     text.num_hidden_layers = len(kept_layers)
+    for key in DENSE_KEYS:
+        if isinstance(dense := getattr(text, key, None), int):
+            setattr(text, key, min(dense, len(kept_layers) - 1))
     for key, values in lists.items():
         setattr(text, key, [values[i] for i in kept_layers])
 
