@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from itertools import pairwise
@@ -145,3 +146,21 @@ def test_a_part_that_fails_is_named_and_the_next_one_runs(models, tmp_path):
     )
     fewer = figures[-1]["context"]
     assert fewer["run_tokens"]["shared"] < fewer["run_tokens"]["apart"]
+
+
+@pytest.mark.slow
+def test_the_modes_of_rows_are_compared(models, monkeypatch, capsys):
+    arguments = (
+        "--case modes --shape small --trajs 8 --group 4 --prompt 30 --mean 40 --steps 1 --threads 1"
+    )
+    script = str(BENCHMARKS / "learner.py")
+    monkeypatch.setattr(sys, "argv", [script, *arguments.split(), "--models", str(models)])
+    runpy.run_path(script, run_name="__main__")
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[:1] == "{"]
+    figures = {line["name"]: line for line in lines}
+    tokens = {name: figure["context"]["run_tokens"] for name, figure in figures.items()}
+    assert tokens["learner/packed"] < tokens["learner/packed_whole"]
+    assert tokens["learner/packed_whole"] == tokens["learner/rows_alone"]
+    assert tokens["learner/rows_padded"] > tokens["learner/rows_alone"]
+    assert figures["learner/rows_alone"]["context"]["passes"] == 8
+    assert figures["learner/packed"]["value"] == 1.0
