@@ -24,6 +24,7 @@ from agentrl.cli import (
     init,
     play,
     replay,
+    report,
     sft,
     tools,
     train,
@@ -45,6 +46,7 @@ app.command("eval")(evaluate.eval_)
 app.command("compare")(evaluate.compare)
 app.command("replay")(replay.replay)
 app.command("rescore")(replay.rescore)
+app.command("report")(report.report)
 app.command("generate")(generate.generate)
 app.command("sft")(sft.sft)
 app.command("export")(export.export)

@@ -33,6 +33,7 @@ BEHAVIOUR_SCHEMA = pa.schema(
         ("repeated_calls", pa.int32()),
         ("sampled_tokens", pa.int32()),
         ("answer", pa.string()),
+        ("ground_truth", pa.string()),
         ("started", pa.float64()),
         ("seconds", pa.float64()),
         ("queue_seconds", pa.float64()),
@@ -41,16 +42,20 @@ BEHAVIOUR_SCHEMA = pa.schema(
         ("reward_seconds", pa.float64()),
     ]
 )
-"""The columns of `Run.behaviour`. `prompt` is the last message of the prompt, `answer` the last one
-of the policy. `repeated_calls` counts calls that an earlier call of the same conversation equals in
-name, arguments and result. The seconds of an episode are sums over its turns; `queue_seconds` and
-`reward_seconds` are null in files of older versions."""
+"""The columns of `Run.behaviour`. `prompt` is the last message of the prompt and `answer` the last
+one of the policy, of each the last `MAX_TEXT` characters. `repeated_calls` counts calls that an
+earlier call of the same conversation equals in name, arguments and result. The seconds of an
+episode are sums over its turns; `queue_seconds` and `reward_seconds` are null in files of older
+versions."""
+
+MAX_TEXT = 2000
+"""The characters of a text that are kept: a long run has hundreds of thousands of episodes."""
 
 _COPIED = (
     *("step", "split", "group", "sample_id", "episode_id", "agent_name", "data_source"),
     *("reward", "masked", "stop_reason", "started", "seconds"),
 )
-_PARSED = ("turns", "messages", "sample", "spans")
+_PARSED = ("turns", "messages", "sample", "spans", "ground_truth")
 
 
 def read_behaviour(episodes: pa.Table) -> pa.Table:
@@ -70,8 +75,10 @@ def read_behaviour(episodes: pa.Table) -> pa.Table:
     )
 
 
-def _derive(turns_json: str, messages_json: str, sample_json: str, spans_json: str | None) -> dict:
-    turns = orjson.loads(turns_json)
+def _derive(
+    turns_json: str, messages_json: str, sample_json: str, spans_json: str | None, truth_json: str
+) -> dict:
+    turns, truth = orjson.loads(turns_json), orjson.loads(truth_json)
     sample = orjson.loads(sample_json)
     spans = orjson.loads(spans_json) if spans_json else []
     seconds: Counter[str] = Counter()
@@ -79,14 +86,15 @@ def _derive(turns_json: str, messages_json: str, sample_json: str, spans_json: s
         seconds[span["name"]] += span["end"] - span["start"]
     results = [result for turn in turns for result in turn["tool_results"]]
     return {
-        "prompt": sample["prompt"][-1]["content"] if sample["prompt"] else "",
+        "prompt": sample["prompt"][-1]["content"][-MAX_TEXT:] if sample["prompt"] else "",
         "has_tools": bool(sample["tools"]),
         "turns": len(turns),
         "tool_calls": len(results),
         "failed_calls": sum(not result["ok"] for result in results),
         "repeated_calls": _count_repeated(turns),
         "sampled_tokens": sum(turn["end"] - turn["start"] for turn in turns),
-        "answer": _answer(turns, orjson.loads(messages_json)),
+        "answer": _answer(turns, orjson.loads(messages_json))[-MAX_TEXT:],
+        "ground_truth": str(truth)[-MAX_TEXT:] if isinstance(truth, str | int | float) else None,
         "queue_seconds": seconds["queue"] if spans else None,
         "generate_seconds": sum(turn["generate_seconds"] for turn in turns),
         "tool_seconds": sum(turn["tool_seconds"] for turn in turns),

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import yaml
 from agentrl.chat import load_tokenizer
 from agentrl.errors import DataError
 from agentrl.record import METRICS, read_metrics
-from agentrl.report.behaviour import read_behaviour
+from agentrl.report.behaviour import BEHAVIOUR_SCHEMA, read_behaviour
 from agentrl.store import StoredRollout, TrajectoryStore
 
 
@@ -65,7 +66,9 @@ class Run:
 
         `agentrl.report.behaviour.BEHAVIOUR_SCHEMA` describes the columns.
         """
-        return read_behaviour(self.episodes)
+        steps = filter(self._has, self._store.all_steps())
+        tables = [read_behaviour(self._store.read_episodes(partial(eq, step))) for step in steps]
+        return pa.concat_tables([BEHAVIOUR_SCHEMA.empty_table(), *tables])
 
     @cached_property
     def tokens(self) -> pa.Table:

@@ -213,6 +213,7 @@ def next_commands(folder: Path, config: Config) -> list[list[str]]:
     # With greedy sampling all rollouts of a row are the same.
     sampling = ["val.n=4"] if config.val.temperature > 0 else []
     return [
+        ["agentrl", "report", str(folder)],
         ["agentrl", "play", *run, "-n", "3"],
         ["agentrl", "eval", *run, *sampling],
         ["agentrl", "generate", *run, "--output", str(folder / "answers.parquet")],

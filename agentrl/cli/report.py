@@ -1,0 +1,72 @@
+"""`agentrl report`: what happened in a run, what went wrong, and what to try."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentrl.cli.options import Files
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    markdown: Annotated[bool, typer.Option("--md", help="Print Markdown; write no page.")] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="The page; default: report.html in the run's folder.")
+    ] = None,
+    file: Files = None,
+) -> None:
+    """Explain a run: what went wrong, the evidence, likely causes and what to try.
+
+    Prints the findings, and writes one HTML page with findings, curves, times and validations. The
+    run may still be training. --file loads diagnoses of your own.
+
+    Examples:
+        agentrl report runs/demo
+
+        agentrl report runs/demo --md > report.md
+
+        agentrl report runs/demo -f my_diagnoses.py
+    """
+    from agentrl.errors import UserError
+    from agentrl.registry import load_file
+    from agentrl.report import diagnose, load_run
+    from agentrl.report.diagnosis import describe
+    from agentrl.report.page import make_report, printable, to_html, to_markdown
+
+    loaded = load_run(run)
+    for name in file or ():
+        load_file(name)
+    findings = diagnose(loaded)
+    content = make_report(loaded, findings)
+    if markdown:
+        typer.echo(to_markdown(content), nl=False)
+        return
+    for label, text in content.summary:
+        typer.echo(printable(f"{label + ':':10}{text}"))
+    for finding in findings:
+        typer.echo("\n" + printable(describe(finding)))
+    page = output or run / "report.html"
+    staging = page.with_name(f".{page.name}.tmp")
+    try:
+        staging.write_text(to_html(content, _draw_curve(run)), encoding="utf-8")
+        staging.replace(page)
+    except OSError as e:
+        raise UserError(f"cannot write {page}: {e}. Choose another file: --output") from e
+    typer.echo(f"\nevidence, episodes and curves: {page}")
+
+
+def _draw_curve(run: Path) -> str:
+    """Return the learning curve as SVG, to be part of a page."""
+    import tempfile
+
+    from agentrl.record import METRICS
+    from agentrl.trainer.curve import write_curve
+
+    with tempfile.TemporaryDirectory() as folder:
+        picture = Path(folder) / "curve.svg"
+        write_curve(run / METRICS, picture)
+        text = picture.read_text(encoding="utf-8")
+    return text[text.index("<svg") :]

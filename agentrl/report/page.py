@@ -1,0 +1,381 @@
+"""The report of a run as one HTML page without scripts, or as Markdown.
+
+Texts of models, tools and datasets are shown as text: they are escaped, and characters that are not
+printable (control characters, changes of the writing direction) are replaced. The page loads
+nothing and forbids scripts (Content-Security-Policy).
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from agentrl.plural import plural
+from agentrl.report.diagnosis import ALARMS, GRAVITIES, Finding
+from agentrl.report.run import Run
+from agentrl.report.shipped import REWARD, Series, read_series
+
+CURVES = (
+    REWARD,
+    "response_length/mean",
+    "num_turns/mean",
+    "tool_call_counts/mean",
+    "waste/dead_group_frac",
+    "actor/entropy",
+    "actor/ppo_kl",
+    "actor/kl_loss",
+    "actor/pg_clipfrac",
+    "actor/grad_norm",
+    "rollout_corr/logprob_diff_mean",
+    "timing_s/step",
+)
+"""The metrics that the page draws, if the run has them."""
+HEADINGS = {
+    "error": "Errors: the run cannot succeed like this",
+    "warning": "Warnings",
+    "audit": "To audit: the reward may be exploited; read these episodes",
+    "note": "Notes",
+}
+MAX_TEXT = 400
+"""The characters of a text of an episode that the page shows."""
+MAX_EPISODES = 2
+"""The number of episodes of a finding whose texts are shown."""
+
+Row = Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The content of a report. All texts are plain; `to_html` and `to_markdown` escape them."""
+
+    title: str
+    summary: Sequence[tuple[str, str]]
+    """Label and text of the lines about the run."""
+    findings: Sequence[Finding]
+    episodes: dict[str, dict[str, Any]]
+    """The row of `Run.behaviour` of each episode whose texts are shown, by its id."""
+    time: Sequence[Row]
+    """Part of the step, seconds, share."""
+    validation: Sequence[Row]
+    """Data source, rows, first and last reward; with a header."""
+    curves: Sequence[tuple[str, Series]]
+
+
+def make_report(run: Run, findings: Sequence[Finding]) -> Report:
+    """Collect the content of a report.
+
+    Args:
+        run: the run; it may still be training.
+        findings: those of `diagnose`.
+    """
+    curves = [(name, series) for name in CURVES if len(series := read_series(run, name)) > 1]
+    return Report(
+        run.folder.resolve().name,
+        list(_summarize(run, findings)),
+        findings,
+        _find_episodes(run, findings),
+        list(_time_of_a_step(run)),
+        list(_validations(run)),
+        curves,
+    )
+
+
+def _summarize(run: Run, findings: Sequence[Finding]) -> Iterable[tuple[str, str]]:
+    """Yield five lines about the run, and one about its findings."""
+    config = run.config
+
+    def value(key: str) -> Any:
+        section, _, name = key.partition(".")
+        return (config.get(section) or {}).get(name)
+
+    if config:
+        lora = f", LoRA of rank {value('model.lora_rank')}" if value("model.lora_rank") else ""
+        yield (
+            "config",
+            f"{value('model.path')}{lora}, {value('algorithm.name')},"
+            f" {value('data.batch_size')} rows x {value('rollout.n')} rollouts a step, lr"
+            f" {value('optim.lr')}, engine {value('rollout.name')}",
+        )
+        validated = f", validated on {_names(value('data.val'))}" if value("data.val") else ""
+        yield "rows", f"{_names(value('data.train'))}{validated}"
+    reward = read_series(run, REWARD)
+    if not len(reward):
+        yield "steps", "no training step is recorded yet"
+    else:
+        total = value("trainer.total_steps")
+        of = f" of {total}" if isinstance(total, int) else ""
+        yield "steps", f"{reward.steps[-1]}{of}"
+        window = reward.window
+        if len(reward) < 2 * window:
+            text = f"{reward.values[0]:.3g} -> {reward.values[-1]:.3g}"
+        else:
+            text = (
+                f"{_mean(reward.first)} in the first {window} steps -> {_mean(reward.last)} in the"
+                f" last {window} (± one standard error between steps)"
+            )
+        yield "reward", text
+    seconds = read_series(run, "timing_s/step")
+    if len(seconds):
+        tested = read_series(run, "timing_s/testing").values.sum()
+        yield (
+            "time",
+            f"{_duration(seconds.values.sum())} of training, {seconds.last.mean():.3g} s a step;"
+            f" {_duration(float(tested))} of validation",
+        )
+    counts = {g: sum(f.gravity == g for f in findings) for g in GRAVITIES}
+    found = [plural(n, g) for g, n in counts.items() if n and g in ALARMS]
+    yield "findings", ", ".join(found) or "no errors or warnings"
+
+
+def _names(value: Any) -> str:
+    """Return the file names of `data.train` or `data.val`."""
+    if isinstance(value, str):
+        return value
+    files = [v.get("path", v) if isinstance(v, dict) else v for v in value or ()]
+    return ", ".join(map(str, files))
+
+
+def _mean(values: np.ndarray) -> str:
+    return f"{values.mean():.3g} ± {values.std(ddof=1) / math.sqrt(len(values)):.2g}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _find_episodes(run: Run, findings: Sequence[Finding]) -> dict[str, dict[str, Any]]:
+    """Return the rows of the first episodes of each finding."""
+    wanted = {i for finding in findings for i in finding.episodes[:MAX_EPISODES]}
+    if not wanted:
+        return {}
+    ids = run.behaviour.column("episode_id").to_pylist()
+    chosen = [i for i, name in enumerate(ids) if name in wanted]
+    return {row["episode_id"]: row for row in run.behaviour.take(chosen).to_pylist()}
+
+
+def _time_of_a_step(run: Run) -> Iterable[Row]:
+    """Yield the parts of the last steps with their seconds, the longest first."""
+    step = read_series(run, "timing_s/step")
+    if not len(step):
+        return
+    total, number = step.last.mean(), len(step.last)
+    parts = []
+    for name in run.metrics.column_names:
+        series = read_series(run, name) if name.startswith("timing_s/") else step
+        if series is not step and name not in ("timing_s/step", "timing_s/testing") and len(series):
+            of_last = series.values[series.steps >= step.steps[-number]].sum()
+            parts.append((name.removeprefix("timing_s/"), of_last / number))
+    yield "part", "seconds", "share"
+    yield f"step (mean of the last {number})", f"{total:.3g}", "100%"
+    for name, seconds in sorted(parts, key=lambda part: -part[1]):
+        if seconds >= 0.005 * total:
+            yield name, f"{seconds:.3g}", f"{seconds / total:.0%}"
+
+
+def _validations(run: Run) -> Iterable[Row]:
+    """Yield the first and the last validation of all rows, and of each data source."""
+    table = run.metrics
+    header = False
+    for name in table.column_names:
+        match = re.fullmatch(r"(val|val_greedy|val-core/(.+))/reward/mean@(\d+)", name)
+        if not match:
+            continue
+        values = _values_by_step(table, name)
+        if not values:
+            continue
+        errors = _values_by_step(table, f"{match[1]}/reward/se@{match[3]}")
+        if not header:
+            yield "validation", "first", "last"
+            header = True
+        label = {"val": "all rows", "val_greedy": "all rows, greedy"}.get(match[1], match[2])
+        ends = [
+            f"{values[step]:.3g}"
+            + (f" ± {errors[step]:.2g}" if step in errors else "")
+            + f" (step {step})"
+            for step in (min(values), max(values))
+        ]
+        yield f"{label}, {plural(int(match[3]), 'rollout')} a row", *ends
+
+
+def _values_by_step(table: pa.Table, name: str) -> dict[int, float]:
+    """Return the values of a metric by step; empty if no step has it."""
+    if name not in table.column_names:
+        return {}
+    pairs = zip(table.column("step").to_pylist(), table.column(name).to_pylist(), strict=True)
+    return {step: value for step, value in pairs if value is not None}
+
+
+# --- HTML ----------------------------------------------------------------------------------------
+
+_STYLE = """
+:root { color-scheme: light dark; --line: #8884; --soft: #8882; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
+table { border-collapse: collapse } td, th { padding: .15rem .8rem .15rem 0; text-align: left;
+  vertical-align: top; border-bottom: 1px solid var(--line) }
+article { border-left: .3rem solid var(--line); padding: .1rem 1rem; margin: 1rem 0 }
+.error { border-color: #e5534b } .warning { border-color: #d4702a } .audit { border-color: #a371f7 }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--soft); padding: .5rem }
+code { background: var(--soft) } figure { display: inline-block; margin: .5rem }
+figcaption { font-size: .8rem } svg { max-width: 100% } small { opacity: .75 }
+"""
+
+
+def printable(text: str) -> str:
+    """Return a text with other characters than line breaks and printable ones replaced."""
+    replacement = "\N{REPLACEMENT CHARACTER}"
+    return "".join(c if c.isprintable() or c in "\n\t" else replacement for c in text)
+
+
+def _escape(text: Any) -> str:
+    return html.escape(printable(str(text)))
+
+
+def to_html(report: Report, curve: str = "") -> str:
+    """Return the report as one page of HTML.
+
+    Args:
+        report: the content.
+        curve: the learning curve as SVG, which `agentrl.trainer.curve` draws.
+    """
+    parts = [
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
+        "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none';"
+        " style-src 'unsafe-inline'\">",
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
+        f"<title>{_escape(report.title)}</title><style>{_STYLE}</style></head><body>",
+        f"<h1>{_escape(report.title)}</h1>",
+        _html_table(report.summary, header=False),
+    ]
+    for gravity, findings in _by_gravity(report.findings):
+        parts.append(f"<h2>{_escape(HEADINGS[gravity])}</h2>")
+        parts += [_html_finding(finding, report) for finding in findings]
+    if curve:
+        parts.append(f"<h2>Rewards</h2>{curve}")
+    if report.validation:
+        parts.append("<h2>Validation</h2>" + _html_table(report.validation))
+    if report.time:
+        parts.append("<h2>Where the time goes</h2>" + _html_table(report.time))
+    if report.curves:
+        parts.append("<h2>Metrics</h2>")
+        parts += [_html_curve(name, series) for name, series in report.curves]
+    return "\n".join([*parts, "</body></html>\n"])
+
+
+def _by_gravity(findings: Sequence[Finding]) -> Iterable[tuple[str, list[Finding]]]:
+    for gravity in GRAVITIES:
+        if chosen := [f for f in findings if f.gravity == gravity]:
+            yield gravity, chosen
+
+
+def _html_table(rows: Sequence[Row], header: bool = True) -> str:
+    cells = [
+        "".join(f"<{tag}>{_escape(cell)}</{tag}>" for cell in row)
+        for i, row in enumerate(rows)
+        for tag in ["th" if header and i == 0 else "td"]
+    ]
+    return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"
+
+
+def _html_finding(finding: Finding, report: Report) -> str:
+    parts = [
+        f"<article class='{finding.gravity}'><p><b>{_escape(finding.name)}</b>"
+        f" <small>from step {finding.step}</small><br>{_escape(finding.text)}</p>"
+    ]
+    if finding.evidence:
+        parts.append(f"<p><small>{_escape(_format_evidence(finding))}</small></p>")
+    for label, items in (("Likely causes", finding.causes), ("Try", finding.tries)):
+        if items:
+            listed = "".join(f"<li>{_escape(item)}</li>" for item in items)
+            parts.append(f"<p>{label}:</p><ol>{listed}</ol>")
+    if finding.episodes:
+        ids = ", ".join(f"<code>{_escape(i)}</code>" for i in finding.episodes)
+        parts.append(f"<details><summary>Episodes</summary><p>{ids}</p>")
+        parts += [f"<pre>{_escape(text)}</pre>" for text in _episode_texts(finding, report)]
+        parts.append("</details>")
+    return "".join([*parts, "</article>"])
+
+
+def _format_evidence(finding: Finding) -> str:
+    return ", ".join(f"{name} = {value:.4g}" for name, value in finding.evidence.items())
+
+
+def _episode_texts(finding: Finding, report: Report) -> Iterable[str]:
+    """Yield prompt, answer and reward of the first episodes of a finding."""
+    for name in finding.episodes[:MAX_EPISODES]:
+        if row := report.episodes.get(name):
+            yield (
+                f"{name}: step {row['step']}, row {row['sample_id']}, reward {row['reward']:.3g},"
+                f" {plural(row['turns'], 'turn')}, {plural(row['tool_calls'], 'call')},"
+                f" stopped by {row['stop_reason']}\n"
+                f"prompt: {_cut(row['prompt'])}\nanswer: {_cut(row['answer'])}"
+            )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else "..." + text[-MAX_TEXT:]
+
+
+def _html_curve(name: str, series: Series) -> str:
+    """Draw a small picture of a metric: a line, and its range as text."""
+    x, y = series.steps.astype(float), series.values
+    if len(x) > 200:  # more points are not visible
+        parts = np.array_split(np.arange(len(x)), 200)
+        x, y = (np.array([a[p].mean() for p in parts]) for a in (x, y))
+    low, high = float(y.min()), float(y.max())
+    px = 5 + 270 * (x - x.min()) / max(x.max() - x.min(), 1.0)
+    py = 75 - 70 * ((y - low) / (high - low) if high > low else np.full(len(y), 0.5))
+    points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(px, py, strict=True))
+    return (
+        f"<figure><svg width='280' height='80' viewBox='0 0 280 80' role='img'"
+        f" aria-label='{_escape(name)}'><polyline points='{points}' fill='none' stroke='#2f81f7'"
+        f" stroke-width='1.5'/></svg><figcaption>{_escape(name)}: {y[0]:.3g} &rarr; {y[-1]:.3g},"
+        f" {low:.3g} to {high:.3g}</figcaption></figure>"
+    )
+
+
+# --- Markdown ------------------------------------------------------------------------------------
+
+
+def to_markdown(report: Report) -> str:
+    """Return the report as Markdown, without curves."""
+    lines = [f"# {_markdown(report.title)}", ""]
+    lines += [f"- **{label}**: {_markdown(text)}" for label, text in report.summary]
+    for gravity, findings in _by_gravity(report.findings):
+        lines += ["", f"## {HEADINGS[gravity]}"]
+        for finding in findings:
+            lines += ["", f"### {_markdown(finding.name)}, from step {finding.step}", ""]
+            lines.append(_markdown(finding.text))
+            if finding.evidence:
+                lines += ["", f"Evidence: {_markdown(_format_evidence(finding))}"]
+            for label, items in (("Likely causes", finding.causes), ("Try", finding.tries)):
+                if items:
+                    lines += ["", f"{label}:", ""]
+                    lines += [f"{i}. {_markdown(item)}" for i, item in enumerate(items, 1)]
+            if finding.episodes:
+                lines += ["", f"Episodes: {_markdown(', '.join(finding.episodes))}"]
+                for text in _episode_texts(finding, report):
+                    # An indented block shows its text as it is.
+                    lines += ["", *(f"    {line}" for line in printable(text).splitlines())]
+    for heading, rows in (("Validation", report.validation), ("Where the time goes", report.time)):
+        if rows:
+            lines += ["", f"## {heading}", ""]
+            cells = [" | ".join(_markdown(cell) for cell in row) for row in rows]
+            lines += [f"| {cells[0]} |", "|" + "---|" * len(rows[0])]
+            lines += [f"| {row} |" for row in cells[1:]]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown(text: str) -> str:
+    """Return a text as one line in which Markdown and HTML have no meaning."""
+    line = " ".join(printable(text).split())
+    return re.sub(r"([\\`*_{}\[\]<>|#!&~])", r"\\\1", line)
