@@ -14,6 +14,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,6 +42,8 @@ large change too."""
 SOLVED = 0.9
 """The share of the range of rewards above which rows count as solved: then equal rewards, a reward
 that does not rise, and small updates are the expected end of a run."""
+FAILED = 0.1
+"""The share of the range of rewards up to which a rollout counts as failed."""
 EXAMPLES = 5
 """The number of episodes that a finding names."""
 
@@ -150,131 +153,17 @@ def examples(table: pa.Table, mask: np.ndarray) -> list[str]:
     return ids[-EXAMPLES:]
 
 
+def group_keys(episodes: pa.Table) -> list[str]:
+    """Return a key of each episode's group: its step and number, or (in older files) row."""
+    names = ("step", "group", "sample_id")
+    values = zip(*(episodes.column(name).to_pylist() for name in names), strict=True)
+    return [f"{step}/{row if group is None else group}" for step, group, row in values]
+
+
 def config_value(run: Run, key: str) -> object:
     """Return the value of a config key; None if the run's config lacks it."""
     section, _, name = key.partition(".")
     return (run.config.get(section) or {}).get(name)
-
-
-# --- nothing can be learned ----------------------------------------------------------------------
-
-MAX_DEAD_STEPS = 3
-"""The number of dead steps in a row that is an error. With small batches one or two occur by
-chance."""
-DEAD_SHARE = 0.8
-"""The share of dead groups that is a warning, as a mean of the last steps. With a success rate of
-5 % and 8 rollouts, 66 % of the groups are dead, and such a run still learns."""
-DEAD_STEP = "waste/dead_step"
-DEAD_GROUPS = "waste/dead_group_frac"
-BUDGETS = ("turn_tokens", "trajectory_tokens", "turns", "tool_calls", "time")
-STOP = "stop/"
-
-
-@diagnosis("dead_groups")
-def dead_groups(run: Run) -> Iterator[Finding]:
-    """All rewards of a group are equal, so no rollout has an advantage.
-
-    A step is dead if no token has an advantage from the rewards: the budget policy masks all its
-    rollouts, or all rewards of every group are equal. Then the policy does not change, or only a KL
-    or an entropy term moves it.
-    """
-    dead = read_series(run, DEAD_STEP)
-    if len(dead) and not is_solved(run):
-        in_a_row = longest = end = 0
-        for i, value in enumerate(dead.values):
-            in_a_row = in_a_row + 1 if value else 0
-            if in_a_row >= longest:
-                longest, end = in_a_row, i
-        if longest >= MAX_DEAD_STEPS:
-            first, last = (int(dead.steps[i]) for i in (end - longest + 1, end))
-            yield _explain_dead_steps(run, first, last, int(dead.values.sum()), len(dead))
-            return
-    groups = read_series(run, DEAD_GROUPS)
-    if len(groups) < MIN_STEPS:
-        return
-    holds = groups.means >= DEAD_SHARE
-    if not holds[-1]:
-        return
-    share, low = float(groups.last.mean()), reward_range(run)[0]
-    reward = float(read_series(run, REWARD).last.mean())
-    start = groups.since(holds)
-    if is_solved(run):
-        yield Finding(
-            start,
-            f"since step {start} all rewards are equal in {share:.0%} of the groups, because nearly"
-            f" all rollouts succeed (mean reward {reward:.3g}): little is left to learn on these"
-            " rows",
-            {"dead_groups": share, "reward": reward},
-            tries=["harder rows", "algorithm.filter_groups=true", "stop: trainer.patience"],
-            gravity="note",
-        )
-        return
-    yield Finding(
-        start,
-        f"since step {start} all rewards are equal in {share:.0%} of the groups (mean reward"
-        f" {reward:.3g}, smallest {low:.3g}): most rollouts teach nothing",
-        {"dead_groups": share, "reward": reward},
-        causes=[
-            "rows that the policy always fails, or always solves",
-            "a reward with two values, where partial success counts as failure",
-        ],
-        tries=[
-            "more rollouts of a row: rollout.n",
-            "replace such rows within a step: algorithm.filter_groups=true",
-            "easier or harder rows, or a reward with more than two values",
-        ],
-    )
-
-
-def _explain_dead_steps(run: Run, first: int, last: int, dead: int, steps: int) -> Finding:
-    """Describe a stretch of dead steps: what their rollouts have in common."""
-    table = run.metrics
-    step = table.column("step").to_numpy()
-    part = table.filter(pa.array((step >= first) & (step <= last)))
-
-    def mean_of(name: str) -> float:
-        values = [x or 0.0 for x in part.column(name).to_pylist()]
-        return sum(values) / len(values)
-
-    equal = mean_of(DEAD_GROUPS) if DEAD_GROUPS in table.column_names else 1.0
-    stops = {n.removeprefix(STOP): mean_of(n) for n in table.column_names if n.startswith(STOP)}
-    reason = max(stops, key=stops.__getitem__, default="")
-    low, high = reward_range(run)
-    masked, causes, tries = "", [], []
-    if equal < 0.995:  # a dead step's other groups are masked
-        masked = ", rollouts of the others are masked by rollout.budget_policy"
-    if reason in BUDGETS:
-        causes.append(f"the budget {reason!r} ends most rollouts before they succeed")
-        tries.append(f"raise the budget {reason!r} (docs/run_folder.md, stop reasons)")
-        if masked:
-            tries.append(f"rollout.budget_policy.{reason}=keep")
-    if low == high:
-        causes.append(
-            f"every rollout of the run has the reward {low:g}: the reward function never matches,"
-            " or the rows are too hard"
-        )
-    else:
-        causes.append("within each row all rollouts fail, or all succeed")
-    tries += [
-        f"read some episodes: agentrl play -c {run.folder / 'config.yaml'} -n 3",
-        "easier or harder rows, or a reward with more than two values",
-        "imitate first: docs/debugging.md",
-    ]
-    episodes = training_episodes(run)
-    of_step = column(episodes, "step") == last
-    reward = mean_of(REWARD) if REWARD in table.column_names else math.nan
-    return Finding(
-        first,
-        f"steps {first} to {last} had no learning signal ({DEAD_STEP}; {dead} of"
-        f" {plural(steps, 'step')} in all): all rewards are equal in {equal:.0%} of the"
-        f" groups{masked}, and the most frequent stop reason is {reason or 'unknown'!r}"
-        f" ({stops.get(reason, 0.0):.0%} of the rollouts)",
-        {"dead_steps": float(dead), "dead_groups": equal, "reward": reward},
-        examples(episodes, of_step),
-        causes,
-        tries,
-        gravity="error",
-    )
 
 
 # --- engine and trainer --------------------------------------------------------------------------
@@ -367,6 +256,364 @@ def mismatch(run: Run) -> Iterator[Finding]:
         )
 
 
+# --- updates --------------------------------------------------------------------------------------
+
+
+CLIPPED = 0.3
+"""The share of clipped tokens that is a warning; below 0.2 is usual."""
+MAX_DRIFT = 0.5
+"""The mean change of logprobs in a step, in nats, that is too large. Half a nat changes the
+probability of a token by a factor of 1.6 each step; runs that learn have 0.02 to 0.1, at their
+first steps up to 0.4."""
+JUMPS = 3
+"""The number of updates in a row whose mean is compared with `MAX_DRIFT`."""
+SPIKE = 10.0
+"""How many times the median of the steps before it a gradient norm must have to be a spike. Norms
+vary by a factor of 3 with the number of live groups."""
+SPIKES = 3
+"""The number of spikes among the last `SPIKE_STEPS` steps. One outlier is clipped away."""
+SPIKE_STEPS = 20
+
+
+@diagnosis("unstable_update")
+def unstable_update(run: Run) -> Iterator[Finding]:
+    """Steps move the policy too far, many tokens are clipped, or the gradient norm jumps."""
+    tries = [
+        "a lower optim.lr, with optim.lr_warmup_steps",
+        "fewer algorithm.ppo_epochs, a larger algorithm.mini_batch_size",
+        "optim.max_grad_norm",
+    ]
+    causes = [
+        f"optim.lr ({config_value(run, 'optim.lr')}) is too high",
+        "too many optimizer steps on one batch",
+        "rewards of very different size",
+    ]
+    drift = read_series(run, "canary/drift")
+    drift = Series(drift.steps[drift.values > 0], drift.values[drift.values > 0])
+    jumps = [
+        i for i in range(len(drift) - JUMPS + 1) if drift.values[i : i + JUMPS].mean() >= MAX_DRIFT
+    ]
+    if jumps:
+        size, start = float(drift.values[jumps[0] :][:JUMPS].mean()), int(drift.steps[jumps[0]])
+        yield Finding(
+            start,
+            f"from step {start} each update changed the logprobs of tokens by {size:.2g} nats"
+            " (canary/drift): the policy jumps instead of learning",
+            {"drift": size, "largest": float(drift.values.max())},
+            causes=causes[:2],
+            tries=["optim.lr ten times lower", *tries],
+            subject="drift",
+        )
+    clipped = read_series(run, "actor/pg_clipfrac")
+    if len(clipped) >= MIN_WINDOW and (holds := clipped.means >= CLIPPED)[-1]:
+        start, share = clipped.since(holds), float(clipped.last.mean())
+        yield Finding(
+            start,
+            f"since step {start} {share:.0%} of the tokens are clipped: the policy moves further"
+            " within a step than its samples are valid",
+            {"clipped": share},
+            causes=causes,
+            tries=tries,
+            subject="clip",
+        )
+    norm = read_series(run, "actor/grad_norm")
+    if len(norm) < MIN_STEPS or is_solved(run):
+        return
+    spikes = []
+    for i in range(MIN_WINDOW, len(norm)):
+        before = norm.values[max(0, i - SPIKE_STEPS) : i]
+        before = before[before > 0]
+        if len(before) >= MIN_WINDOW and norm.values[i] > SPIKE * np.median(before):
+            spikes.append(i)
+    recent = [i for i in spikes if i >= len(norm) - SPIKE_STEPS]
+    if len(recent) >= SPIKES:
+        largest = max(recent, key=lambda i: norm.values[i])
+        yield Finding(
+            int(norm.steps[recent[0]]),
+            f"the gradient norm jumped {len(recent)} times in the last"
+            f" {min(SPIKE_STEPS, len(norm))} steps, to {norm.values[largest]:.3g} in step"
+            f" {norm.steps[largest]} (median {np.median(norm.values):.3g})",
+            {"spikes": float(len(recent)), "largest": float(norm.values[largest])},
+            causes=causes,
+            tries=tries,
+            subject="grad_norm",
+        )
+
+
+BUDGETS = ("turn_tokens", "trajectory_tokens", "turns", "tool_calls", "time")
+
+
+def budget_key(reason: str) -> str:
+    """Return the config key of a budget."""
+    return "rollout.timeout_s" if reason == "time" else f"rollout.max_{reason}"
+
+
+# --- rows without any reward ---------------------------------------------------------------------
+
+UNREWARDED_ROLLOUTS, UNREWARDED_GROUPS = 100, 10
+"""The fewest rollouts and groups of rows that never earn. If a policy succeeded in one of 30
+rollouts, all of 100 would fail in 3 % of the cases."""
+UNREWARDED = 0.99
+"""The share of rollouts that fail. Less than all, because a guess may be right by chance."""
+RIGHT = 0.2
+"""The share of failed rollouts with the right answer above which the reward is at fault."""
+CUT = 0.25
+"""The share of failed rollouts that a budget cuts above which the budget is a likely cause."""
+BROKEN = 0.5
+"""The share of failed rollouts with a failed tool call above which tools are a likely cause."""
+
+
+@diagnosis("unrewarded")
+def unrewarded(run: Run) -> Iterator[Finding]:
+    """No rollout of an agent loop or a data source has earned anything; those of others have."""
+    episodes = training_episodes(run)
+    low, high = reward_range(run)
+    if not episodes.num_rows or high <= low:
+        return
+    reward = column(episodes, "reward")
+    failed = reward <= low + FAILED * (high - low)
+    labels, mask = _find_unrewarded(episodes, failed)
+    groups = {key for key, chosen in zip(group_keys(episodes), mask, strict=True) if chosen}
+    if mask.sum() < UNREWARDED_ROLLOUTS or len(groups) < UNREWARDED_GROUPS or mask.all():
+        return
+    steps = column(episodes, "step")[mask]
+    described, evidence, causes, tries = _explain_failures(run, episodes.filter(pa.array(mask)))
+    succeeded = int((~failed[mask]).sum())
+    yield Finding(
+        int(steps.min()),
+        f"{succeeded or 'none'} of {int(mask.sum())} rollouts of {', '.join(labels)} earned more"
+        f" than the smallest reward ({low:.3g}) in steps {steps.min()} to"
+        f" {steps.max()}{described}; the other rows earn {reward[~mask].mean():.3g}",
+        {"rollouts": float(mask.sum()), "others": float(reward[~mask].mean()), **evidence},
+        examples(episodes, mask),
+        [*causes, "these rows are too hard for the policy, or their prompt is unclear"],
+        [
+            *tries,
+            f"read some episodes: agentrl play -c {run.folder / 'config.yaml'} -n 3",
+            "other rewards for the same episodes: agentrl rescore",
+            "imitate first: docs/debugging.md",
+        ],
+        gravity="error" if evidence.get("right", 0.0) >= RIGHT else "warning",
+    )
+
+
+def _find_unrewarded(episodes: pa.Table, failed: np.ndarray) -> tuple[list[str], np.ndarray]:
+    """Return which agent loops or data sources always fail, and the mask of their episodes.
+
+    A loop or a data source is named if all its rows fail, otherwise both.
+    """
+    agents = np.array(episodes.column("agent_name").to_pylist(), object)
+    sources = np.array(episodes.column("data_source").to_pylist(), object)
+    labels, mask = [], np.zeros(len(failed), bool)
+    for names in (agents, sources, agents + " with " + sources):
+        for name in dict.fromkeys(names[~mask].tolist()):
+            own = names == name
+            if own.sum() >= MIN_WINDOW and failed[own].mean() >= UNREWARDED:
+                labels.append(f"{name or 'rows without data_source'}")
+                mask |= own
+    return labels, mask
+
+
+def _explain_failures(
+    run: Run, episodes: pa.Table
+) -> tuple[str, dict[str, float], list[str], list[str]]:
+    """Return what failed rollouts have in common: a clause, evidence, causes and what to try."""
+    clauses, evidence, causes, tries = [], {}, [], []
+    if not episodes.num_rows:
+        return "", evidence, causes, tries
+    pairs = [
+        (answer, truth)
+        for answer, truth in zip(
+            episodes.column("answer").to_pylist(),
+            episodes.column("ground_truth").to_pylist(),
+            strict=True,
+        )
+        if truth
+    ]
+    right = [pair for pair in pairs if ends_with_truth(*pair)]
+    if pairs and len(right) >= RIGHT * len(pairs):
+        answer, truth = right[-1]
+        evidence["right"] = len(right) / len(pairs)
+        clauses.append(
+            f"{evidence['right']:.0%} of them end with the ground truth (the answer"
+            f" {shorten(answer)!r}, the ground truth {shorten(truth)!r})"
+        )
+        causes.append("the reward does not accept right answers of these rows in their form")
+        tries.append("the reward function, and the column of the ground truth")
+    reasons = Counter(episodes.column("stop_reason").to_pylist())
+    for reason in BUDGETS:
+        if reasons[reason] >= CUT * episodes.num_rows:
+            share = reasons[reason] / episodes.num_rows
+            evidence[f"cut by {reason}"] = share
+            key = budget_key(reason)
+            clauses.append(f"the budget {reason!r} cuts {share:.0%}")
+            causes.append(f"{key} ({config_value(run, key)}) is too small for these rows")
+            tries.append(f"raise {key}")
+    broken = float((column(episodes, "failed_calls") > 0).mean())
+    if broken >= BROKEN:
+        evidence["failed calls"] = broken
+        clauses.append(f"a tool call fails in {broken:.0%}")
+        causes.append("their tools do not work")
+        tries.append("the error that the model reads: agentrl play -n 3")
+    return "".join(f", {clause}" for clause in clauses), evidence, causes, tries
+
+
+def ends_with_truth(answer: str, truth: str) -> bool:
+    """Return whether the last number of an answer, or the end of its text, is the ground truth."""
+    with suppress(ValueError):
+        value = float(truth.replace(",", ""))
+        numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", answer)
+        return bool(numbers) and math.isclose(float(numbers[-1].replace(",", "")), value)
+    words, wanted = (re.findall(r"\w+", text.lower()) for text in (answer, truth))
+    return bool(wanted) and words[-len(wanted) :] == wanted
+
+
+def shorten(text: str) -> str:
+    """Return the last 60 characters of a text."""
+    return text if len(text) <= 60 else f"...{text[-57:]}"
+
+
+# --- nothing can be learned ----------------------------------------------------------------------
+
+MAX_DEAD_STEPS = 3
+"""The number of dead steps in a row that is an error. With small batches one or two occur by
+chance."""
+DEAD_SHARE = 0.8
+"""The share of dead groups that is a warning, as a mean of the last steps. With a success rate of
+5 % and 8 rollouts, 66 % of the groups are dead, and such a run still learns."""
+FAILING_SHARE = 0.2
+"""The share of groups whose rollouts all fail that makes dead groups a problem. Otherwise most of
+them are solved."""
+DEAD_STEP = "waste/dead_step"
+DEAD_GROUPS = "waste/dead_group_frac"
+STOP = "stop/"
+
+
+@diagnosis("dead_groups")
+def dead_groups(run: Run) -> Iterator[Finding]:
+    """All rewards of a group are equal, so no rollout has an advantage.
+
+    A step is dead if no token has an advantage from the rewards: the budget policy masks all its
+    rollouts, or all rewards of every group are equal. Then the policy does not change, or only a KL
+    or an entropy term moves it.
+    """
+    dead = read_series(run, DEAD_STEP)
+    if len(dead) and not is_solved(run):
+        in_a_row = longest = end = 0
+        for i, value in enumerate(dead.values):
+            in_a_row = in_a_row + 1 if value else 0
+            if in_a_row >= longest:
+                longest, end = in_a_row, i
+        if longest >= MAX_DEAD_STEPS:
+            first, last = (int(dead.steps[i]) for i in (end - longest + 1, end))
+            yield _explain_dead_steps(run, first, last, int(dead.values.sum()), len(dead))
+            return
+    groups = read_series(run, DEAD_GROUPS)
+    if len(groups) < MIN_STEPS:
+        return
+    holds = groups.means >= DEAD_SHARE
+    if not holds[-1]:
+        return
+    share, low = float(groups.last.mean()), reward_range(run)[0]
+    reward = float(read_series(run, REWARD).last.mean())
+    start = groups.since(holds)
+    failing = _share_of_failing_groups(run, groups.window)
+    evidence = {"dead_groups": share, "reward": reward}
+    if failing is not None:
+        evidence["failing_groups"] = failing
+    if is_solved(run) or (failing is not None and failing < FAILING_SHARE):
+        yield Finding(
+            start,
+            f"since step {start} all rewards are equal in {share:.0%} of the groups, because nearly"
+            f" all rollouts succeed (mean reward {reward:.3g}): little is left to learn on these"
+            " rows",
+            evidence,
+            tries=["harder rows", "algorithm.filter_groups=true", "stop: trainer.patience"],
+            gravity="note",
+        )
+        return
+    failed = "" if failing is None else f"; in {failing:.0%} all rollouts fail"
+    yield Finding(
+        start,
+        f"since step {start} all rewards are equal in {share:.0%} of the groups (mean reward"
+        f" {reward:.3g}, smallest {low:.3g}{failed}): most rollouts teach nothing",
+        evidence,
+        causes=[
+            "rows that the policy always fails, or always solves",
+            "a reward with two values, where partial success counts as failure",
+        ],
+        tries=[
+            "more rollouts of a row: rollout.n",
+            "replace such rows within a step: algorithm.filter_groups=true",
+            "easier or harder rows, or a reward with more than two values",
+        ],
+    )
+
+
+def _share_of_failing_groups(run: Run, steps: int) -> float | None:
+    """Return the share of groups of the last steps whose rollouts all fail; None if unknown."""
+    episodes = training_episodes(run, steps)
+    if not episodes.num_rows:
+        return None
+    low, high = reward_range(run)
+    fails: dict[str, bool] = defaultdict(lambda: True)
+    rewards = column(episodes, "reward").tolist()
+    for group, value in zip(group_keys(episodes), rewards, strict=True):
+        fails[group] &= value <= low + FAILED * (high - low)
+    return sum(fails.values()) / len(fails)
+
+
+def _explain_dead_steps(run: Run, first: int, last: int, dead: int, steps: int) -> Finding:
+    """Describe a stretch of dead steps: what their rollouts have in common."""
+    table = run.metrics
+    step = table.column("step").to_numpy()
+    part = table.filter(pa.array((step >= first) & (step <= last)))
+
+    def mean_of(name: str) -> float:
+        values = [x or 0.0 for x in part.column(name).to_pylist()]
+        return sum(values) / len(values)
+
+    equal = mean_of(DEAD_GROUPS) if DEAD_GROUPS in table.column_names else 1.0
+    stops = {n.removeprefix(STOP): mean_of(n) for n in table.column_names if n.startswith(STOP)}
+    reason = max(stops, key=stops.__getitem__, default="")
+    low, high = reward_range(run)
+    masked, causes, tries = "", [], []
+    if equal < 0.995:  # a dead step's other groups are masked
+        masked = ", rollouts of the others are masked by rollout.budget_policy"
+    if reason in BUDGETS:
+        causes.append(f"the budget {reason!r} ends most rollouts before they succeed")
+        tries.append(f"raise the budget {reason!r} (docs/run_folder.md, stop reasons)")
+        if masked:
+            tries.append(f"rollout.budget_policy.{reason}=keep")
+    if low == high:
+        causes.append(
+            f"every rollout of the run has the reward {low:g}: the reward function never matches,"
+            " or the rows are too hard"
+        )
+    else:
+        causes.append("within each row all rollouts fail, or all succeed")
+    tries += [
+        f"read some episodes: agentrl play -c {run.folder / 'config.yaml'} -n 3",
+        "easier or harder rows, or a reward with more than two values",
+        "imitate first: docs/debugging.md",
+    ]
+    episodes = training_episodes(run)
+    of_step = column(episodes, "step") == last
+    reward = mean_of(REWARD) if REWARD in table.column_names else math.nan
+    return Finding(
+        first,
+        f"steps {first} to {last} had no learning signal ({DEAD_STEP}; {dead} of"
+        f" {plural(steps, 'step')} in all): all rewards are equal in {equal:.0%} of the"
+        f" groups{masked}, and the most frequent stop reason is {reason or 'unknown'!r}"
+        f" ({stops.get(reason, 0.0):.0%} of the rollouts)",
+        {"dead_steps": float(dead), "dead_groups": equal, "reward": reward},
+        examples(episodes, of_step),
+        causes,
+        tries,
+        gravity="error",
+    )
+
+
 # --- lost and cut rollouts -----------------------------------------------------------------------
 
 DROPPED_SHARE = 0.02
@@ -424,7 +671,7 @@ def truncation(run: Run) -> Iterator[Finding]:
                 f"; their mean reward is {rewards['cut']:.3g}, that of the others"
                 f" {rewards['other']:.3g}"
             )
-        key = {"time": "rollout.timeout_s"}.get(reason, f"rollout.max_{reason}")
+        key = budget_key(reason)
         start = share.since(holds)
         yield Finding(
             start,
@@ -477,7 +724,7 @@ def _reward_of_cut(episodes: pa.Table, is_cut: np.ndarray) -> tuple[bool | None,
 
 # --- tools ---------------------------------------------------------------------------------------
 
-BROKEN_CALLS = {"timeout": 0.1, "crash": 0.1}
+BROKEN_CALLS = {"timeout": 0.03, "crash": 0.03}
 """The share of calls with such an error that is a warning. A working tool has none."""
 WRONG_CALLS = {"bad_call": 0.5, "schema": 0.5, "unknown_tool": 0.5, "tool_error": 0.5}
 """The share of calls that the policy writes wrongly, or that the tool refuses. A policy that learns
@@ -557,20 +804,31 @@ def tool_use(run: Run) -> Iterator[Finding]:
                 if same
                 else ""
             )
+            low, high = reward_range(run)
+            failed = own & (column(episodes, "tool_calls") > 0)
+            failed &= column(episodes, "reward") <= low + FAILED * (high - low)
+            failed &= column(episodes, "step") <= start
+            clause, found, reasons, changes = _explain_failures(
+                run, episodes.filter(pa.array(failed))
+            )
+            if clause:
+                clause = f"; of its {failed.sum()} failed rollouts with calls until then{clause}"
             yield Finding(
                 start,
                 f"{agent} stops calling tools: {means[best]:.0%} of its rollouts called one around"
-                f" step {rate.steps[best]}, {last:.0%} in the last {rate.window} steps{earned}",
-                {"best_rate": float(means[best]), "last_rate": last},
+                f" step {rate.steps[best]}, {last:.0%} in the last {rate.window} steps{earned}"
+                f"{clause}",
+                {"best_rate": float(means[best]), "last_rate": last, **found},
                 shown,
                 causes=[
+                    *reasons,
                     "an answer without the tool earns as much: the policy learned to guess"
                     if is_better
                     else "calls were punished by chance: failed or truncated calls earn less than"
                     " an answer at once",
                     "a penalty for calls, turns or length that is larger than what the tool brings",
                 ],
-                tries=tries,
+                tries=[*changes, *tries],
                 gravity="audit" if is_better else "warning",
                 subject=agent,
             )
@@ -683,19 +941,8 @@ def collapse(run: Run) -> Iterator[Finding]:
     kinds = _find_kinds(episodes)
     step, reward = column(episodes, "step"), column(episodes, "reward")
     answers = np.array([a.strip() for a in episodes.column("answer").to_pylist()], object)
-    groups = np.array(
-        [
-            f"{s}/{g if g is not None else i}"
-            for s, g, i in zip(
-                step.tolist(),
-                episodes.column("group").to_pylist(),
-                episodes.column("sample_id").to_pylist(),
-                strict=True,
-            )
-        ],
-        object,
-    )
-    is_wrong = reward <= low + 0.1 * ((high - low) if high > low else 0.0)
+    groups = group_keys(episodes)
+    is_wrong = reward <= low + FAILED * ((high - low) if high > low else 0.0)
     for kind, members in kinds.items():
         rows = np.flatnonzero(members)
         good = rows[~is_wrong[rows]]
@@ -706,7 +953,7 @@ def collapse(run: Run) -> Iterator[Finding]:
         # The longest stretch until now in which the groups agree.
         by_group: dict[str, list[int]] = defaultdict(list)
         for row in rows.tolist():
-            by_group[str(groups[row])].append(row)
+            by_group[groups[row]].append(row)
         kept: list[int] = []
         seen: list[int] = []
         agreeing = in_kept = number = 0
@@ -862,65 +1109,6 @@ def reward_falls(run: Run) -> Iterator[Finding]:
     )
 
 
-CLIPPED = 0.3
-"""The share of clipped tokens that is a warning; below 0.2 is usual."""
-SPIKE = 10.0
-"""How many times the median of the steps before it a gradient norm must have to be a spike. Norms
-vary by a factor of 3 with the number of live groups."""
-SPIKES = 3
-"""The number of spikes among the last `SPIKE_STEPS` steps. One outlier is clipped away."""
-SPIKE_STEPS = 20
-
-
-@diagnosis("unstable_update")
-def unstable_update(run: Run) -> Iterator[Finding]:
-    """Many tokens are clipped, or the gradient norm jumps."""
-    tries = [
-        "a lower optim.lr, with optim.lr_warmup_steps",
-        "fewer algorithm.ppo_epochs, a larger algorithm.mini_batch_size",
-        "optim.max_grad_norm",
-    ]
-    causes = [
-        f"optim.lr ({config_value(run, 'optim.lr')}) is too high",
-        "too many optimizer steps on one batch",
-        "rewards of very different size",
-    ]
-    clipped = read_series(run, "actor/pg_clipfrac")
-    if len(clipped) >= MIN_WINDOW and (holds := clipped.means >= CLIPPED)[-1]:
-        start, share = clipped.since(holds), float(clipped.last.mean())
-        yield Finding(
-            start,
-            f"since step {start} {share:.0%} of the tokens are clipped: the policy moves further"
-            " within a step than its samples are valid",
-            {"clipped": share},
-            causes=causes,
-            tries=tries,
-            subject="clip",
-        )
-    norm = read_series(run, "actor/grad_norm")
-    if len(norm) < MIN_STEPS or is_solved(run):
-        return
-    spikes = []
-    for i in range(MIN_WINDOW, len(norm)):
-        before = norm.values[max(0, i - SPIKE_STEPS) : i]
-        before = before[before > 0]
-        if len(before) >= MIN_WINDOW and norm.values[i] > SPIKE * np.median(before):
-            spikes.append(i)
-    recent = [i for i in spikes if i >= len(norm) - SPIKE_STEPS]
-    if len(recent) >= SPIKES:
-        largest = max(recent, key=lambda i: norm.values[i])
-        yield Finding(
-            int(norm.steps[recent[0]]),
-            f"the gradient norm jumped {len(recent)} times in the last"
-            f" {min(SPIKE_STEPS, len(norm))} steps, to {norm.values[largest]:.3g} in step"
-            f" {norm.steps[largest]} (median {np.median(norm.values):.3g})",
-            {"spikes": float(len(recent)), "largest": float(norm.values[largest])},
-            causes=causes,
-            tries=tries,
-            subject="grad_norm",
-        )
-
-
 GROWTH = 1.5
 """How many times as long responses must be: half as long again is no noise of lengths."""
 
@@ -981,6 +1169,9 @@ def reward_flat(run: Run) -> Iterator[Finding]:
     reward = read_series(run, REWARD)
     low, high = reward_range(run)
     if len(reward) < FLAT_STEPS or high <= low or is_solved(run):
+        return
+    dead = read_series(run, DEAD_GROUPS)
+    if len(dead) and dead.last.mean() >= DEAD_SHARE:  # `dead_groups` says why it does not rise
         return
     gain = float(reward.last.mean() - reward.first.mean())
     error = math.hypot(*(x.std(ddof=1) / math.sqrt(len(x)) for x in (reward.first, reward.last)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ EPISODE = {
     "failed_calls": 0,
     "repeated_calls": 0,
     "sampled_tokens": 20,
+    "ground_truth": None,
     "started": 0.0,
     "seconds": 1.0,
     "queue_seconds": 0.0,
@@ -110,6 +112,67 @@ def the_alarm(run: Run) -> Finding:
 
 def test_a_healthy_run_has_no_alarm():
     assert alarms(make_run(learning())) == []
+
+
+def never(**changes: Any) -> list[dict[str, Any]]:
+    """Return the episodes of a run in which those of react fail and the others succeed."""
+    rollouts = []
+    for step, k in itertools.product(range(1, N + 1), range(4)):
+        common = {"step": step, "group": k, "sample_id": f"{step}/{k}"}
+        rollouts.append(common | {"reward": 1.0, "answer": "#### 4"})
+        common |= {"group": k + 4, "agent_name": "react", "answer": f"{k}?"}
+        rollouts.append(common | {"reward": 0.0} | changes)
+    return rollouts
+
+
+@pytest.mark.parametrize(
+    ("changes", "gravity", "clause", "cause"),
+    [
+        ({}, "warning", "", "too hard"),
+        (
+            {"answer": "so it is #### 17", "ground_truth": "17.0"},
+            "error",
+            "100% of them end",
+            "not",
+        ),
+        ({"answer": "The cat sat.", "ground_truth": "cat sat"}, "error", "'cat sat'", "not accept"),
+        ({"answer": "The cat sat.", "ground_truth": "cat"}, "warning", "", "too hard"),
+        ({"stop_reason": "turns"}, "warning", "'turns' cuts 100%", "rollout.max_turns"),
+        ({"failed_calls": 1}, "warning", "tool call fails in 100%", "tools do not work"),
+    ],
+)
+def test_rows_that_never_earn(changes, gravity, clause, cause):
+    found = alarms(make_run(learning(), never(**changes)))
+    [finding] = [f for f in found if f.name == "unrewarded"]
+    assert finding.gravity == gravity
+    assert finding.text.startswith("none of 160 rollouts of react earned more than the smallest")
+    assert clause in finding.text and cause in finding.causes[0]
+
+
+def test_rows_that_earn_sometimes_have_no_alarm():
+    rollouts = never()
+    for rollout in rollouts[1::50]:
+        rollout["reward"] = 1.0
+    assert "unrewarded" not in [f.name for f in alarms(make_run(learning(), rollouts))]
+
+
+def test_steps_that_jump():
+    drift = [2.0, 0.0, 1.0, None, 0.6, *[0.05] * (N - 5)]
+    finding = the_alarm(make_run(learning(**{"canary/drift": drift})))
+    assert (finding.name, finding.subject, finding.step) == ("unstable_update", "drift", 1)
+    assert finding.evidence["drift"] == pytest.approx(1.2)
+    drift = [0.4, 0.45, 0.6, 0.4, *[0.05] * (N - 4)]
+    assert not alarms(make_run(learning(**{"canary/drift": drift})))
+
+
+def test_dead_groups_of_solved_rows_are_a_note():
+    """Some rewards are larger than that of a right answer, so the mean does not show it."""
+    metrics = learning(**{"waste/dead_group_frac": noisy(0.9), "critic/score/max": [2.0] * N})
+    solved = [r | {"reward": 1.0} for r in never()]
+    [finding] = [f for f in diagnose(make_run(metrics, solved)) if f.name == "dead_groups"]
+    assert finding.gravity == "note"
+    [finding] = [f for f in diagnose(make_run(metrics, never())) if f.name == "dead_groups"]
+    assert finding.gravity == "warning" and "in 50% all rollouts fail" in finding.text
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4, 5, 9, 10, 11])
@@ -254,7 +317,7 @@ def test_truncation_of_a_run_without_trajectories():
     ("error", "share", "fires"),
     [
         ("timeout", 0.2, True),
-        ("timeout", 0.05, False),
+        ("timeout", 0.02, False),
         ("bad_call", 0.6, True),
         ("schema", 0.4, False),
     ],
