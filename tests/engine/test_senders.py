@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 import time
 from contextlib import closing
 from functools import partial
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from support.exact_rank import ExactRank
 from support.fake_sglang import FakeSGLang
@@ -22,8 +24,14 @@ from agentrl.engine.remote import loaders as loaders_module
 from agentrl.engine.remote import senders as senders_module
 from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.distributor import Distributor
-from agentrl.engine.remote.loaders import MemoryLoader, SGLangFileLoader, SharedAdapterLoader
+from agentrl.engine.remote.loaders import (
+    MemoryLoader,
+    SGLangAdapterLoader,
+    SGLangFileLoader,
+    SharedAdapterLoader,
+)
 from agentrl.engine.remote.senders import Route, Target, WeightsSender
+from agentrl.errors import EngineError
 from agentrl.trainer.rank import LocalRankGroup
 
 WEIGHTS = [(f"layers.{i}.weight", torch.randn(8, 8)) for i in range(12)]
@@ -188,6 +196,22 @@ def test_an_adapter_that_cannot_be_shared_goes_through_a_folder(fake, monkeypatc
     assert calls == ["memory", "folder"] and engine.loader.source == "adapter"
     assert ("bytes left" if full else "rank 0 is on") in caplog.text
     assert not any("from_tensors" in path for _, path in fake.requests)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), SafetensorError("I/O error")])
+def test_an_adapter_that_cannot_be_written_is_an_engine_error(fake, error):
+    def write(folder):
+        raise error
+
+    with closing(Distributor()) as distributor, pytest.raises(EngineError, match="set TMPDIR"):
+        engine = Engine(fake.url(), SGLangAdapterLoader)
+        distributor.publish([engine], Update(1, lambda: iter(()), write))
+
+
+def test_a_temporary_folder_that_is_missing_is_an_engine_error(fake, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with closing(Distributor()) as distributor, pytest.raises(EngineError, match="missing"):
+        distributor.publish([Engine(fake.url(), SGLangFileLoader)], Weights().update(1))
 
 
 def test_a_server_that_hangs_fails_after_its_time_and_is_named_before(fake, monkeypatch, caplog):

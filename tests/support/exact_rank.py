@@ -53,13 +53,15 @@ class ExactRank(Rank):
 
     @dispatch(BROADCAST)
     def fail_after_a_bucket(self, route, rank):
-        """Send two buckets of one tensor; a rank fails before its second."""
+        """Send buckets of one tensor; a rank fails before the third, which all gather together."""
 
         def gather():
             yield "a", torch.zeros(8)
             yield "b", torch.zeros(8)
             if dist.get_rank() == rank:
                 raise RuntimeError("the gather failed")
+            dist.barrier()
+            yield "c", torch.zeros(8)
 
         return self._weights_sender.send(gather(), replace(route, bucket_bytes=1))
 

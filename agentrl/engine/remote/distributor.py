@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from threading import Timer
 from typing import Generic, Protocol, TypeVar
 
@@ -97,7 +97,8 @@ class Distributor:
                 sent.size = sent.adapter.size
             if sources & {"memory", "files"}:
                 if "files" in sources:
-                    folders["files"] = Path(stack.enter_context(transfer_folder()))
+                    with _as_write_errors():
+                        folders["files"] = Path(stack.enter_context(transfer_folder()))
                 sent = self._send_weights(attempt, update, folders.get("files"))
             attempt.run(
                 lambda engine: engine.finish_update(
@@ -150,10 +151,11 @@ class Distributor:
         kept = max(getattr(engine.loader, "kept_folders", 0) for engine in attempt.remaining)
         while len(self._adapters) > kept:
             self._adapters.pop(0).cleanup()
-        self._adapters.append(transfer_folder())
-        folder = Path(self._adapters[-1].name)
-        update.adapter(folder)
-        return folder, sum(file.stat().st_size for file in folder.iterdir())
+        with _as_write_errors():
+            self._adapters.append(transfer_folder())
+            folder = Path(self._adapters[-1].name)
+            update.adapter(folder)
+            return folder, sum(file.stat().st_size for file in folder.iterdir())
 
     @contextlib.contextmanager
     def _reporting_slow(self, attempt: _Attempt, version: int) -> Iterator[None]:
@@ -230,6 +232,22 @@ def _use_files(engines: Iterable[S]) -> list[S]:
             engine.loader = engine.loader.files
             changed.append(engine)
     return changed
+
+
+@contextlib.contextmanager
+def _as_write_errors() -> Iterator[None]:
+    """Raise errors of the disk as engine errors, which stop the run with a saved state.
+
+    Raises:
+        EngineError: a folder cannot be created or written.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as e:
+        raise EngineError(
+            f"the policy cannot be written to {gettempdir()}: {e}. Free space there, or set TMPDIR"
+            " to another folder"
+        ) from e
 
 
 @contextlib.contextmanager
