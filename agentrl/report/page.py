@@ -318,6 +318,7 @@ def _episode_texts(finding: Finding, report: Report) -> Iterable[str]:
                 f" {plural(row['turns'], 'turn')}, {plural(row['tool_calls'], 'call')},"
                 f" stopped by {row['stop_reason']}\n"
                 f"prompt: {_cut(row['prompt'])}\nanswer: {_cut(row['answer'])}"
+                + (f"\nground truth: {_cut(row['ground_truth'])}" if row["ground_truth"] else "")
             )
 
 
