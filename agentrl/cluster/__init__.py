@@ -137,7 +137,7 @@ class RayPlacement:
                 EngineSlot(
                     range(each),
                     ranks=tuple(range(i * each, (i + 1) * each)),
-                    run=partial(self._run_beside_ranks, i),
+                    run=partial(self._run_on_gpus_of_ranks, i),
                 )
                 for i in range(r.engines)
             ]
@@ -145,7 +145,7 @@ class RayPlacement:
         self._stack.callback(pool.close)
         return slots
 
-    def _run_beside_ranks(self, index: int, start: StartServer) -> tuple[ServerHandle, bool]:
+    def _run_on_gpus_of_ranks(self, index: int, start: StartServer) -> tuple[ServerHandle, bool]:
         """Start a server on the GPUs of ranks; this is `EngineSlot.run`.
 
         Raises:

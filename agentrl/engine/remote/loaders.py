@@ -107,7 +107,7 @@ class MemoryLoader(Loader):
         self.files = SGLangFileLoader(admin) if may_use_files else None
 
     def load(self, version: int, sent: Sent, folder: Path | None) -> None:
-        """Only note it: the server loaded the weights when it received them."""
+        """Record the update: the server loaded the weights when it received them."""
         self._has_loaded = True
 
 
@@ -143,7 +143,7 @@ class VLLMFileLoader(Loader):
         self._names = names
         self.stale_head = stale_head
         self._has_warned = False
-        """True if the log says already that the server's weights are not checked."""
+        """True once the log has said that the server's weights are not checked."""
 
     def check(self) -> None:
         if self.stale_head:

@@ -171,8 +171,6 @@ class SGLangEngine(RemoteEngine):
         return super().probe()
 
     def _prepare(self) -> None:
-        if not self._loads_adapter:
-            self._weights_checker.record_first()
         self._resume_memory("weights")
 
     def _load(self, version: int, sent: Sent, folder: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Checks that a server holds the weights that were sent to it. They compare numbers, not samples.
+"""Checks that a server holds the weights that were sent to it: by their values, not by samples.
 
 SGLang may offer two endpoints. Each is used if it exists:
 
@@ -36,11 +36,6 @@ class WeightsChecker:
         self._by_name = self._by_checksum = True
         self._checksum: str | None = None
         self._digest: str | None = None
-
-    def record_first(self) -> None:
-        """Record the checksum of the weights that the server has before the first update."""
-        if self._by_checksum and self._digest is None:
-            self._checksum = self._ask_checksum()
 
     def check(self, version: int, sent: Sent) -> None:
         """Check that the server holds the weights of a version that were sent to it.
