@@ -11,6 +11,7 @@ import typer
 
 from agentrl.cli.evaluate import aligned
 from agentrl.cli.options import Files
+from agentrl.cli.session import silence_training_warnings
 from agentrl.errors import UserError
 from agentrl.metrics import mean
 from agentrl.plural import plural
@@ -134,7 +135,7 @@ def _ask(replayer: Replayer, step: int, overrides: list[str], reward: str, gradi
         if changes_outcome(recorded, config)
         else nullcontext()
     )
-    with scores as score:
+    with silence_training_warnings(), scores as score:
         result = what_if(replayer, step, config, score, gradient=gradient)
     typer.echo(f"step {step} of {replayer.run.folder}, recorded -> {' '.join(changed) or 'same'}")
     episodes = result.episodes
@@ -209,7 +210,8 @@ def rescore(
         load_file(name)
     recorded = RecordedRun(run)
     config = change_config(recorded.config, overrides or [], reward, REWARD_KEYS)
-    rows = list(score_again(recorded, config))
+    with silence_training_warnings():
+        rows = list(score_again(recorded, config))
     if not rows:
         raise UserError(f"{run} has no stored episodes")
     lines = [["split", "episodes", "outcome", "new outcome", "changed", "reward", "new reward"]]

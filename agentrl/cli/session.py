@@ -47,7 +47,7 @@ def open_session(config: Config) -> Iterator[tuple[Plan, Rollouts]]:
     try:
         check_model_fits(plan, template, engine.max_length)
         with (
-            _silence_training_warnings(),
+            silence_training_warnings(),
             open_rollouts(plan.config, engine, template, plan.scorer) as rollouts,
         ):
             yield plan, rollouts
@@ -56,7 +56,7 @@ def open_session(config: Config) -> Iterator[tuple[Plan, Rollouts]]:
 
 
 @contextlib.contextmanager
-def _silence_training_warnings() -> Iterator[None]:
+def silence_training_warnings() -> Iterator[None]:
     """Silence warnings about rewards that do not train, because this command does not train."""
     log = logging.getLogger("agentrl.rewards")
     before = log.level

@@ -18,7 +18,7 @@ from agentrl.chat import ChatTemplate
 from agentrl.cli import app, main
 from agentrl.cli.evaluate import table
 from agentrl.cli.play import transcript
-from agentrl.cli.session import _silence_training_warnings
+from agentrl.cli.session import silence_training_warnings
 from agentrl.config import FIELDS
 from agentrl.config.load import flag_of
 from agentrl.config.sources import ALIASES
@@ -451,7 +451,7 @@ def test_the_table_of_an_evaluation():
 
 def test_warnings_about_training_are_silenced_without_training(caplog):
     log = logging.getLogger("agentrl.rewards.scorer")
-    with _silence_training_warnings():
+    with silence_training_warnings():
         log.warning("one")
     log.warning("two")
     assert caplog.messages == ["two"]

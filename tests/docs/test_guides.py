@@ -253,7 +253,7 @@ def _read_command(words: list[str], folder: Path) -> None:
         if path and not (folder / path).exists():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(content)
-    if name == "sft":  # it has flags of its own, and takes keys for memory and ranks
+    if "config" not in parameters:  # `sft`, `replay` and `rescore` take keys, and no file of keys
         load_config(None, overrides)
         return
     flags = {"dataset", "val_dataset", "model", "file", "deterministic"} & parameters.keys()
