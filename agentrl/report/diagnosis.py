@@ -131,6 +131,8 @@ WARNED = "findings.jsonl"
 """The file of a run with the findings that were printed while it trained, one in a line."""
 LIVE_STEPS = 20
 """The number of last steps whose episodes are read while the run trains."""
+FIRST_STEP = 3
+"""The number of recorded steps before the diagnoses run: fewer show no problem."""
 MAX_SHARE = 0.01
 """The largest share of the run's time that the diagnoses take while it trains."""
 
@@ -171,7 +173,7 @@ class LiveDiagnosis:
         """Add a step, and warn about new findings if the diagnoses are due."""
         self._record.append((step, dict(metrics)))
         self._last = step
-        if self._clock() >= self._next:
+        if len(self._record) >= FIRST_STEP and self._clock() >= self._next:
             self._run()
 
     def finish(self) -> None:
