@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from agentrl.agent_loops import Episode, agent_loop
     from agentrl.agent_loops.play import play
+    from agentrl.callbacks import callback
     from agentrl.config import Config, load_config
     from agentrl.data import load_samples
     from agentrl.errors import Infrastructure, ToolError, UserError
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "agent_loops": ("Episode", "agent_loop"),
+    "callbacks": ("callback",),
     "config": ("Config", "load_config"),
     "data": ("load_samples",),
     "errors": ("Infrastructure", "ToolError", "UserError"),
@@ -57,6 +59,7 @@ __all__ = [
     "UserError",
     "advantage_estimator",
     "agent_loop",
+    "callback",
     "interaction",
     "load_config",
     "load_run",

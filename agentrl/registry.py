@@ -198,10 +198,15 @@ policy_losses: Registry[Callable[..., Any]] = Registry(
     "policy loss", shipped=("vanilla", "gspo", "cispo"), home="agentrl.trainer.losses"
 )
 
+callbacks: Registry[Callable[..., Any]] = Registry("callback")
+"""Keys are FILE.EVENT, the file without its suffix: each file may define each event once."""
+
 
 def all_registries() -> list[Registry[Any]]:
     """Return the registry of each kind."""
-    return [tools, agent_loops, interactions, rewards, advantage_estimators, policy_losses]
+    return [
+        tools, agent_loops, interactions, rewards, advantage_estimators, policy_losses, callbacks
+    ]  # fmt: skip
 
 
 def advantage_estimator(name: str) -> Callable[[F], F]:

@@ -19,7 +19,7 @@ LAYERS = (
     ("errors", "installation", "open_files", "plural", "record", "torch_threads", "trajectory"),
     ("siblings",),
     ("registry",),
-    ("answers", "config", "http", "metrics", "signatures", "workers"),
+    ("answers", "callbacks", "config", "http", "metrics", "signatures", "workers"),
     ("chat", "sandbox"),
     ("data", "engine", "interactions", "rewards", "store", "tools"),
     ("agent_loops",),

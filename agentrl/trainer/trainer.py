@@ -26,6 +26,7 @@ import torch
 from transformers.utils import logging
 
 from agentrl.agent_loops.attempt import load_template
+from agentrl.callbacks import Callbacks
 from agentrl.capacity import check_open_files
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
@@ -143,6 +144,8 @@ class Trainer:
         self._unfinished: dict[str, float] | None = None
         """Metrics of a step that was made, but not yet validated and recorded."""
         self._last_save = time.monotonic()
+        self._saved_step = 0
+        """The step of the last checkpoint that this process saved."""
         self._curve_failed = False
 
     # -- the algorithm ----------------------------------------------------------------------------
@@ -229,9 +232,12 @@ class Trainer:
             self.spare = stack.enter_context(spare_files())
             stack.enter_context(run_lock(self.folder))
             self._open(stack)
+            self.callbacks = Callbacks(self.folder, self.total_steps)
+            stack.push(self._call_on_end)
             if self.config.trainer.val_only:
                 metrics = self._validate()
                 self.store.wait()
+                self.callbacks.validation(self.global_step, metrics)
                 return metrics
             self._begin(stack)
             try:
@@ -245,6 +251,10 @@ class Trainer:
                 raise
             return self._finish()
 
+    def _call_on_end(self, _: object, error: BaseException | None, __: object) -> None:
+        if not self.interrupt.is_urgent:
+            self.callbacks.end(self.global_step, error)
+
     def _train(self) -> None:
         trainer = self.config.trainer
         if self._unfinished is not None:
@@ -256,6 +266,7 @@ class Trainer:
             self.tracker.log(self.global_step, metrics)
             self.best.add(self.global_step, metrics)
             self._write_curve()
+            self.callbacks.validation(self.global_step, metrics)
         while self.global_step < self.total_steps and not self.best.is_over:
             self.interrupt.check()
             self._complete(self._advance())
@@ -294,28 +305,31 @@ class Trainer:
         if validates:
             self._write_curve()
         self.console.step(step, self.total_steps, metrics)
-        self._save_if_due(validates, is_best, last or self.best.is_over, metrics)
+        self.callbacks.step(step, metrics)
+        if validates:
+            self.callbacks.validation(step, metrics)
+        if saved := self._save_if_due(validates, is_best, last or self.best.is_over, metrics):
+            self.callbacks.checkpoint(step, saved)
 
     def _save_if_due(
         self, validated: bool, is_best: bool, last: bool, metrics: Mapping[str, float]
-    ) -> None:
-        """Save a checkpoint if it is due. One that `auto` saves may fail."""
+    ) -> Path | None:
+        """Save a checkpoint if it is due, and return its folder. One that `auto` saves may fail."""
         freq = self.config.trainer.save_freq
         if freq != "auto":
-            if is_best or _is_due(self.global_step, freq, last):
-                self._save()
-            return
+            return self._save() if is_best or _is_due(self.global_step, freq, last) else None
         # The end of the next step may be too late.
         seconds = time.monotonic() - self._last_save + metrics.get("timing_s/step", 0.0)
         if last:
-            self._save()
-        elif validated or seconds >= AUTO_SAVE_S:
+            return self._save()
+        if validated or seconds >= AUTO_SAVE_S:
             self._last_save = time.monotonic()
             self.store.wait()
             try:
-                self._save()
+                return self._save()
             except RunStopped as e:
                 self.console.note(f"warning: {e} The run goes on (trainer.save_freq=auto).")
+        return None
 
     def _save_after_error(self, cause: BaseException) -> str:
         """Save a checkpoint of a run that stops, and return what was saved.
@@ -329,13 +343,14 @@ class Trainer:
         self.spare.close()
         failure = ""
         try:
-            has_steps = self.global_step > self.start.first_step
-            if self._is_consistent and has_steps and not self.interrupt.is_urgent:
+            is_new = self.global_step > max(self.start.first_step, self._saved_step)
+            if self._is_consistent and is_new and not self.interrupt.is_urgent:
                 try:
                     self.store.wait()
                 except RunStopped as e:
                     failure = f"{e}\n" if e is not cause else ""
-                self._save(has_all_trajectories=False)
+                checkpoint = self._save(has_all_trajectories=False)
+                self.callbacks.checkpoint(self.global_step, checkpoint)
         except RunStopped as e:
             failure += f"{e}\n" if str(e) != str(cause) else ""
         except (KeyboardInterrupt, Terminated, Exception) as e:
@@ -494,8 +509,8 @@ class Trainer:
         except Exception as e:
             self.console.note(f"warning: cannot write {folder}: {e or type(e).__name__}")
 
-    def _save(self, has_all_trajectories: bool = True) -> None:
-        """Save a checkpoint.
+    def _save(self, has_all_trajectories: bool = True) -> Path:
+        """Save a checkpoint, and return its folder.
 
         Args:
             has_all_trajectories: wait until all trajectories until now are on the disk, because a
@@ -508,7 +523,7 @@ class Trainer:
             if has_all_trajectories:
                 self.store.wait()
             trainer = self.config.trainer
-            save_checkpoint(
+            checkpoint = save_checkpoint(
                 self.folder,
                 self.global_step,
                 self.learner.ranks.save,
@@ -526,7 +541,8 @@ class Trainer:
                 keep=trainer.keep,
                 pinned=self.best.best_of([*find_steps(self.folder), self.global_step]),
             )
-        self._last_save = time.monotonic()
+        self._last_save, self._saved_step = time.monotonic(), self.global_step
+        return checkpoint
 
     def _finish(self) -> Mapping[str, float]:
         """Write the model and the learning curve, and print where the results are."""
