@@ -3,6 +3,7 @@
 import gc
 import os
 import tempfile
+import threading
 import time
 from contextlib import closing
 from functools import partial
@@ -225,6 +226,20 @@ def test_a_server_that_hangs_fails_after_its_time_and_is_named_before(fake, monk
     assert 1 < time.monotonic() - start < 8
     assert list(errors) == [engines[1]] and "127.0.0.2" in str(errors[engines[1]])
     assert caplog.text.count("version 7 of the policy is not on every engine after 0.3 s") == 1
+
+
+def test_a_group_that_a_server_refuses_leaves_no_thread(fake, monkeypatch):
+    """A process that joins a gloo group blocks until the others join, or until its timeout."""
+    monkeypatch.setattr(senders_module, "JOIN_SECONDS", 1.0)
+    fake.refused_paths = {("127.0.0.1", "/init_weights_update_group")}
+    before = threading.active_count()
+    with closing(WeightsSender()) as sender:
+        sent = sender.send(WEIGHTS, Route(1, (Target(fake.url(), backend="gloo"),)))
+    assert "out of memory" in sent.errors[fake.url()]
+    end = time.monotonic() + 30
+    while threading.active_count() > before:
+        assert time.monotonic() < end, threading.enumerate()
+        time.sleep(0.05)
 
 
 def test_the_log_names_the_servers_that_are_slow(fake, monkeypatch, caplog):

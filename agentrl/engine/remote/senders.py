@@ -615,13 +615,14 @@ class BroadcastGroup:
         store: Store = self._store
         for prefix in (self.name, f"{self.name}/", f"{device}/"):
             store = PrefixStore(prefix, store)
-        # The timeout exceeds all time limits of this module, so that these apply.
-        timeout = timedelta(hours=1)
         if self._backend == "gloo":
+            # It blocks until all have joined; `abort` cannot end that, and no bucket takes so long.
+            timeout = timedelta(seconds=JOIN_SECONDS)
             group = dist.ProcessGroupGloo(store, 0, self._size, timeout)
         else:
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
+            # It exceeds all time limits of this module, so that these apply.
+            options._timeout = timedelta(hours=1)
             options.group_name = self.name  # type: ignore[assignment]
             group = dist.ProcessGroupNCCL(store, 0, self._size, options)
         group._set_sequence_number_for_group()
