@@ -120,7 +120,7 @@ def findings_table(findings: Sequence[Finding]) -> pa.Table:
             *((name, pa.list_(pa.string())) for name in lists),
         ]
     )
-    rows = [asdict(f) | {"evidence": json.dumps(dict(f.evidence))} for f in findings]
+    rows = [asdict(f) | {"evidence": json.dumps(dict(f.evidence), default=float)} for f in findings]
     return pa.Table.from_pylist(rows, schema)
 
 
@@ -237,7 +237,7 @@ class LiveDiagnosis:
         line = asdict(finding) | {"printed": self._last}
         try:
             with (self.folder / WARNED).open("ab") as file:
-                file.write(orjson.dumps(line) + b"\n")
+                file.write(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
         except OSError as e:
             self._warn(f"warning: cannot write {self.folder / WARNED}: {e}")
 

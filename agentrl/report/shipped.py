@@ -929,6 +929,10 @@ MAX_KINDS = 200
 """The largest number of kinds: with more, the wording does not tell kinds apart."""
 
 
+MAX_COLLAPSED = 3
+"""The number of kinds that the text of a finding describes."""
+
+
 @diagnosis("collapse")
 def collapse(run: Run) -> Iterator[Finding]:
     """All rollouts of a kind of rows give the same wrong answer."""
@@ -943,6 +947,8 @@ def collapse(run: Run) -> Iterator[Finding]:
     answers = np.array([a.strip() for a in episodes.column("answer").to_pylist()], object)
     groups = group_keys(episodes)
     is_wrong = reward <= low + FAILED * ((high - low) if high > low else 0.0)
+    collapsed: list[tuple[str, int, list[int]]] = []  # example of the rows, first step, episodes
+    texts = []
     for kind, members in kinds.items():
         rows = np.flatnonzero(members)
         good = rows[~is_wrong[rows]]
@@ -950,51 +956,76 @@ def collapse(run: Run) -> Iterator[Finding]:
         rows = rows[step[rows] >= start]
         if len(rows) < COLLAPSE_ROLLOUTS or len(np.unique(step[rows])) < COLLAPSE_STEPS:
             continue
-        # The longest stretch until now in which the groups agree.
-        by_group: dict[str, list[int]] = defaultdict(list)
-        for row in rows.tolist():
-            by_group[groups[row]].append(row)
-        kept: list[int] = []
-        seen: list[int] = []
-        agreeing = in_kept = number = 0
-        for i, group in enumerate(reversed(by_group.values()), 1):
-            agreeing += Counter(answers[group].tolist()).most_common(1)[0][1]
-            seen = seen + group
-            if agreeing >= SAME_ANSWER * len(seen):
-                kept, in_kept, number = seen, agreeing, i
+        kept, share = _longest_agreement(rows, groups, answers)
+        number = len({groups[row] for row in kept})
         steps = np.unique(step[kept])
         if len(kept) < COLLAPSE_ROLLOUTS or number < COLLAPSE_GROUPS or len(steps) < COLLAPSE_STEPS:
             continue
         answer, count = Counter(answers[kept].tolist()).most_common(1)[0]
         is_one = count >= SAME_ANSWER * len(kept)
-        shown = answer if len(answer) <= 60 else answer[:57] + "..."
-        same = f"the same wrong answer ({shown!r})" if is_one else "the same wrong answer to a row"
-        others = reward[(step >= steps[0]) & ~members]
-        elsewhere = f"; the other rows earn {others.mean():.3g}" if len(others) else ""
-        yield Finding(
-            int(steps[0]),
-            f"rows like {kind!r}: all {len(kept)} rollouts fail and {in_kept / len(kept):.0%}"
-            f" give {same} since step {steps[0]}{elsewhere}",
-            {
-                "rollouts": float(len(kept)),
-                "same_answer": in_kept / len(kept),
-                "reward": float(reward[kept].mean()),
-                **({"reward_elsewhere": float(others.mean())} if len(others) else {}),
-            },
-            [str(i) for i in episodes.column("episode_id").take(kept[:EXAMPLES]).to_pylist()],
-            causes=[
-                "the policy no longer explores: their groups are dead, so no gradient reaches them",
-                "updates for other rows moved these (shared wording, too large steps)",
-                "the ground truth or the reward of these rows is wrong",
-            ],
-            tries=[
-                "read one of the episodes, and check its ground truth",
-                "more exploration: rollout.temperature, algorithm.entropy_coef, a lower optim.lr",
-                "show right conversations of these rows first: agentrl sft (docs/debugging.md)",
-                "fork from a checkpoint before this step: trainer.resume",
-            ],
-            subject=kind,
+        same = f"the same wrong answer ({shorten(answer)!r})" if is_one else "the same wrong answer"
+        texts.append(
+            f"rows like {kind!r}: all {len(kept)} rollouts fail and {share:.0%} give {same}"
+            f"{'' if is_one else ' to a row'} since step {steps[0]}"
         )
+        collapsed.append((kind, int(steps[0]), kept))
+    if not collapsed:
+        return
+    kept = [row for _, _, rows in collapsed for row in rows]
+    start = min(first for _, first, _ in collapsed)
+    others = (step >= start) & ~np.logical_or.reduce([kinds[kind] for kind, _, _ in collapsed])
+    evidence = {"kinds": float(len(collapsed)), "rollouts": float(len(kept))}
+    elsewhere = ""
+    if others.any():
+        evidence["reward_elsewhere"] = float(reward[others].mean())
+        elsewhere = f"; the other rows earn {evidence['reward_elsewhere']:.3g}"
+    more = len(texts) - MAX_COLLAPSED
+    yield Finding(
+        start,
+        "; ".join(texts[:MAX_COLLAPSED])
+        + (f"; and {plural(more, 'other kind')} of rows" if more > 0 else "")
+        + elsewhere,
+        evidence,
+        [
+            str(episodes.column("episode_id")[row].as_py())
+            for _, _, rows in collapsed[:EXAMPLES]
+            for row in rows[: -(-EXAMPLES // len(collapsed))]
+        ],
+        causes=[
+            "the policy no longer explores: their groups are dead, so no gradient reaches them",
+            "updates for other rows moved these (shared wording, too large steps)",
+            "the ground truth or the reward of these rows is wrong",
+        ],
+        tries=[
+            "read one of the episodes, and check its ground truth",
+            "more exploration: rollout.temperature, algorithm.entropy_coef, a lower optim.lr",
+            "show right conversations of these rows first: agentrl sft (docs/debugging.md)",
+            "fork from a checkpoint before this step: trainer.resume",
+        ],
+    )
+
+
+def _longest_agreement(
+    rows: np.ndarray, groups: Sequence[str], answers: np.ndarray
+) -> tuple[list[int], float]:
+    """Return the episodes of the longest stretch until now in which the groups agree.
+
+    Returns:
+        The episodes, the last ones first; and the share of them that give the most frequent answer
+        of their group.
+    """
+    by_group: dict[str, list[int]] = defaultdict(list)
+    for row in map(int, rows):
+        by_group[groups[row]].append(row)
+    seen: list[int] = []
+    agreeing = length = 0
+    share = 0.0
+    for group in reversed(by_group.values()):
+        seen += group
+        agreeing += Counter(answers[group].tolist()).most_common(1)[0][1]
+        if agreeing >= SAME_ANSWER * len(seen):
+            length, share = len(seen), agreeing / len(seen)
+    return seen[:length], share
 
 
 def _find_kinds(episodes: pa.Table) -> dict[str, np.ndarray]:

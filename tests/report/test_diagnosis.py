@@ -6,6 +6,7 @@ import itertools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from agentrl import load_run
@@ -94,9 +95,18 @@ def test_repeated_calls_have_equal_arguments_and_results():
     assert _count_repeated([turn(same), turn(("g", *same[1:]))]) == 0
 
 
-def test_evidence_is_json():
-    table = findings_table([Finding(1, "x", {"a": 1.0})])
-    assert json.loads(table.column("evidence")[0].as_py()) == {"a": 1.0}
+def test_numbers_of_numpy_are_recorded(tmp_path):
+    numbers = {"a": 1.0, "b": np.float64(0.5), "c": np.int64(3), "d": np.float32(2)}
+    finding = Finding(np.int64(4), "x", numbers)  # type: ignore[arg-type]
+    plain = {"a": 1.0, "b": 0.5, "c": 3, "d": 2.0}
+    assert json.loads(findings_table([finding]).column("evidence")[0].as_py()) == plain
+    with diagnoses.isolated(keep=[]):
+        diagnosis("numbers")(lambda run: [finding])
+        watch, printed = live(tmp_path)
+        watch.add(1, {})
+        watch.finish()
+    assert printed == ["warning: x"]
+    assert json.loads((tmp_path / "findings.jsonl").read_text())["evidence"] == plain
 
 
 # --- while a run trains --------------------------------------------------------------------------

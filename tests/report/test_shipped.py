@@ -397,10 +397,26 @@ def questions(answer: str, varied: bool = False) -> list[dict[str, Any]]:
 def test_a_kind_of_rows_collapses(answer):
     finding = the_alarm(make_run(learning(), questions(answer)))
     assert (finding.name, finding.step) == ("collapse", 12)
-    assert finding.subject == "What is 1 times 3?"
+    assert finding.text.startswith("rows like 'What is 1 times 3?': ")
     assert "all 116 rollouts fail and 100% give the same wrong answer" in finding.text
     assert finding.evidence["reward_elsewhere"] == 1.0
     assert ("'#### 0'" in finding.text) == (answer == "#### 0")
+
+
+def test_many_kinds_that_collapse_are_one_finding():
+    verbs = ("bake", "sell", "lose", "grow", "hide")
+    rows = [
+        {"step": s, "group": k, "sample_id": f"{s}-{k}", "prompt": f"We {verb} {s}."}
+        | {"reward": 0.0, "answer": "no"}
+        for s in range(1, N + 1)
+        for k, verb in enumerate(verbs)
+        for _ in range(4)
+    ]
+    rows += [row | {"prompt": "What?", "reward": 1.0, "group": 9, "sample_id": "w"} for row in rows]
+    found = [f for f in alarms(make_run(learning(), rows)) if f.name == "collapse"]
+    [finding] = found
+    assert finding.evidence["kinds"] == 5 and "and 2 other kinds of rows" in finding.text
+    assert len(set(finding.episodes)) == 5
 
 
 def test_a_kind_of_rows_that_fails_with_many_answers_is_no_collapse():
