@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
@@ -283,8 +284,9 @@ class Replayer:
         compared = [f"{len(recorded.keys() & replayed.keys())} metrics"]
         stored = self.run.store.read_learned(step)
         if len(stored):
-            differences += _compare_learned(stored, learned.table(batch), is_close)
-            compared.append(f"the numbers of {_count_tokens(stored)} tokens in learned/")
+            differences += _compare_learned(stored, learned.table(batch), tolerance)
+            tokens = len(_flatten(stored.column("advantages"))[1])
+            compared.append(f"the numbers of {tokens} tokens in learned/")
         folder = self.run.folder / f"global_step_{step:08d}"
         if folder.is_dir():
             try:
@@ -438,29 +440,37 @@ def _compare_metrics(
             yield Difference(name, value, None)
 
 
-def _compare_learned(
-    stored: pa.Table, table: pa.Table, is_close: Callable[..., bool]
-) -> Iterator[Difference]:
+def _compare_learned(stored: pa.Table, table: pa.Table, tolerance: float) -> Iterator[Difference]:
     """Yield, for each of `LEARNED`, the first token whose number differs."""
     table = table.cast(LEARNED_SCHEMA)
-    for name in LEARNED_SCHEMA.names:
-        ours, theirs = table.column(name), stored.column(name)
-        if ours.equals(theirs):
-            continue
-        if name not in LEARNED:
-            yield Difference(f"the rows of learned/: {name}", len(theirs), len(ours))
-            return
-        pairs = zip(theirs.to_pylist(), ours.to_pylist(), strict=True)
-        for row, (recorded, replayed) in enumerate(pairs):
-            for token, (a, b) in enumerate(zip(recorded, replayed, strict=True)):
-                if (a is None) != (b is None) or (a is not None and not is_close(a, b)):
-                    episode, segment = (stored.column(n)[row] for n in ("episode_id", "segment"))
-                    where = f"response token {token} of segment {segment} of episode {episode}"
-                    yield Difference(f"{name} of {where}", a, b)
-                    break
-            else:
-                continue
-            break
+    keys = [(t.column("episode_id"), t.column("segment")) for t in (stored, table)]
+    ends, ours = (_flatten(t.column("advantages"))[0] for t in (stored, table))
+    if keys[0] != keys[1] or not np.array_equal(ends, ours):
+        yield Difference("the rows of learned/", stored.num_rows, table.num_rows)
+        return
+    for name in LEARNED:
+        columns = [_flatten(t.column(name))[1] for t in (stored, table)]
+        unknown = [column.is_null().to_numpy(zero_copy_only=False) for column in columns]
+        numbers = [column.fill_null(0).to_numpy(zero_copy_only=False) for column in columns]
+        a, b = (x.astype(np.float64) for x in numbers)
+        accepted = np.maximum(tolerance * np.maximum(abs(a), abs(b)), tolerance / 10)
+        far = (abs(a - b) > accepted) | (unknown[0] != unknown[1])
+        if far.any():
+            token = int(far.argmax())
+            row = int(np.searchsorted(ends, token, side="right"))
+            where = token - int(ends[row - 1] if row else 0)
+            episode, segment = (key[row] for key in keys[0])
+            yield Difference(
+                f"{name} of response token {where} of segment {segment} of episode {episode}",
+                *(column[token].as_py() for column in columns),
+            )
+
+
+def _flatten(column: pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:
+    """Return where each list of a column ends, and the items of all lists."""
+    lists = pa.concat_arrays(column.chunks)
+    offsets = lists.offsets.to_numpy()
+    return offsets[1:] - offsets[0], lists.flatten()
 
 
 def _tensor_difference(
@@ -482,10 +492,6 @@ def _name_token(batch: Batch, row: int, column: int) -> str:
     rollout = int(batch.rollout[row])
     segment = row - int((batch.rollout < rollout).sum())
     return f"response token {column} of segment {segment} of episode {batch.episodes[rollout]}"
-
-
-def _count_tokens(table: pa.Table) -> int:
-    return sum(len(row) for row in table.column("advantages"))
 
 
 # --- the learning rate and the user's names ------------------------------------------------------

@@ -58,7 +58,6 @@ RUNS = {
     "dapo": ["algorithm.name=dapo", "reward.function=often_equal_replay", "data.gen_batch_size=4"],
     "remax": ["algorithm.name=remax", "rollout.budget_policy={turn_tokens: 0.5}"],
     "epochs": ["trainer.total_steps=0", "trainer.total_epochs=2", "optim.lr_final=0.1"],
-    "last": ["trainer.keep_trajectories=last:2", "trainer.save_freq=1", "trainer.keep=2"],
 }
 
 
@@ -101,7 +100,10 @@ def silent(_: str) -> None:
     pass
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "lora", "dapo", "remax", "epochs"])
+@pytest.mark.parametrize(
+    "name",
+    ["grpo", "ppo", "lora", "dapo", "remax", pytest.param("epochs", marks=pytest.mark.slow)],
+)
 def test_a_step_is_equal_bit_for_bit(run, name):
     folder = run(name)
     before = files_of(folder)
@@ -113,6 +115,7 @@ def test_a_step_is_equal_bit_for_bit(run, name):
     assert files_of(folder) == before, "a replay writes nothing"
 
 
+@pytest.mark.slow
 def test_turns_tools_and_masked_rollouts(tiny_model, tmp_path):
     """The tiny model calls a calculator. Some of its rollouts end at the limit and are masked."""
     output = tmp_path / "run"
@@ -177,7 +180,12 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("edit", EDITS)
+QUICK = ("a flipped logprob", "a flipped logprob of a group without a signal", "a reward")
+
+
+@pytest.mark.parametrize(
+    "edit", [e if e in QUICK else pytest.param(e, marks=pytest.mark.slow) for e in EDITS]
+)
 def test_an_edited_record_is_named(run, tmp_path, edit):
     name, column, change, expected = EDITS[edit]
     folder = Path(shutil.copytree(run(name), tmp_path / "run"))
@@ -197,18 +205,21 @@ def test_a_changed_reward_is_seen_in_what_was_learned(run, tmp_path):
 
 
 def test_the_steps_that_can_be_replayed_are_listed(run, tmp_path):
-    """Steps 3 and 4 are stored, and the checkpoints of 3 and 4: only step 4 has both."""
-    replayer = Replayer(RecordedRun(run("last")))
-    assert replayer.replayable_steps() == [4]
+    """The rollouts of step 2 are gone, and there is no checkpoint until after step 4."""
+    folder = Path(shutil.copytree(run("grpo"), tmp_path / "run"))
+    (folder / "trajectories/train-00000002.parquet").unlink()
+    replayer = Replayer(RecordedRun(folder))
+    assert replayer.replayable_steps() == [1]
     for step, why in (
         (9, "metrics.jsonl has no such step"),
-        (2, r"its rollouts are not stored \(trainer.keep_trajectories=last:2\)"),
-        (3, r"no checkpoint from which .* \(checkpoints: 3-4; stored rollouts: 3-4\)"),
+        (2, r"its rollouts are not stored \(trainer.keep_trajectories=all\)"),
+        (4, r"no checkpoint from which .* \(checkpoints: 4; stored rollouts: 1, 3-4\)"),
     ):
-        with pytest.raises(UserError, match=f"step {step} .*{why}.* can be replayed: 4$"):
+        with pytest.raises(UserError, match=f"step {step} .*{why}.* can be replayed: 1$"):
             replay(replayer, step, say=silent)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_skipped_if_an_older_state_will_do(run, tmp_path):
     folder = Path(shutil.copytree(run("ppo"), tmp_path / "run"))
     damaged = next((folder / "global_step_00000002/actor").iterdir())
@@ -238,6 +249,7 @@ def test_each_step_has_the_config_that_held(run, tmp_path):
     assert not result.differences and list(result.steps) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_fork_is_replayed_from_the_checkpoint_that_it_began_from(run, tmp_path):
     source = run("ppo")
     fork = tmp_path / "fork"
