@@ -13,7 +13,6 @@ reward) or compares rollouts of different rows cannot be combined with `filter_g
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,8 +24,6 @@ from agentrl.rollout import Rollouts
 from agentrl.trainer.algorithms import dead_groups, estimate
 from agentrl.trainer.batch import Batch
 from agentrl.trajectory import Group, Sample
-
-log = logging.getLogger("agentrl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +121,6 @@ class Collector:
         metrics = {}
         if self._algorithm.filter_groups:
             metrics = _filter_metrics(evicted, live, rounds)
-        if groups and not any(live):
-            log.warning(
-                "step %d: within each group (%d in all) the rollouts have equal rewards: there is"
-                " nothing to learn from",
-                step + 1,
-                len(groups),
-            )
         position += len(samples_so_far)
         return StepRollouts([groups[i] for i in chosen], evicted, position, metrics)
 

@@ -120,13 +120,12 @@ def test_with_too_few_live_groups_the_batch_is_smaller():
     assert played.position == 4
 
 
-def test_without_live_groups_the_batch_has_dead_groups_and_a_warning(caplog):
+def test_without_live_groups_the_batch_has_dead_groups():
     table = Table(dict.fromkeys(range(6), DEAD))
     keys = {"data__batch_size": 2, "algorithm__max_gen_batches": 3}
     played = collect(table, 6, **keys, **FILTER)
     assert rows_of(played.groups) == [0, 1] and rows_of(played.evicted) == [2, 3, 4, 5]
     assert played.metrics()["training/filter_groups/live"] == 0
-    assert "each group (6 in all)" in caplog.text
 
 
 def test_dropped_groups_are_neither_dead_nor_live():
