@@ -62,8 +62,8 @@ def replay(
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help="The relative difference to accept; default: 0 for one process on a CPU, 0.01 for"
-            " GPUs and several processes."
+            help="The relative difference to accept; default: 0 for one process on a CPU, 0.001 for"
+            " several, 0.01 for GPUs."
         ),
     ] = None,
 ) -> None:

@@ -41,8 +41,9 @@ from agentrl.trainer.step import compute_targets, learn, make_batch
 
 DETERMINED = ("actor/", "critic/", "rollout_corr/", "training/rollout_", "waste/")
 """The prefixes of metrics that the stored rollouts determine."""
-ROUNDING = 0.01
-"""The tolerance for runs with a GPU or several processes, which round sums in another order."""
+ROUNDING = {"cpu": 1e-3, "cuda": 1e-2}
+"""The tolerance for runs with several processes or a GPU, by device: sums have another order. Two
+processes on a CPU differed by less than 1e-4."""
 ROUNDING_ADVICE = (
     "If only last digits differ, and the run was made on another machine, by another version of"
     " torch or agentrl, or with another number of threads (OMP_NUM_THREADS): --tolerance 1e-3"
@@ -184,8 +185,14 @@ class Replayer:
 
     # --- the state before a step -----------------------------------------------------------------
 
-    def open(self, step: int) -> Iterator[tuple[int, list[Difference], list[str]]]:
+    def open(
+        self, step: int, tolerance: float | None = None
+    ) -> Iterator[tuple[int, list[Difference], list[str]]]:
         """Load the newest state before a step, and replay the steps up to it, one by one.
+
+        Args:
+            step: the step.
+            tolerance: see `repeat`.
 
         Yields:
             Each step between, with what differs from the record, and what was compared.
@@ -207,7 +214,7 @@ class Replayer:
             if "algorithm.kl_reward_coef" not in changed:
                 self.kl.load(checkpoint.meta.get("kl", self.kl.coef))
         for between in range(first + 1, step):
-            yield between, *self.repeat(between)
+            yield between, *self.repeat(between, tolerance)
 
     def config_at(self, step: int) -> Config:
         """Return the config of a step, with the model and the device of the replay."""
@@ -300,9 +307,9 @@ class Replayer:
         return differences, compared
 
     def tolerance_of(self, config: Config) -> float:
-        """Return the tolerance for a run: 0 for one process on a CPU, else `ROUNDING`."""
-        is_exact = resolve_device(config.trainer.device) == "cpu" and not config.trainer.spread
-        return 0.0 if is_exact else ROUNDING
+        """Return the tolerance for a run: 0 for one process on a CPU, else that of `ROUNDING`."""
+        device = resolve_device(config.trainer.device)
+        return 0.0 if device == "cpu" and not config.trainer.spread else ROUNDING[device]
 
     def _compare_logprobs(
         self, batch: Batch, recorded: Mapping[str, Any], config: Config, tolerance: float
@@ -371,8 +378,7 @@ def replay(
     Args:
         replayer: the run.
         step: the step.
-        tolerance: the relative difference to accept; None: 0 for one process on a CPU, else
-            `ROUNDING`.
+        tolerance: the relative difference to accept; None: see `Replayer.tolerance_of`.
         say: called with a line before the replay begins.
 
     Raises:
@@ -380,7 +386,7 @@ def replay(
     """
     accepted = replayer.tolerance_of(replayer.config_at(step)) if tolerance is None else tolerance
     steps: list[int] = []
-    for between, differences, compared in replayer.open(step):
+    for between, differences, compared in replayer.open(step, accepted):
         if not steps:
             say(f"replaying steps {between}-{step} from {replayer.start}")
         steps.append(between)
