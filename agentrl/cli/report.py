@@ -39,6 +39,7 @@ def report(
     loaded = load_run(run)
     for name in file or ():
         load_file(name)
+    _ = loaded.behaviour  # a damaged file is one error, not one of each diagnosis
     findings = diagnose(loaded)
     content = make_report(loaded, findings)
     if markdown:

@@ -148,6 +148,15 @@ def test_the_command_refuses_other_folders(tmp_path, capsys):
     assert "is not the folder of a run" in capsys.readouterr().err
 
 
+def test_a_damaged_file_is_one_error(tmp_path, capsys):
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories" / "train-00000001.parquet").write_bytes(b"PAR1")
+    with pytest.raises(SystemExit) as exit_:
+        main(["report", str(tmp_path)])
+    assert exit_.value.code == 1
+    assert "train-00000001.parquet" in capsys.readouterr().err
+
+
 def test_a_loop_with_a_dangerous_name_in_the_curve(tmp_path, capsys):
     name = "<script>alert(1)<"
     lines = [
