@@ -340,6 +340,38 @@ def unstable_update(run: Run) -> Iterator[Finding]:
         )
 
 
+ENTROPY_RISE = 5.0
+"""How many times its first value the entropy must have. While a policy learns it usually falls."""
+HIGH_ENTROPY = 1.0
+"""The entropy in nats that is too high: the likeliest token has a probability of about a half."""
+
+
+@diagnosis("entropy")
+def entropy(run: Run) -> Iterator[Finding]:
+    """The policy becomes random."""
+    series = read_series(run, "actor/entropy")
+    if len(series) < MIN_STEPS:
+        return
+    first, last = float(series.values[:MIN_WINDOW].min()), float(series.last.mean())
+    if last < max(HIGH_ENTROPY, ENTROPY_RISE * first) or has_reward_risen(run, 0):
+        return
+    coefficient = config_value(run, "algorithm.entropy_coef")
+    start = series.since(series.means >= max(HIGH_ENTROPY, ENTROPY_RISE * first))
+    causes = ["updates are too large: optim.lr", "the reward does not depend on the tokens"]
+    tries = ["a lower optim.lr", "a KL penalty: algorithm.kl_loss_coef"]
+    if coefficient:
+        causes.insert(0, f"algorithm.entropy_coef ({coefficient}) outweighs the rewards")
+        tries.insert(0, "algorithm.entropy_coef=0")
+    yield Finding(
+        start,
+        f"the entropy of the policy rose from {first:.2g} to {last:.2g} nats a token, and the"
+        " reward did not rise: the policy becomes random",
+        {"first": first, "last": last},
+        causes=causes,
+        tries=tries,
+    )
+
+
 BUDGETS = ("turn_tokens", "trajectory_tokens", "turns", "tool_calls", "time")
 
 
@@ -353,6 +385,8 @@ def budget_key(reason: str) -> str:
 UNREWARDED_ROLLOUTS, UNREWARDED_GROUPS = 100, 10
 """The fewest rollouts and groups of rows that never earn. If a policy succeeded in one of 30
 rollouts, all of 100 would fail in 3 % of the cases."""
+NOTHING = 0.01
+"""The share of the range of rewards up to which a rollout earned nothing."""
 UNREWARDED = 0.99
 """The share of rollouts that fail. Less than all, because a guess may be right by chance."""
 RIGHT = 0.2
@@ -371,7 +405,7 @@ def unrewarded(run: Run) -> Iterator[Finding]:
     if not episodes.num_rows or high <= low:
         return
     reward = column(episodes, "reward")
-    failed = reward <= low + FAILED * (high - low)
+    failed = reward <= low + NOTHING * (high - low)
     labels, mask = _find_unrewarded(episodes, failed)
     groups = {key for key, chosen in zip(group_keys(episodes), mask, strict=True) if chosen}
     if mask.sum() < UNREWARDED_ROLLOUTS or len(groups) < UNREWARDED_GROUPS or mask.all():
@@ -1187,6 +1221,10 @@ FLAT_STEPS = 20
 """The fewest steps of a run that is called flat."""
 FLAT = 0.05
 """The largest gain of reward as a share of the range of rewards, two standard errors included."""
+STRONG_KL = 0.1
+"""A coefficient of the KL penalty that may keep the policy where it is; usual are 0.001 to 0.01."""
+FLAT_STRONG_KL = 0.15
+"""The largest gain with such a penalty, which is a reason to look closer."""
 NO_DRIFT = 1e-3
 """The change of logprobs in a step, in nats, below which the policy does not move. Runs that learn
 have 0.02 to 0.1; a hundredth of that needs thousands of steps."""
@@ -1246,12 +1284,22 @@ def reward_flat(run: Run) -> Iterator[Finding]:
             ],
             gravity="error",
         )
-    elif gain + 2 * error < FLAT * (high - low) and best_gain < 2 * FLAT * (high - low):
+        return
+    keys = ("algorithm.kl_loss_coef", "algorithm.kl_reward_coef")
+    penalties = [(key, config_value(run, key)) for key in keys]
+    strong = [
+        f"{key} ({value}) keeps the policy close to the reference"
+        for key, value in penalties
+        if isinstance(value, float | int) and value >= STRONG_KL
+    ]
+    largest = FLAT_STRONG_KL if strong else FLAT
+    if gain + 2 * error < largest * (high - low) and best_gain < 2 * FLAT * (high - low):
         yield Finding(
             int(reward.steps[0]),
             f"{described}, although the policy moves ({numbers})",
             evidence,
             causes=[
+                *strong,
                 "the reward does not depend on what the policy does, or is noisy",
                 "rows are too hard: the rollouts that succeed do so by chance",
             ],
@@ -1268,6 +1316,12 @@ def reward_flat(run: Run) -> Iterator[Finding]:
 SHARED_ANSWER = 0.2
 """The share of rewarded rollouts with one and the same answer, over rows with different ones, that
 is worth reading."""
+
+
+FOLLOWS = 0.8
+"""The correlation within rows of reward and length, or number of calls, that is worth reading."""
+LEVELS = 5
+"""The fewest different rewards. With a reward of two values, calling the tool may be the task."""
 
 
 @diagnosis("audit")
@@ -1295,6 +1349,7 @@ def audit(run: Run) -> Iterator[Finding]:
     low, high = reward_range(run)
     if not episodes.num_rows or high <= low:
         return
+    yield from _find_what_pays(episodes)
     best = column(episodes, "reward") >= low + SOLVED * (high - low)
     answers = np.array(episodes.column("answer").to_pylist(), object)
     rows = np.array(episodes.column("sample_id").to_pylist(), object)
@@ -1316,6 +1371,34 @@ def audit(run: Run) -> Iterator[Finding]:
             gravity="audit",
             subject="answers",
         )
+
+
+def _find_what_pays(episodes: pa.Table) -> Iterator[Finding]:
+    """Yield a finding if the reward follows the length or the number of calls within rows."""
+    reward = column(episodes, "reward")
+    if len(np.unique(reward)) < LEVELS:
+        return
+    _, group = np.unique(group_keys(episodes), return_inverse=True)
+    size = np.bincount(group)
+
+    def within(values: np.ndarray) -> np.ndarray:
+        return values - (np.bincount(group, values) / size)[group]
+
+    for name, what in (("sampled_tokens", "length"), ("tool_calls", "number of tool calls")):
+        x, y = within(column(episodes, name).astype(float)), within(reward)
+        scale = math.sqrt(float((x**2).sum() * (y**2).sum()))
+        correlation = float((x * y).sum()) / scale if scale else 0.0
+        if correlation >= FOLLOWS:
+            yield Finding(
+                int(column(episodes, "step").min()),
+                f"within a row the reward follows the {what} (correlation {correlation:.2f})",
+                {"correlation": correlation},
+                examples(episodes, x >= np.quantile(x, 0.9)),
+                causes=[f"the reward pays for {what}, whether or not the answer is right"],
+                tries=["read these episodes", "the same reward without this part: agentrl rescore"],
+                gravity="audit",
+                subject=name,
+            )
 
 
 def _compare_validation(run: Run, reward: Series) -> Iterator[Finding]:

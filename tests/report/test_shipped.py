@@ -165,6 +165,34 @@ def test_steps_that_jump():
     assert not alarms(make_run(learning(**{"canary/drift": drift})))
 
 
+@pytest.mark.parametrize("name", ["sampled_tokens", "tool_calls"])
+def test_a_reward_that_pays_for_length_or_calls_is_audited(name):
+    def rollouts(noise: float) -> list[dict[str, Any]]:
+        rng = np.random.default_rng(0)
+        return [
+            {"step": step, "group": group, "sample_id": f"{step}/{group}", name: k, "answer": "?"}
+            | {"reward": 5.0 * group + k + noise * rng.normal()}
+            for step, group, k in itertools.product(range(1, N + 1), range(4), range(1, 9))
+        ]
+
+    def subjects(noise: float) -> list[str]:
+        run = make_run(learning(**{"critic/score/max": [30.0] * N}), rollouts(noise))
+        return [f.subject for f in diagnose(run) if f.name == "audit"]
+
+    assert name in subjects(0.1) and name not in subjects(10.0)
+
+
+def test_the_entropy_explodes():
+    metrics = learning(
+        **{"critic/score/mean": noisy(0.3), "actor/entropy": list(ramp(0.1, 2.5))},
+    )
+    [finding] = [f for f in alarms(make_run(metrics)) if f.name == "entropy"]
+    assert finding.evidence["first"] == pytest.approx(0.1) and finding.evidence["last"] > 2
+    falling = learning(**{"actor/entropy": list(ramp(0.8, 0.1))})
+    rising = learning(**{"actor/entropy": list(ramp(0.5, 1.5))})
+    assert not alarms(make_run(falling)) and not alarms(make_run(rising))
+
+
 def test_dead_groups_of_solved_rows_are_a_note():
     """Some rewards are larger than that of a right answer, so the mean does not show it."""
     metrics = learning(**{"waste/dead_group_frac": noisy(0.9), "critic/score/max": [2.0] * N})
