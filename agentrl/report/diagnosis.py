@@ -133,6 +133,8 @@ LIVE_STEPS = 20
 """The number of last steps whose episodes are read while the run trains."""
 FIRST_STEP = 3
 """The number of recorded steps before the diagnoses run: fewer show no problem."""
+MAX_NEW = 64
+"""The most steps whose metrics are kept as Python objects."""
 MAX_SHARE = 0.01
 """The largest share of the run's time that the diagnoses take while it trains."""
 
@@ -160,26 +162,38 @@ class LiveDiagnosis:
             clock: returns the seconds.
         """
         self.folder, self._warn, self._clock = folder, warn, clock
-        self._record = read_metrics(folder / METRICS)
+        record = read_metrics(folder / METRICS)
+        self._metrics = metrics_table(record)
+        self._new: list[tuple[int, Mapping[str, Any]]] = []
+        """The steps that are not in `_metrics` yet, which is smaller than Python's numbers."""
         self._config = Run(folder).config
         self._behaviour: dict[int, pa.Table] = {}
         self._next = -math.inf
         self._has_failed = False
-        self._last = self._record[-1][0] if self._record else -1
+        self._last = record[-1][0] if record else -1
         self._diagnosed = self._last
         self._known = self._read_known()
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add a step, and warn about new findings if the diagnoses are due."""
-        self._record.append((step, dict(metrics)))
+        self._new.append((step, dict(metrics)))
         self._last = step
-        if len(self._record) >= FIRST_STEP and self._clock() >= self._next:
+        is_due = self._clock() >= self._next
+        if len(self._new) >= MAX_NEW or is_due:
+            self._collect()
+        if is_due and self._metrics.num_rows >= FIRST_STEP:
             self._run()
 
     def finish(self) -> None:
         """Warn about what was found since the diagnoses ran last. Call it at the end of a run."""
         if self._diagnosed < self._last:
+            self._collect()
             self._run()
+
+    def _collect(self) -> None:
+        tables = [self._metrics, metrics_table(self._new)]
+        self._metrics = pa.concat_tables(tables, promote_options="default").combine_chunks()
+        self._new.clear()
 
     def _run(self) -> None:
         """Diagnose the run until now. An error here is a warning: it must not stop the run."""
@@ -199,7 +213,7 @@ class LiveDiagnosis:
         run = Run(self.folder, steps)
         # The properties that are cached: metrics of all steps, and what was parsed already.
         run.__dict__.update(
-            metrics=metrics_table(self._record),
+            metrics=self._metrics,
             behaviour=self._read_episodes(),
             config=self._config,
         )
