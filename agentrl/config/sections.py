@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
@@ -469,6 +470,20 @@ class OptimConfig(Section):
     updates. all: parameters, gradients and optimizer state."""
 
 
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+"""The trackers that agentrl supports itself."""
+
+
+def other_trackers() -> dict[str, EntryPoint]:
+    """Return the trackers of installed packages: the entry points of the group `agentrl.trackers`.
+
+    Each refers to a function (folder, config, resumed_step) that returns a
+    `agentrl.trainer.tracking.Sink`. A name of `TRACKERS` is not replaced.
+    """
+    points = entry_points(group="agentrl.trackers")
+    return {point.name: point for point in points if point.name not in TRACKERS}
+
+
 class TrainerConfig(Section):
     """Settings of the run as a whole."""
 
@@ -525,10 +540,27 @@ class TrainerConfig(Section):
     ray_address: str = ""
     """The Ray cluster to join, as `ray start` prints it. Empty: the run starts one if the learner
     has more than one process."""
-    logger: list[Literal["tensorboard", "wandb"]] = key([])
-    """Trackers of metrics, in addition to the console and metrics.jsonl, which are always on."""
+    logger: list[str] = key(
+        [], allowed="a list of tensorboard, wandb, mlflow, trackio and installed trackers"
+    )
+    """Trackers of metrics, in addition to the console and metrics.jsonl, which are always on.
+    Packages can add some (entry points `agentrl.trackers`)."""
+    project_name: str = ""
+    """The project of wandb and trackio, and the experiment of mlflow. Empty: agentrl, or what the
+    tracker's environment variable says."""
+    experiment_name: str = ""
+    """The name of the run in trackers. Empty: the name of the run's folder."""
+    tags: list[str] = key([])
+    """Tags of the run in wandb and mlflow; trackio has them in its config."""
     watchdog_s: float = key(300.0, gt=0)
     """Seconds without progress after which the run prints what each episode is waiting for."""
+
+    @field_validator("logger")
+    @classmethod
+    def _check_logger(cls, names: list[str]) -> list[str]:
+        if not {*names} <= {*TRACKERS} and not {*names} <= {*TRACKERS, *other_trackers()}:
+            raise ValueError
+        return names
 
     @field_validator("save_freq", mode="before")
     @classmethod

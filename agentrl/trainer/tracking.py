@@ -1,13 +1,15 @@
 """Writes the metrics of a run: always to `metrics.jsonl`, and to trackers if configured.
 
-TensorBoard and wandb are optional; if they fail, training continues.
+Trackers are optional; if one fails, training continues.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from agentrl.config.sections import other_trackers
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.installation import install_command
 from agentrl.record import METRICS, metric_lines
@@ -42,8 +45,9 @@ class Tracker:
 
         Args:
             folder: the run's folder.
-            loggers: any of "tensorboard", "wandb".
-            config: the config that wandb shows.
+            loggers: names of trackers (`trainer.logger`).
+            config: the config that trackers show. They take the names of project and run, and the
+                tags, from its section `trainer`.
             resumed_step: the step of the checkpoint that the run resumes from; later lines are
                 removed. A fresh run removes all.
             warn: called once for each tracker that fails.
@@ -65,7 +69,8 @@ class Tracker:
         self._sinks: dict[str, Sink] = {}
         for name in loggers:
             with self._disable_on_error(name):
-                self._sinks[name] = SINKS[name](folder, config or {}, resumed_step)
+                make = SINKS[name] if name in SINKS else other_trackers()[name].load()
+                self._sinks[name] = make(folder, config or {}, resumed_step)
 
     def log(self, step: int, data: Data) -> None:
         """Record a step: once, in order, and before its checkpoint is published.
@@ -127,9 +132,13 @@ def check_loggers(names: Sequence[str]) -> None:
     """
     for name in names:
         if name not in SINKS:
+            others = other_trackers()
+            if name in others:
+                continue
+            choices = [*SINKS, *others]
             raise ConfigError(
-                f"trainer.logger: no tracker named {name!r}.{did_you_mean(name, SINKS)}"
-                f" Choices: {', '.join(SINKS)} ({METRICS} is always written)"
+                f"trainer.logger: no tracker named {name!r}.{did_you_mean(name, choices)}"
+                f" Choices: {', '.join(choices)} ({METRICS} is always written)"
             )
         spec = importlib.util.find_spec(name)
         # A spec without origin is a plain folder: wandb creates a folder named wandb where it runs.
@@ -231,6 +240,20 @@ class Sink(Protocol):
         ...
 
 
+def _setting(config: Mapping[str, Any], key: str, default: Any) -> Any:
+    """Return a key of the section `trainer`, or the default if it is empty."""
+    return config.get("trainer", {}).get(key) or default
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the keys of a config with dots, and their values as text."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
 class _TensorBoard:
     """Writes event files to `folder/tensorboard`."""
 
@@ -250,7 +273,7 @@ class _TensorBoard:
 
 
 class _WandB:
-    """A wandb run named like the folder. Environment variables such as `WANDB_PROJECT` apply."""
+    """A wandb run. Environment variables such as `WANDB_ENTITY` apply."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], resumed_step: int):
         import wandb  # pyright: ignore[reportMissingImports]
@@ -259,8 +282,9 @@ class _WandB:
         if resumed_step < 0 or not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:8])
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "agentrl"),
-            name=folder.name,
+            project=_setting(config, "project_name", os.environ.get("WANDB_PROJECT", "agentrl")),
+            name=_setting(config, "experiment_name", folder.name),
+            tags=_setting(config, "tags", None),
             id=id_file.read_text(),
             resume="allow",
             dir=str(folder),
@@ -274,7 +298,77 @@ class _WandB:
         self._run.finish()
 
 
+class _MLflow:
+    """A run of MLflow. `MLFLOW_TRACKING_URI` and MLflow's other environment variables apply."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], resumed_step: int):
+        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+
+        self._client = MlflowClient()
+        id_file = folder / "mlflow_run_id.txt"
+        if resumed_step >= 0 and id_file.exists():
+            self._id = id_file.read_text()
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        default = os.environ.get("MLFLOW_EXPERIMENT_NAME", "agentrl")
+        name = _setting(config, "project_name", default)
+        experiment = self._client.get_experiment_by_name(name)
+        run = self._client.create_run(
+            experiment.experiment_id if experiment else self._client.create_experiment(name),
+            run_name=_setting(config, "experiment_name", folder.name),
+            tags=dict.fromkeys(_setting(config, "tags", ()), "true"),
+        )
+        self._id = run.info.run_id
+        id_file.write_text(self._id)
+        for key, value in _flatten(config):
+            self._client.log_param(self._id, key, value[:6000])  # MLflow's limit
+
+    def log(self, step: int, data: Data) -> None:
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+
+        now = int(time.time() * 1000)
+        metrics = [
+            Metric(_mlflow_name(key), float(value), now, step)
+            for key, value in data.items()
+            if value is not None
+        ]
+        for start in range(0, len(metrics), 1000):  # the largest batch that MLflow takes
+            self._client.log_batch(self._id, metrics[start : start + 1000])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def _mlflow_name(key: str) -> str:
+    """Return a metric's name as MLflow accepts it, with `_at_` for `@`, as verl writes it."""
+    return re.sub(r"[^\w\-./ ]", "_", key.replace("@", "_at_"))
+
+
+class _Trackio:
+    """A run of Trackio. Its environment variables such as `TRACKIO_SPACE_ID` apply."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], resumed_step: int):
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        self._run = trackio.init(
+            project=_setting(config, "project_name", "agentrl"),
+            name=_setting(config, "experiment_name", folder.name),
+            config=dict(_flatten(config)),
+            resume="never" if resumed_step < 0 else "allow",
+            embed=False,
+        )
+
+    def log(self, step: int, data: Data) -> None:
+        numbers = {key: float(value) for key, value in data.items() if value is not None}
+        self._run.log(numbers, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 SINKS: dict[str, Callable[[Path, Mapping[str, Any], int], Sink]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WandB,
+    "mlflow": _MLflow,
+    "trackio": _Trackio,
 }

@@ -377,7 +377,11 @@ def test_all_mistakes_are_reported_at_once_with_their_lines(tmp_path):
         ),
         (
             ["trainer.project_name=p", "trainer.experiment_name=e"],
-            {"trainer.output": "checkpoints/p/e"},
+            {
+                "trainer.output": "checkpoints/p/e",
+                "trainer.project_name": "p",
+                "trainer.experiment_name": "e",
+            },
         ),
         (["trainer.resume_mode=disable"], {"trainer.resume": "never"}),
         (["trainer.logger=[console, swanlab]"], {"trainer.logger": []}),

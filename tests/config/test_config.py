@@ -206,7 +206,7 @@ def test_diff_against_another_config():
             "must be grpo or ppo or dr_grpo or dapo or gspo or cispo or rloo or",
         ),
         ("algorithm.name=grop", "Did you mean 'grpo'?"),
-        ("trainer.logger=[console]", "must be a list of tensorboard and wandb. Trackers of"),
+        ("trainer.logger=[console]", "must be a list of tensorboard, wandb, mlflow, trackio and"),
         ("trainer.test_freq=-1", "must be a whole number >= 0. The number of steps between"),
         ("trainer.save_freq=often", "must be auto, or a whole number >= 0. The number of steps"),
         ("trainer.save_freq=true", "must be auto, or a whole number >= 0"),

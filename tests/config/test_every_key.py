@@ -232,6 +232,9 @@ REFUSED = (
 )  # fmt: skip
 # Only servers that start would show them, or memory and speed. Key -> the test of what is done.
 ELSEWHERE = {
+    "trainer.project_name": "trainer/test_tracking.py::test_the_tracker_of_another_package",
+    "trainer.experiment_name": "trainer/test_tracking.py::test_the_tracker_of_another_package",
+    "trainer.tags": "trainer/test_tracking.py::test_the_tracker_of_another_package",
     "tools.workers": "tools/test_workers.py::test_the_config_sets_the_number_of_workers",
     "trainer.keep_best": "trainer/test_saving.py::test_the_best_is_kept_and_the_run_ends_early",
     "trainer.patience": "trainer/test_saving.py::test_the_best_is_kept_and_the_run_ends_early",

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from agentrl.config import Config
+from agentrl.config import Config, load_config
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.record import METRICS, read_metrics
 from agentrl.trainer.console import Console
@@ -157,6 +157,83 @@ def test_tensorboard_events(tmp_path):
     events.Reload()
     scalars = [(e.step, e.value) for e in events.Scalars("critic/score/mean")]
     assert scalars == [(0, 0.0), (1, 0.25), (2, 0.5), (3, 1.0)]
+
+
+NAMES = {"trainer": {"project_name": "my project", "experiment_name": "first", "tags": ["a", "b"]}}
+
+
+def run_in_two_parts(folder, name):
+    """A run that is stopped after step 2 and resumed from the checkpoint of step 1."""
+    warnings: list[str] = []
+    for resumed, steps, offset in ((-1, (0, 1, 2), 0), (1, (2, 3), 10)):
+        tracker = Tracker(folder, [name], config=NAMES, resumed_step=resumed, warn=warnings.append)
+        for step in steps:
+            tracker.log(step, {"val/reward/mean@1": step + offset, "loss:x": 0.5})
+        tracker.close()
+    assert not warnings
+
+
+def test_mlflow_has_one_run_with_names_tags_and_params(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow")
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    run_in_two_parts(tmp_path / "run", "mlflow")
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("my project")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
+    assert {"a", "b"} <= run.data.tags.keys()
+    assert run.data.params["trainer.experiment_name"] == "first"
+    history = client.get_metric_history(run.info.run_id, "val/reward/mean_at_1")
+    assert {(m.step, m.value) for m in history} >= {(0, 0), (1, 1), (2, 12), (3, 13)}
+    assert run.data.metrics["loss_x"] == 0.5
+
+
+def test_trackio_has_one_run_with_names_and_config(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read at the import
+    trackio = pytest.importorskip("trackio")
+    run_in_two_parts(tmp_path / "run", "trackio")
+    (run,) = trackio.Api().runs("my project")
+    assert run.name == "first"
+
+
+def test_wandb_has_the_names_and_tags(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    made = []
+    real = wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **kw: made.append(real(**kw)) or made[-1])
+    run_in_two_parts(tmp_path / "run", "wandb")
+    for run in made:
+        assert (run.project, run.name, set(run.tags)) == ("my project", "first", {"a", "b"})
+    assert len({run.id for run in made}) == 1
+
+
+def test_the_tracker_of_another_package(tmp_path, monkeypatch):
+    """An installed package with an entry point, as pip writes one."""
+    (tmp_path / "other.py").write_text(
+        "class Sink:\n"
+        "    def __init__(self, folder, config, resumed_step):\n"
+        "        self.file = open(folder / 'other.txt', 'a')\n"
+        "        names = ('project_name', 'experiment_name', 'tags')\n"
+        "        print(resumed_step, *map(config['trainer'].get, names), file=self.file)\n"
+        "    def log(self, step, data): print(step, dict(data), file=self.file)\n"
+        "    def close(self): self.file.close()\n"
+    )
+    info = tmp_path / "other-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[agentrl.trackers]\nother = other:Sink\n")
+    with pytest.raises(ConfigError, match="mlflow, trackio and installed trackers"):
+        load_config(None, ["trainer.logger=other"])
+    monkeypatch.syspath_prepend(tmp_path)
+    named = ["trainer.project_name=p", "trainer.experiment_name=e", "trainer.tags=t"]
+    config = load_config(None, ["trainer.logger=other", *named])
+    tracker = Tracker(tmp_path / "run", config.trainer.logger, config=config.model_dump())
+    tracker.log(1, {"a": 1.0})
+    tracker.close()
+    assert (tmp_path / "run/other.txt").read_text() == "-1 p e ['t']\n1 {'a': 1.0}\n"
 
 
 # -- the console ----------------------------------------------------------------------------------

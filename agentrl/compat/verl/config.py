@@ -24,6 +24,7 @@ from agentrl.compat.verl.keys import (
     known_key,
 )
 from agentrl.config import FIELDS
+from agentrl.config.sections import TRACKERS
 from agentrl.config.sources import Setting, assignment, read_overrides
 from agentrl.registry import agent_loops, did_you_mean
 
@@ -605,7 +606,7 @@ def _run(t: _Translator) -> None:
         t.take("trainer.output", t.value(folder), folder)
     elif used := [name for name in names if name in t.settings]:
         output = "/".join(["checkpoints", *(str(t.get(name)) for name in used)])
-        t.change("trainer.output", output, "the run's folder is its name", *used)
+        t.change("trainer.output", output, "the run's folder has this name too", *used)
     mode, path = t.get("trainer.resume_mode"), "trainer.resume_from_path"
     if mode == "resume_path" and t.get(path):
         t.refuse(path, "agentrl does not read verl's checkpoints: export it as a model")
@@ -614,7 +615,7 @@ def _run(t: _Translator) -> None:
         t.take("trainer.resume", resume, "trainer.resume_mode")
     loggers = t.get("trainer.logger") or []
     loggers = loggers if isinstance(loggers, list) else [loggers]
-    ours = [name for name in loggers if name in ("tensorboard", "wandb")]
+    ours = [name for name in loggers if name in TRACKERS]
     if loggers and ours != [name for name in loggers if name != "console"]:
         t.change("trainer.logger", ours, "the others are not supported", "trainer.logger")
     elif loggers:
