@@ -54,6 +54,9 @@ MAX_LOGPROB_GROWTH = 10.0
 """A stored logprob of the engine may differ from the policy's by this multiple of the largest
 difference that the step has recorded. That difference does not cover all tokens: those without an
 advantage are not run."""
+MIN_LOGPROB_DIFFERENCE = 1e-4
+"""What is added to this limit for the local engine on a CPU, in nats; a tenth of what is added for
+others."""
 MAX_LOGPROB_DIFFERENCE = 0.1
 """The limit for the local engine on a CPU if the step has recorded no difference, in nats."""
 
@@ -282,8 +285,7 @@ class Replayer:
         recorded = self.record[step]
         every = [*groups.groups, *groups.evicted]
         differences = [*_compare_rewards(every, config)]
-        if step > config.algorithm.critic_only_steps:
-            differences += self._compare_logprobs(batch, recorded, config, tolerance)
+        differences += self._compare_logprobs(batch, recorded, config, tolerance)
         targets, signal = compute_targets(self.learner, batch, self.kl)
         updated, learned = learn(self.learner, batch, targets, self.kl, step)
         replayed = rollout_metrics(every) | signal | updated
@@ -316,24 +318,25 @@ class Replayer:
     ) -> list[Difference]:
         """Compare the engine's logprobs with the policy's, at all sampled tokens.
 
-        Return the token where they are farthest apart, if that is farther than arithmetic explains.
+        Return the token where they are farthest apart, if that is farther than arithmetic explains,
+        or one with a logprob above 0, which no engine returns.
         """
-        limit = recorded.get("rollout_corr/logprob_diff_max")
-        if limit is not None:
-            limit = MAX_LOGPROB_GROWTH * limit + 1e-3
-        elif config.rollout.name == "local" and not tolerance:
-            limit = MAX_LOGPROB_DIFFERENCE
+        is_exact = config.rollout.name == "local" and not tolerance
+        margin = MIN_LOGPROB_DIFFERENCE if is_exact else ROUNDING["cpu"]
+        largest = recorded.get("rollout_corr/logprob_diff_max")
+        if largest is not None:
+            limit = MAX_LOGPROB_GROWTH * largest + margin
         else:
-            return []
-        policy = self.learner.logprobs(batch)
-        gaps = (policy - batch.rollout_logprobs).abs()
-        gaps = torch.where(batch.response_mask, gaps.nan_to_num(math.inf), 0.0)
-        if not (gaps > limit).any():
+            limit = MAX_LOGPROB_DIFFERENCE if is_exact else math.inf
+        policy, engine = self.learner.logprobs(batch), batch.rollout_logprobs
+        gaps = (policy - engine).abs()
+        gaps = torch.where(engine > (0.0 if is_exact else margin), math.inf, gaps)
+        gaps = torch.where(batch.response_mask, gaps, 0.0)
+        if not (gaps > limit).any() and not gaps.isinf().any():
             return []
         row, column = divmod(int(gaps.argmax()), gaps.shape[1])
         where = f"the logprob of {_name_token(batch, row, column)}"
-        engine = batch.rollout_logprobs[row, column].item()
-        return [Difference(where, engine, policy[row, column].item())]
+        return [Difference(where, engine[row, column].item(), policy[row, column].item())]
 
     def _compare_weights(
         self, checkpoint: Checkpoint, tolerance: float

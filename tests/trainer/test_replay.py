@@ -157,6 +157,11 @@ def flip(logprobs):
     return flipped
 
 
+def tiny(logprobs):
+    """Flip the sign of a logprob as near to 0 as that of a certain token."""
+    return [[1e-9, *logprobs[0][1:]], *logprobs[1:]]
+
+
 def nudge(logprobs):
     """Change the last bits of one logprob only."""
     return [[logprobs[0][0] * (1 + 1e-6), *logprobs[0][1:]], *logprobs[1:]]
@@ -165,6 +170,7 @@ def nudge(logprobs):
 EDITS = {
     "a flipped logprob": ("grpo", "logprobs", flip, "the logprob of response token 2 of segment 0"),
     "a flipped logprob of a group without a signal": ("dapo", "logprobs", flip, "the logprob of"),
+    "a flipped logprob near 0": ("grpo", "logprobs", tiny, "the logprob of response token 0"),
     "the last bits of a logprob": ("ppo", "logprobs", nudge, "rollout_corr/logprob_diff_mean"),
     "a reward": ("grpo", "reward", lambda reward: reward + 1e-6, "the reward of episode"),
     "a reward and its part": (
