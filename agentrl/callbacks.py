@@ -85,7 +85,8 @@ def callback(function: C) -> C:
             f"the callback {name} must take one argument, `def {name}(event)`: {e}"
         ) from None
     file = Path(inspect.getfile(function)).stem
-    return callbacks.add(f"{file}.{name}", function)
+    callbacks.add(f"{file}.{name}", function)
+    return function
 
 
 class Callbacks:

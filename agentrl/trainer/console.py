@@ -26,7 +26,7 @@ COLUMNS = (
     ("calls", "tool_call_counts/mean", "{:.2f}"),
     ("turns", "num_turns/mean", "{:.1f}"),
     ("length", "response_length/mean", "{:.0f}"),
-    ("kl", "actor/ppo_kl", "{:.4f}"),
+    ("ppo_kl", "actor/ppo_kl", "{:.4f}"),
     ("grad", "actor/grad_norm", "{:.2f}"),
     ("tokens/s", "perf/throughput", "{:,.0f}"),
     ("s", "timing_s/step", "{:.1f}"),
@@ -70,6 +70,7 @@ class Console:
         self._validations: list[tuple[int, Metrics]] = []
         self._first = self._last = self._total = 0
         self._start = 0.0
+        self._is_closing = False
 
     def step(self, step: int, total: int, metrics: Metrics) -> None:
         """Show a finished step, one of `total`."""
@@ -132,6 +133,9 @@ class Console:
     def close(self) -> None:
         """Stop the live table; its last state stays visible. Closing twice does nothing."""
         if self._live is not None:
+            self._is_closing = (
+                True  # nothing runs any more, so the last state has no remaining time
+            )
             self._live.stop()
             self._live = None
 
@@ -166,7 +170,7 @@ class Console:
         from rich.console import Group
 
         parts: list[Any] = []
-        height = self._live.console.size.height if self._live else 24
+        width, height = self._live.console.size if self._live else (80, 24)
         # The first validation stays visible, to compare with.
         validations = (
             self._validations[:1]
@@ -175,10 +179,10 @@ class Console:
         steps = self._steps[-max(3, min(MAX_STEPS, height - len(validations) - 12)) :]
         if steps:
             rows = [(step, _format_cells(metrics)) for step, metrics in steps]
-            parts.append(_table("step", rows))
+            parts.append(_table("step", rows, width))
         if validations:
             rows = [(step, _format_scores(metrics)) for step, metrics in validations]
-            parts.append(_table("validation", rows))
+            parts.append(_table("validation", rows, width))
         if self._total:
             parts.append(self._progress())
         return Group(*parts)
@@ -189,11 +193,13 @@ class Console:
 
         finished, elapsed = self._last - self._first, time.monotonic() - self._start
         remaining = elapsed / finished * (self._total - self._last)
+        text = f"{self._last}/{self._total}  elapsed {_format_duration(elapsed)}"
+        if not self._is_closing:
+            text += f", about {_format_duration(remaining)} left"
         line = Table.grid(padding=(0, 1))
         line.add_row(
             ProgressBar(total=self._total, completed=self._last, width=32),
-            f"{self._last}/{self._total}  elapsed {_format_duration(elapsed)}, about"
-            f" {_format_duration(remaining)} left",
+            text,
         )
         return line
 
@@ -220,11 +226,20 @@ def next_commands(folder: Path, config: Config) -> list[list[str]]:
     ]
 
 
-def _table(first: str, rows: Sequence[tuple[int, Mapping[str, str]]]) -> RenderableType:
+def _table(first: str, rows: Sequence[tuple[int, Mapping[str, str]]], width: int) -> RenderableType:
+    """Return a table of at most `width` characters: the last columns that do not fit are dropped.
+
+    The first two columns always remain.
+    """
     from rich import box
     from rich.table import Table
 
-    names = dict.fromkeys(name for _, cells in rows for name in cells)
+    names = list(dict.fromkeys(name for _, cells in rows for name in cells))
+    used, fitting = max(len(first), *(len(str(step)) for step, _ in rows)), 0
+    for name in names:
+        used += 3 + max(len(name), *(len(cells.get(name, "-")) for _, cells in rows))
+        fitting += used < width  # one character of padding is at the right
+    names = names[: max(1, fitting)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column(first, justify="right", style="cyan", no_wrap=True)
     for name in names:

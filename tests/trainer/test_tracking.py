@@ -289,7 +289,31 @@ def test_a_live_table(monkeypatch):
     last = shown.splitlines()
     assert any("reward" in line and "tokens/s" in line for line in last)
     assert any("0.400 (98% call)" in line for line in last)
-    assert "30/120" in last[-1] and "left" in last[-1]
+    # Nothing runs any more, so no time is left.
+    assert "30/120" in last[-1] and "elapsed" in last[-1] and "left" not in shown
+
+
+@pytest.mark.parametrize(
+    ("width", "columns"),
+    [
+        ("36", ["step", "reward", "calls", "ppo_kl"]),
+        ("40", ["step", "reward", "calls", "ppo_kl", "grad"]),
+        ("80", ["step", "reward", "calls", "ppo_kl", "grad", "tokens/s", "s"]),
+    ],
+)
+def test_a_narrow_table_drops_columns_and_no_digits(monkeypatch, width, columns):
+    monkeypatch.setenv("COLUMNS", width)
+    out = io.StringIO()
+    with Console(out, live=True) as console:
+        console.validation(0, VALIDATION)
+        console.step(7, 120, STEP | {"actor/ppo_kl": 0.0012})
+    lines = out.getvalue().splitlines()
+    start = max(i for i, line in enumerate(lines) if "reward" in line)
+    assert lines[start].split() == columns
+    digits = ["7", "0.531", "1.20", "0.0012", "0.70", "5,123", "0.6"]
+    assert lines[start + 2].split() == digits[: len(columns)]
+    assert "…" not in out.getvalue()
+    assert max(map(len, lines[start:])) <= int(width)
 
 
 def test_metrics_are_selected_by_name(tmp_path):
