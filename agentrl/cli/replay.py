@@ -89,13 +89,13 @@ def replay(
     if asks and tolerance is not None:
         raise UserError("--tolerance is for a replay without keys, --reward and --gradient")
     from agentrl.registry import load_file
-    from agentrl.report.recorded import RecordedRun
+    from agentrl.report.run import load_run
     from agentrl.trainer.replay import Replayer
     from agentrl.trainer.replay import replay as run_replay
 
     for name in file or []:
         load_file(name)
-    replayer = Replayer(RecordedRun(run), model=model, device=device)
+    replayer = Replayer(load_run(run), model=model, device=device)
     if asks:
         _ask(replayer, step, overrides or [], reward, gradient)
         return
@@ -200,16 +200,16 @@ def rescore(
         agentrl rescore runs/demo --reward my.py:strict reward.kwargs.limit=3 --out scores.parquet
     """
     from agentrl.registry import load_file
-    from agentrl.report.recorded import RecordedRun
     from agentrl.report.rescore import REWARD_KEYS, change_config, write_rescored
     from agentrl.report.rescore import rescore as score_again
+    from agentrl.report.run import load_run
 
     if out is not None and out.suffix != ".parquet":
         raise UserError(f"--out {out} must end in .parquet")
     for name in file or []:
         load_file(name)
-    recorded = RecordedRun(run)
-    config = change_config(recorded.config, overrides or [], reward, REWARD_KEYS)
+    recorded = load_run(run)
+    config = change_config(recorded.config_at(), overrides or [], reward, REWARD_KEYS)
     with silence_training_warnings():
         rows = list(score_again(recorded, config))
     if not rows:

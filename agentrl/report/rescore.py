@@ -25,10 +25,10 @@ from agentrl.evaluate import score_stored
 from agentrl.plan import load_files
 from agentrl.plural import plural
 from agentrl.registry import is_shipped, rewards
-from agentrl.report.recorded import RecordedRun
+from agentrl.report.run import Run
 from agentrl.rewards import Scorer
 from agentrl.rewards.graders import find_reward
-from agentrl.rewards.scorer import BY_SOURCE
+from agentrl.rewards.scorer import BY_SOURCE, combine
 from agentrl.store import TRAINING
 from agentrl.trajectory import Group, Scored
 from agentrl.workers import run_all
@@ -152,7 +152,7 @@ def open_scorer(config: Config) -> Scorer:
 # --- scoring -------------------------------------------------------------------------------------
 
 
-def rescore(run: RecordedRun, config: Config) -> Iterator[Rescored]:
+def rescore(run: Run, config: Config) -> Iterator[Rescored]:
     """Score all stored episodes of a run again, step by step.
 
     Args:
@@ -182,8 +182,30 @@ Rescoring = Callable[[Sequence[Group], bool], list[Group]]
 """Scores groups again. The second argument is False for the groups of a validation."""
 
 
+def recompute(scored: Scored, config: Config, *, trains: bool = True) -> Scored:
+    """Return a stored rollout with the reward that follows from its stored parts.
+
+    Args:
+        scored: the rollout.
+        config: the config, of which weights of rewards and the budget policy are used.
+        trains: False for a validation, which has no penalty for overlong rollouts.
+
+    Raises:
+        UserCodeError: see `agentrl.rewards.scorer.combine`.
+    """
+    rollout = config.rollout
+    return combine(
+        scored.trajectory,
+        scored.rewards["outcome"],
+        scored.metrics,
+        config.reward,
+        rollout.budget_policy,
+        rollout.max_trajectory_tokens if trains else None,
+    )
+
+
 @contextmanager
-def open_rescoring(run: RecordedRun, config: Config, steps: Collection[int]) -> Iterator[Rescoring]:
+def open_rescoring(run: Run, config: Config, steps: Collection[int]) -> Iterator[Rescoring]:
     """Open the rewards of a config for recorded episodes; raises as `rescore`."""
     scorer = open_scorer(config)
     check_rows(run, steps, scorer)
@@ -196,7 +218,7 @@ def open_rescoring(run: RecordedRun, config: Config, steps: Collection[int]) -> 
             scorer.stop()
 
 
-def check_rows(run: RecordedRun, steps: Collection[int], scorer: Scorer) -> None:
+def check_rows(run: Run, steps: Collection[int], scorer: Scorer) -> None:
     """Raise `DataError` if the record does not contain what a reward got when it was played."""
     table = run.store.read_episodes(lambda step: step in steps)
     rows = table.select(["sample_id", "step", "as_text", "dropped"]).to_pylist()

@@ -11,7 +11,7 @@ A table contains null where a run has not recorded a value, never a number in it
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import eq
 from pathlib import Path
@@ -22,10 +22,22 @@ import pyarrow as pa
 import yaml
 
 from agentrl.chat import load_tokenizer
+from agentrl.config import Config, load_config
 from agentrl.errors import DataError
 from agentrl.record import METRICS, read_metrics
 from agentrl.report.behaviour import BEHAVIOUR_SCHEMA, read_behaviour
 from agentrl.store import StoredRollout, TrajectoryStore
+from agentrl.trajectory import Group
+
+
+@dataclass(frozen=True, slots=True)
+class StepGroups:
+    """The stored groups of a training step, in the order of their rows."""
+
+    groups: Sequence[Group]
+    """The groups that trained."""
+    evicted: Sequence[Group]
+    """The groups that were played and did not train (`algorithm.filter_groups`)."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +70,7 @@ class Run:
 
         Structured data (messages, turns, rewards) is JSON text.
         """
-        return self._store.read_episodes(self._has)
+        return self.store.read_episodes(self._has)
 
     @cached_property
     def behaviour(self) -> pa.Table:
@@ -66,8 +78,8 @@ class Run:
 
         `agentrl.report.behaviour.BEHAVIOUR_SCHEMA` describes the columns.
         """
-        steps = filter(self._has, self._store.all_steps())
-        tables = [read_behaviour(self._store.read_episodes(partial(eq, step))) for step in steps]
+        steps = filter(self._has, self.store.all_steps())
+        tables = [read_behaviour(self.store.read_episodes(partial(eq, step))) for step in steps]
         return pa.concat_tables([BEHAVIOUR_SCHEMA.empty_table(), *tables])
 
     @cached_property
@@ -78,7 +90,7 @@ class Run:
         learned from (`advantage`, `old_logprob`, ...) is null where it is not recorded. A token of
         the table takes about 60 bytes: choose steps in a long run.
         """
-        return self._store.read_tokens(self._has)
+        return self.store.read_tokens(self._has)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -119,10 +131,77 @@ class Run:
         Raises:
             DataError: a file is damaged.
         """
-        return self._store.read(split=split, is_wanted=self._has)
+        return self.store.read(split=split, is_wanted=self._has)
+
+    def config_at(self, step: int | None = None) -> Config:
+        """Return the config that held in a step: the present one without later changes.
+
+        Args:
+            step: the step; None: the present config.
+
+        Raises:
+            UserError: the folder has no config, or its config has mistakes.
+        """
+        path = self.folder / "config.yaml"
+        if not path.is_file():
+            raise DataError(
+                f"{self.folder} is not the folder of a training run: it has no {path.name}"
+            )
+        config = load_config(str(path))
+        if step is None:
+            return config
+        tree = config.model_dump(mode="json")
+        for change in reversed(self.changes.to_pylist()):
+            if change["step"] >= step and change["key"] != "rows":
+                _set(tree, change["key"], change["old"])
+        return Config.model_validate(tree)
+
+    def read_step(self, step: int) -> StepGroups:
+        """Return the stored groups of a training step, with their greedy rollouts.
+
+        Args:
+            step: the step, from 1.
+
+        Raises:
+            DataError: a file is damaged, or the greedy rollouts are not those of the groups.
+        """
+        groups, evicted = (self.read_groups(step, split) for split in ("train", "evicted"))
+        greedy = [scored for group in self.read_groups(step, "baseline") for scored in group.scored]
+        if not greedy:
+            return StepGroups(groups, evicted)
+        every = [*groups, *evicted]
+        if [g.sample.id for g in every] != [s.trajectory.sample.id for s in greedy]:
+            raise DataError(
+                f"{self.store.folder}: the greedy rollouts of step {step} (baseline) are not those"
+                " of its groups"
+            )
+        every = [replace(g, greedy=s) for g, s in zip(every, greedy, strict=True)]
+        return StepGroups(every[: len(groups)], every[len(groups) :])
+
+    def read_groups(self, step: int, split: str) -> list[Group]:
+        """Return the stored groups of a step and split, without greedy rollouts.
+
+        Args:
+            step: the step, from 0.
+            split: "train", "evicted", "baseline", "val" or "greedy".
+
+        Raises:
+            DataError: a file is damaged.
+        """
+        parts: list[list[StoredRollout]] = []
+        for rollout in self.store.read(step, split):
+            if parts and _is_same_group(parts[-1][-1], rollout):
+                parts[-1].append(rollout)
+            else:
+                parts.append([rollout])
+        return [
+            Group(p[0].scored.trajectory.sample, tuple(r.scored for r in p), p[0].dropped)
+            for p in parts
+        ]
 
     @cached_property
-    def _store(self) -> TrajectoryStore:
+    def store(self) -> TrajectoryStore:
+        """The files with the run's trajectories."""
         return TrajectoryStore(self.folder / "trajectories")
 
     def _has(self, step: int) -> bool:
@@ -154,3 +233,26 @@ def load_run(path: str | Path, steps: Collection[int] | None = None) -> Run:
             f"{folder} is not the folder of a run: it has neither {METRICS} nor trajectories"
         )
     return Run(folder, steps)
+
+
+def _is_same_group(last: StoredRollout, rollout: StoredRollout) -> bool:
+    """Return whether a rollout belongs to the group of the one before it.
+
+    Files of older versions have no index of the group. In them a group ends with its row, or when
+    the index of the rollout starts again.
+    """
+    if rollout.group is not None or last.group is not None:
+        return rollout.group == last.group
+    before, now = last.scored.trajectory, rollout.scored.trajectory
+    return before.sample.id == now.sample.id and before.rollout < now.rollout
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in a tree of mappings; None removes it."""
+    *sections, leaf = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    if value is None:
+        tree.pop(leaf, None)
+    else:
+        tree[leaf] = value

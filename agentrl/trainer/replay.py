@@ -25,10 +25,11 @@ from agentrl.engine.local.load import resolve_device
 from agentrl.errors import AgentRLError, ConfigError, UserError
 from agentrl.metrics import rollout_metrics
 from agentrl.plan import load_files
-from agentrl.plural import plural
+from agentrl.plural import format_steps, plural
 from agentrl.record import METRICS, read_metrics
 from agentrl.registry import advantage_estimators, policy_losses
-from agentrl.report.recorded import RecordedRun, StepGroups, format_steps, recompute
+from agentrl.report.rescore import recompute
+from agentrl.report.run import Run, StepGroups
 from agentrl.store import LEARNED, LEARNED_SCHEMA
 from agentrl.trainer.algorithms import KLController
 from agentrl.trainer.batch import Batch
@@ -110,7 +111,7 @@ class Replay:
 class Replayer:
     """A recorded run and a learner that repeats its steps."""
 
-    def __init__(self, run: RecordedRun, *, model: str = "", device: str = ""):
+    def __init__(self, run: Run, *, model: str = "", device: str = ""):
         """Read the record; no model is loaded.
 
         Args:
@@ -119,7 +120,7 @@ class Replayer:
                 `model.path`.
             device: the device of the replay ("auto", "cpu", "cuda"); "": the run's.
         """
-        self.run = run
+        self.run, self.config = run, run.config_at()
         self._model, self._device = model, device
         self._learner: Learner | None = None
         self.record = dict(read_metrics(run.folder / METRICS))
@@ -157,7 +158,7 @@ class Replayer:
         if step in steps:
             return
         stored = self.run.store.steps("train")
-        keep = self.run.config.trainer.keep_trajectories
+        keep = self.config.trainer.keep_trajectories
         if step not in self.record:
             why = f"{METRICS} has no such step"
         elif step not in stored:
@@ -181,7 +182,7 @@ class Replayer:
         folder = self.run.folder
         if fork := read_fork(folder):
             return [fork.step] if (Path(fork.checkpoint) / META).is_file() else []
-        resume = self.run.config.trainer.resume
+        resume = self.config.trainer.resume
         path = Path(resume).expanduser().resolve()
         is_own = resume in ("auto", "never") or folder.resolve() in (path, path.parent)
         return [0] if is_own else []
@@ -213,7 +214,7 @@ class Replayer:
         if checkpoint is not None:
             self.start = f"the checkpoint of step {first} ({checkpoint.folder})"
             self.learner.ranks.load(checkpoint.folder)
-            changed = {c["key"] for c in self.run.changes if c["step"] == first}
+            changed = {c["key"] for c in self.run.changes.to_pylist() if c["step"] == first}
             if "algorithm.kl_reward_coef" not in changed:
                 self.kl.load(checkpoint.meta.get("kl", self.kl.coef))
         for between in range(first + 1, step):

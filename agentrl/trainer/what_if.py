@@ -16,8 +16,9 @@ from torch import Tensor
 
 from agentrl.config import Config
 from agentrl.errors import ConfigError, UserError
-from agentrl.report.recorded import StepGroups, format_steps, recompute
-from agentrl.report.rescore import REWARD_KEYS, Rescoring
+from agentrl.plural import format_steps
+from agentrl.report.rescore import REWARD_KEYS, Rescoring, recompute
+from agentrl.report.run import StepGroups
 from agentrl.trainer.algorithms import KLController, dead_groups, estimate, make_targets
 from agentrl.trainer.batch import Batch, Targets
 from agentrl.trainer.learner import Learner

@@ -165,6 +165,7 @@ def test_files_of_older_versions_have_no_index_of_the_group(run, capsys, caplog)
     assert "was made by an older version" in caplog.text
 
 
-def test_a_folder_without_a_config(tmp_path, capsys):
-    code, printed = rescore(capsys, tmp_path, "strict")
+def test_a_folder_without_a_config(run, capsys):
+    (run / "config.yaml").unlink()
+    code, printed = rescore(capsys, run, "strict")
     assert code == 1 and "has no config.yaml" in printed

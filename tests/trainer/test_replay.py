@@ -16,8 +16,8 @@ import torch
 from agentrl.cli import main
 from agentrl.config import load_config
 from agentrl.errors import UserError
-from agentrl.report.recorded import RecordedRun
 from agentrl.report.rescore import change_config, changes_outcome, open_rescoring
+from agentrl.report.run import Run
 from agentrl.trainer import Trainer
 from agentrl.trainer.algorithms import make_targets
 from agentrl.trainer.replay import Replayer, replay
@@ -107,7 +107,7 @@ def silent(_: str) -> None:
 def test_a_step_is_equal_bit_for_bit(run, name):
     folder = run(name)
     before = files_of(folder)
-    result = replay(Replayer(RecordedRun(folder)), STEPS, say=silent)
+    result = replay(Replayer(Run(folder)), STEPS, say=silent)
     assert not result.differences, result.differences
     assert result.tolerance == 0 and len(result.compared) == 3, result.compared
     assert list(result.steps) == ([3, 4] if name == "ppo" else [1, 2, 3, 4])
@@ -133,9 +133,9 @@ def test_turns_tools_and_masked_rollouts(tiny_model, tmp_path):
         "files": ["shelf:calculator"],
     }
     Trainer(load_config(None, overrides, flags)).run()
-    masked = [s.masked for g in RecordedRun(output).read_groups(2, "train") for s in g.scored]
+    masked = [s.masked for g in Run(output).read_groups(2, "train") for s in g.scored]
     assert {*masked} == {True, False}
-    result = replay(Replayer(RecordedRun(output)), 2, say=silent)
+    result = replay(Replayer(Run(output)), 2, say=silent)
     assert not result.differences and list(result.steps) == [1, 2]
 
 
@@ -196,7 +196,7 @@ def test_an_edited_record_is_named(run, tmp_path, edit):
     name, column, change, expected = EDITS[edit]
     folder = Path(shutil.copytree(run(name), tmp_path / "run"))
     edited(folder, column, 3, change)
-    result = replay(Replayer(RecordedRun(folder)), STEPS, say=silent)
+    result = replay(Replayer(Run(folder)), STEPS, say=silent)
     assert any(d.name.startswith(expected) for d in result.differences), result.differences
 
 
@@ -204,7 +204,7 @@ def test_a_changed_reward_is_seen_in_what_was_learned(run, tmp_path):
     """Without the check of its parts: the metrics, the advantages and the weights differ, too."""
     folder = Path(shutil.copytree(run("grpo"), tmp_path / "run"))
     edited(folder, "reward", 3, lambda reward: reward + 1e-6)
-    names = [d.name for d in replay(Replayer(RecordedRun(folder)), STEPS, say=silent).differences]
+    names = [d.name for d in replay(Replayer(Run(folder)), STEPS, say=silent).differences]
     assert "critic/score/mean" in names and "critic/advantages/max" in names
     assert any(name.startswith("advantages of response token") for name in names)
     assert any(name.startswith("actor: parameter.") for name in names)
@@ -214,7 +214,7 @@ def test_the_steps_that_can_be_replayed_are_listed(run, tmp_path):
     """The rollouts of step 2 are gone, and there is no checkpoint until after step 4."""
     folder = Path(shutil.copytree(run("grpo"), tmp_path / "run"))
     (folder / "trajectories/train-00000002.parquet").unlink()
-    replayer = Replayer(RecordedRun(folder))
+    replayer = Replayer(Run(folder))
     assert replayer.replayable_steps() == [1]
     for step, why in (
         (9, "metrics.jsonl has no such step"),
@@ -230,7 +230,7 @@ def test_a_damaged_checkpoint_is_skipped_if_an_older_state_will_do(run, tmp_path
     folder = Path(shutil.copytree(run("ppo"), tmp_path / "run"))
     damaged = next((folder / "global_step_00000002/actor").iterdir())
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    result = replay(Replayer(RecordedRun(folder)), STEPS, say=silent)
+    result = replay(Replayer(Run(folder)), STEPS, say=silent)
     assert not result.differences and list(result.steps) == [1, 2, 3, 4]
 
 
@@ -238,7 +238,7 @@ def test_the_first_step_that_differs_ends_the_replay(run, tmp_path):
     folder = Path(shutil.copytree(run("grpo"), tmp_path / "run"))
     shard = folder / "trajectories/train-00000004.parquet"
     shutil.copy(shard, folder / "trajectories/train-00000002.parquet")  # of another step
-    result = replay(Replayer(RecordedRun(folder)), STEPS, say=silent)
+    result = replay(Replayer(Run(folder)), STEPS, say=silent)
     assert list(result.steps) == [1, 2] and result.differences
 
 
@@ -249,7 +249,7 @@ def test_each_step_has_the_config_that_held(run, tmp_path):
     """The learning rate was changed in place after step 4, and its length is that of its time."""
     folder = Path(shutil.copytree(run("grpo"), tmp_path / "run"))
     run("grpo", "trainer.total_steps=5", "optim.lr=0.02", "optim.lr_final=0.5", output=folder)
-    recorded = RecordedRun(folder)
+    recorded = Run(folder)
     assert [recorded.config_at(step).optim.lr for step in (4, 5)] == [0.01, 0.02]
     result = replay(Replayer(recorded), 5, say=silent)
     assert not result.differences and list(result.steps) == [1, 2, 3, 4, 5]
@@ -261,10 +261,10 @@ def test_a_fork_is_replayed_from_the_checkpoint_that_it_began_from(run, tmp_path
     fork = tmp_path / "fork"
     changed = ["trainer.total_steps=5", f"trainer.resume={source}", "algorithm.lam=0.9"]
     run("ppo", *changed, output=fork)
-    result = replay(Replayer(RecordedRun(fork)), 5, say=silent)
+    result = replay(Replayer(Run(fork)), 5, say=silent)
     assert not result.differences and str(source) in result.start
     with pytest.raises(UserError, match=r"can be replayed: 5$"):
-        replay(Replayer(RecordedRun(fork)), 4, say=silent)
+        replay(Replayer(Run(fork)), 4, say=silent)
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def rewards(tmp_path):
 
 def ask(folder: Path, *overrides: str, reward: str = "", gradient: bool = False):
     """Return the replayer and the answer of `what_if` for the last step."""
-    replayer = Replayer(RecordedRun(folder))
+    replayer = Replayer(Run(folder))
     recorded = replayer.config_at(STEPS)
     config = change_config(recorded, overrides, reward, (*ADVANTAGE_KEYS, *LOSS_KEYS))
     if not changes_outcome(recorded, config):
@@ -328,7 +328,7 @@ def ask(folder: Path, *overrides: str, reward: str = "", gradient: bool = False)
 
 
 def by_group(folder: Path) -> list[list[Scored]]:
-    return [list(g.scored) for g in RecordedRun(folder).read_groups(STEPS, "train")]
+    return [list(g.scored) for g in Run(folder).read_groups(STEPS, "train")]
 
 
 def test_another_estimator_and_reward_without_a_model(run, rewards):
@@ -359,7 +359,7 @@ def test_another_estimator_and_reward_without_a_model(run, rewards):
 def test_groups_become_dead_and_alive(run, rewards):
     """With the groups that were set aside: they may have a signal under another reward."""
     folder = run("dapo")
-    every = RecordedRun(folder).read_step(STEPS)
+    every = Run(folder).read_step(STEPS)
     count = len(every.groups) + len(every.evicted)
     dead = sum(len({s.reward for s in g.scored}) == 1 for g in (*every.groups, *every.evicted))
     assert 0 < dead < count and every.evicted
@@ -393,7 +393,7 @@ def test_a_critic_and_a_penalty_come_from_the_restored_weights(run):
     folder = run("ppo")
     replayer, answer = ask(folder)
     assert replayer.is_open and replayer.start.startswith("the checkpoint of step 2")
-    table = RecordedRun(folder).store.read_learned(STEPS)
+    table = Run(folder).store.read_learned(STEPS)
     recorded: dict[str, list[float]] = {}
     for episode, row in zip(table["episode_id"], table["advantages"], strict=True):
         recorded.setdefault(episode.as_py(), []).extend(x for x in row.as_py() if x is not None)
