@@ -65,7 +65,8 @@ What the model can do:
   other words it starts lower; if all rewards stay 0, [imitate first](debugging.md#imitate-first).
 - It cannot read other texts: its tokenizer has 576 tokens, and it has seen only the demo's
   problems. On another task its answers are noise, which still tests rows, tools, rewards and loops.
-- Of a tool it sees the name, and the names and types of the arguments, but no description (in `react` rows it does).
+- Of a tool it sees the name, and the names and types of the arguments, but no description, except
+  in `react` rows.
 
 In Python, `agentrl.demo.tiny_config` applies the preset ([commands.md](commands.md#in-python)).
 """
