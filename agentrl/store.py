@@ -264,7 +264,7 @@ class TrajectoryStore:
         Raises:
             DataError: a file is damaged.
         """
-        for path, shard_step, shard_split in self._shards():
+        for path, shard_step, shard_split in self.files():
             is_chosen = step in (None, shard_step) and split in (None, shard_split)
             if is_chosen and is_wanted(shard_step):
                 yield from _read_shard(path)
@@ -279,7 +279,7 @@ class TrajectoryStore:
         Raises:
             DataError: there is no such episode, or a file is damaged.
         """
-        for path, shard_step, _ in reversed(self._shards()):
+        for path, shard_step, _ in reversed(self.files()):
             if step in (None, shard_step):
                 with _readable(path), pq.ParquetFile(path) as file:
                     ids = file.read(["episode_id"]).column("episode_id")
@@ -295,11 +295,11 @@ class TrajectoryStore:
 
     def steps(self, split: str) -> list[int]:
         """Return the steps that have a file of this split, in order."""
-        return [step for _, step, shard_split in self._shards() if shard_split == split]
+        return [step for _, step, shard_split in self.files() if shard_split == split]
 
     def all_steps(self) -> list[int]:
         """Return the steps that have a file of any split, in order."""
-        return sorted({step for _, step, _ in self._shards()})
+        return sorted({step for _, step, _ in self.files()})
 
     def read_episodes(self, is_wanted: Callable[[int], bool] = lambda step: True) -> pa.Table:
         """Return the rollouts of the chosen steps as rows, without their tokens.
@@ -320,25 +320,32 @@ class TrajectoryStore:
             DataError: a file is damaged.
         """
         tables = [TOKENS_SCHEMA.empty_table()]
-        for path, step, split in self._shards():
+        for path, step, split in self.files():
             if is_wanted(step):
                 learned = self.read_learned(step) if split == "train" else None
                 tables.append(_read_tokens(path, step, split, learned))
         return pa.concat_tables(tables).unify_dictionaries()
 
+    def read_columns(self, path: Path, names: Sequence[str]) -> pa.Table:
+        """Return those of the columns `names` that a file has. Files of older versions lack some.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        with _readable(path), pq.ParquetFile(path) as file:
+            return file.read([name for name in names if name in file.schema_arrow.names])
+
     def _read_tables(self, schema: pa.Schema, is_wanted: Callable[[int], bool]) -> pa.Table:
         """Return columns of the files; null where an older file lacks a column."""
         tables = [schema.empty_table()]
-        for path, step, _ in self._shards():
+        for path, step, _ in self.files():
             if is_wanted(step):
-                with _readable(path), pq.ParquetFile(path) as file:
-                    known = [name for name in schema.names if name in file.schema_arrow.names]
-                    tables.append(file.read(known))
+                tables.append(self.read_columns(path, schema.names))
         return pa.concat_tables(tables, promote_options="default").select(schema.names)
 
     def truncate_after(self, step: int) -> None:
         """Remove all files after a step (-1: all) and temporary files of killed processes."""
-        for path, shard_step, _ in [*self._shards(), *self._learned_files()]:
+        for path, shard_step, _ in [*self.files(), *self._learned_files()]:
             if shard_step > step:
                 path.unlink()
         for folder in (self.folder, self.learned):
@@ -347,7 +354,7 @@ class TrajectoryStore:
 
     def remove_training(self, step: int) -> None:
         """Remove the files of training up to a step. Those of validations stay."""
-        for path, shard_step, split in self._shards():
+        for path, shard_step, split in self.files():
             if split in TRAINING and shard_step <= step:
                 path.unlink()
 
@@ -357,7 +364,7 @@ class TrajectoryStore:
             if learned_step <= step:
                 path.unlink()
 
-    def _shards(self) -> list[tuple[Path, int, str]]:
+    def files(self) -> list[tuple[Path, int, str]]:
         """Return the files with their steps and splits, in the order of steps."""
         return _shards_in(self.folder)
 

@@ -27,6 +27,7 @@ LAYERS = (
     ("rollout",),
     ("evaluate", "plan"),
     ("capacity", "report", "servers"),
+    ("view",),
     ("trainer",),
     ("cluster",),
     ("compat", "testing"),
@@ -41,8 +42,8 @@ HEAVY = {
     "accelerate": ("trainer/", "cluster/"),
     "peft": ("trainer/", "cluster/", "engine/local/"),
     "ray": ("cluster/",),
-    "fastapi": ("tools/serving/",),
-    "uvicorn": ("tools/serving/",),
+    "fastapi": ("tools/serving/", "view/"),
+    "uvicorn": ("tools/serving/", "view/"),
     "typer": ("cli/",),
 }
 

@@ -26,6 +26,7 @@ from agentrl.cli import (
     replay,
     report,
     sft,
+    show,
     tools,
     train,
 )
@@ -47,6 +48,7 @@ app.command("compare")(evaluate.compare)
 app.command("replay")(replay.replay)
 app.command("rescore")(replay.rescore)
 app.command("report")(report.report)
+app.command("show")(show.show)
 app.command("generate")(generate.generate)
 app.command("sft")(sft.sft)
 app.command("export")(export.export)

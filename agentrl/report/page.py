@@ -1,7 +1,7 @@
 """The report of a run as one HTML page without scripts, or as Markdown.
 
 Texts of models, tools and datasets are shown as text: they are escaped, and characters that are not
-printable (control characters, changes of the writing direction) are replaced. The page loads
+printable (control characters, changes of the writing direction) are escaped. The page loads
 nothing and forbids scripts (Content-Security-Policy).
 """
 
@@ -231,9 +231,14 @@ figcaption { font-size: .8rem } svg { max-width: 100% } small { opacity: .75 }
 
 
 def printable(text: str) -> str:
-    """Return a text with other characters than line breaks and printable ones replaced."""
-    replacement = "\N{REPLACEMENT CHARACTER}"
-    return "".join(c if c.isprintable() or c in "\n\t" else replacement for c in text)
+    r"""Return a text with characters such as `\x1b` or `\u202e` escaped.
+
+    These are all that are not printable, except for line breaks and tabs: control characters, and
+    those that change the writing direction.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def _escape(text: Any) -> str:

@@ -62,7 +62,7 @@ class Run:
     def metrics(self) -> pa.Table:
         """One row per step: `step`, int64, and a float64 column for each metric."""
         record = read_metrics(self.folder / METRICS)
-        return metrics_table([(step, data) for step, data in record if self._has(step)])
+        return metrics_table([(step, data) for step, data in record if self.has_step(step)])
 
     @cached_property
     def episodes(self) -> pa.Table:
@@ -70,7 +70,7 @@ class Run:
 
         Structured data (messages, turns, rewards) is JSON text.
         """
-        return self.store.read_episodes(self._has)
+        return self.store.read_episodes(self.has_step)
 
     @cached_property
     def behaviour(self) -> pa.Table:
@@ -78,7 +78,7 @@ class Run:
 
         `agentrl.report.behaviour.BEHAVIOUR_SCHEMA` describes the columns.
         """
-        steps = filter(self._has, self.store.all_steps())
+        steps = filter(self.has_step, self.store.all_steps())
         tables = [read_behaviour(self.store.read_episodes(partial(eq, step))) for step in steps]
         return pa.concat_tables([BEHAVIOUR_SCHEMA.empty_table(), *tables])
 
@@ -90,7 +90,7 @@ class Run:
         learned from (`advantage`, `old_logprob`, ...) is null where it is not recorded. A token of
         the table takes about 60 bytes: choose steps in a long run.
         """
-        return self.store.read_tokens(self._has)
+        return self.store.read_tokens(self.has_step)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -131,7 +131,7 @@ class Run:
         Raises:
             DataError: a file is damaged.
         """
-        return self.store.read(split=split, is_wanted=self._has)
+        return self.store.read(split=split, is_wanted=self.has_step)
 
     def config_at(self, step: int | None = None) -> Config:
         """Return the config that held in a step: the present one without later changes.
@@ -204,7 +204,12 @@ class Run:
         """The files with the run's trajectories."""
         return TrajectoryStore(self.folder / "trajectories")
 
-    def _has(self, step: int) -> bool:
+    def has_step(self, step: int) -> bool:
+        """Return whether the tables contain a step.
+
+        Args:
+            step: the step, from 0.
+        """
         return self.steps is None or step in self.steps
 
 

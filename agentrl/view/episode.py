@@ -1,0 +1,228 @@
+"""One stored episode as plain data: its messages, its turns with their tool calls, its tokens.
+
+A number that the run did not record is None, never 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute
+from tokenizers import Tokenizer
+
+from agentrl.errors import DataError
+from agentrl.report.run import Run
+from agentrl.store import LEARNED
+from agentrl.trajectory import Trajectory, Turn
+
+pc: Any = pyarrow.compute  # its functions are made at run time, unknown to type checkers
+
+
+class EpisodeView:
+    """A stored episode with what the update learned from it.
+
+    Args:
+        run: the run.
+        episode_id: the id of the episode.
+        step: its step, which is faster to read; None: it is searched.
+
+    Raises:
+        DataError: there is no such episode, or a file is damaged.
+    """
+
+    def __init__(self, run: Run, episode_id: str, step: int | None = None):
+        self.run = run
+        self.stored = run.store.read_episode(episode_id, step)
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The trajectory of the episode."""
+        return self.stored.scored.trajectory
+
+    @cached_property
+    def segments(self) -> Sequence[Mapping[str, np.ndarray]]:
+        """For each segment the numbers of its response tokens; NaN where one is unknown.
+
+        `token_id`, `mask`, `logprob`, `version`, those of `agentrl.store.LEARNED` (in the singular)
+        and `gap`: `old_logprob - logprob`, trainer against engine, in nats.
+        """
+        learned = self._read_learned()
+        return [
+            _describe_tokens(segment, learned.get(index, {}))
+            for index, segment in enumerate(self.trajectory.segments)
+        ]
+
+    def _read_learned(self) -> dict[int, dict[str, pa.Array]]:
+        if self.stored.split != "train":
+            return {}
+        table = self.run.store.read_learned(self.stored.step)
+        table = table.filter(pc.equal(table["episode_id"], self.trajectory.episode_id))
+        return {
+            table["segment"][row].as_py(): {name: table[name][row].values for name in LEARNED}
+            for row in range(len(table))
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Return the episode without its tokens, as data for JSON."""
+        stored, scored, t = self.stored, self.stored.scored, self.trajectory
+        turn_of = {index: turn for turn, index in enumerate(_message_indexes(t))}
+        return {
+            "episode": t.episode_id,
+            "step": stored.step,
+            "split": stored.split,
+            "group": stored.group,
+            "rollout": t.rollout,
+            "sample": t.sample.id,
+            "agent": t.sample.agent_name,
+            "source": t.sample.data_source,
+            "ground_truth": t.sample.ground_truth,
+            "reward": scored.reward,
+            "rewards": dict(scored.rewards),
+            "metrics": dict(scored.metrics),
+            "masked": scored.masked,
+            "stop": t.stop_reason,
+            "seconds": t.seconds,
+            "started": t.started,
+            "spans": [asdict(span) for span in t.spans],
+            "segments": [
+                {"prompt": len(s.prompt_ids), "response": len(s.response_ids)} for s in t.segments
+            ],
+            "messages": [
+                {"role": m.role, "content": m.content, "turn": turn_of.get(i)}
+                for i, m in enumerate(t.messages)
+            ],
+            "turns": [self._describe_turn(turn) for turn in t.turns],
+        }
+
+    def _describe_turn(self, turn: Turn) -> dict[str, Any]:
+        tokens = {n: v[turn.start : turn.end] for n, v in self.segments[turn.segment].items()}
+        gap, advantage = tokens["gap"], tokens["advantage"]
+        known_gaps = np.flatnonzero(~np.isnan(gap))
+        largest = known_gaps[np.abs(gap[known_gaps]).argmax()] if len(known_gaps) else None
+        clipped = tokens["clipped"][~np.isnan(tokens["clipped"])]
+        return {
+            "segment": turn.segment,
+            "start": turn.start,
+            "end": turn.end,
+            "thread": turn.thread,
+            "finish_reason": turn.finish_reason,
+            "rewards": dict(turn.rewards),
+            "generate_seconds": turn.generate_seconds,
+            "tool_seconds": turn.tool_seconds,
+            "advantage": float(np.nanmean(advantage)) if (~np.isnan(advantage)).any() else None,
+            "largest_gap": None if largest is None else float(gap[largest]),
+            "largest_gap_at": None if largest is None else turn.start + int(largest),
+            "clipped": int((clipped > 0).sum()) if len(clipped) else None,
+            "calls": _describe_calls(turn),
+        }
+
+    def tokens(self, segment: int, start: int, end: int) -> list[dict[str, Any]]:
+        """Return some response tokens of a segment, one dictionary for each.
+
+        Raises:
+            DataError: the episode has no such segment.
+        """
+        if not 0 <= segment < len(self.segments):
+            raise DataError(
+                f"episode {self.trajectory.episode_id!r} has no segment {segment}; it has"
+                f" {len(self.segments)}, counted from 0"
+            )
+        chosen = {n: v[max(0, start) : max(0, end)] for n, v in self.segments[segment].items()}
+        columns = {n: [None if x != x else x for x in v.tolist()] for n, v in chosen.items()}
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        for position, row in enumerate(rows, max(0, start)):
+            row["position"] = position
+            row["text"] = self._decode(row["token_id"])
+        return rows
+
+    def _decode(self, token: int) -> str | None:
+        """Return the text of a token; None if the run has no tokenizer."""
+        return self._tokenizer and self._tokenizer.decode([token], skip_special_tokens=False)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        # Without transformers, whose import takes longer than all else here. Older runs have the
+        # tokenizer only beside their trained model.
+        for folder in ("tokenizer", "model"):
+            if (path := self.run.folder / folder / "tokenizer.json").is_file():
+                return Tokenizer.from_file(str(path))
+        return None
+
+
+def largest_gaps(run: Run, step: int, n: int = 1) -> list[dict[str, Any]]:
+    """Return the tokens of a training step whose logprobs differ most, trainer against engine.
+
+    Args:
+        run: the run.
+        step: the step.
+        n: the number of tokens.
+
+    Returns:
+        `episode`, `segment`, `position`, `token_id` and `gap` (`old_logprob - logprob`, in nats) of
+        each; empty if the run has no logprobs of the trainer for the step.
+    """
+    tokens = Run(run.folder, [step]).tokens
+    gap = pc.subtract(tokens["old_logprob"], tokens["logprob"])
+    table = pa.table(
+        {
+            "episode": tokens["episode_id"],
+            "segment": tokens["segment"],
+            "position": tokens["position"],
+            "token_id": tokens["token_id"],
+            "gap": gap,
+            "size": pc.abs(gap),
+        }
+    ).filter(pc.is_valid(gap))
+    chosen = pc.select_k_unstable(table, n, [("size", "descending")])
+    return table.take(chosen).drop_columns("size").to_pylist()
+
+
+def _describe_tokens(segment: Any, learned: Mapping[str, pa.Array]) -> dict[str, np.ndarray]:
+    mask = np.array(segment.response_mask, np.int32)
+    sampled = mask == 1
+    numbers = {
+        "token_id": np.array(segment.response_ids, np.int32),
+        "mask": mask,
+        "logprob": np.where(sampled, np.array(segment.logprobs, np.float32), np.nan),
+        "version": np.where(sampled, np.array(segment.versions, np.float64), np.nan),
+    }
+    for name in LEARNED:
+        unknown = np.full(len(mask), np.nan)
+        values = learned.get(name)
+        numbers[name.removesuffix("s")] = (
+            unknown if values is None else values.cast(pa.float64()).to_numpy(False)
+        )
+    return numbers | {"gap": np.where(sampled, numbers["old_logprob"] - numbers["logprob"], np.nan)}
+
+
+def _message_indexes(t: Trajectory) -> list[int]:
+    """Return the index of each turn's message; files of older versions do not store it."""
+    if all(turn.message_index >= 0 for turn in t.turns):
+        return [turn.message_index for turn in t.turns]
+    assistant = [i for i, m in enumerate(t.messages) if m.role == "assistant"]
+    return assistant[len(assistant) - len(t.turns) :]
+
+
+def _describe_calls(turn: Turn) -> list[dict[str, Any]]:
+    """Return the tool calls; `ok` is None for calls that were not run."""
+    results = [*turn.tool_results, *[None] * (len(turn.tool_calls) - len(turn.tool_results))]
+    return [
+        {
+            "name": call.name,
+            "arguments": call.arguments
+            if isinstance(call.arguments, str)
+            else orjson.dumps(call.arguments).decode(),
+            "malformed": call.error,
+            "ok": result and result.ok,
+            "error": result and result.error,
+            "seconds": result and result.seconds,
+            "reward": result and result.reward,
+        }
+        for call, result in zip(turn.tool_calls, results, strict=False)
+    ]

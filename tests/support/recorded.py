@@ -1,0 +1,99 @@
+"""A small run on disk whose episodes are known one by one, and one whose texts are hostile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+import pyarrow as pa
+
+from agentrl.store import LEARNED, LEARNED_SCHEMA, TrajectoryStore
+from agentrl.trajectory import (
+    Group,
+    Message,
+    Sample,
+    Scored,
+    Segment,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+    float_array,
+    token_array,
+)
+
+HOSTILE = (
+    "<script>window.ran=1</script><img src=x onerror='window.ran=1'>"
+    "\x1b[31mred\x1b[0m \x1b]0;title\x07 \u202eevil\u202c \x00 \x9b2J \r ../../x"
+)
+
+
+def play(
+    step: int,
+    group: int,
+    rollout: int,
+    *,
+    reward: float = 1.0,
+    calls: tuple[tuple[str, str], ...] = (),
+    stop: str = "done",
+    text: str = "four",
+    source: str = "quiz",
+    name: str = "",
+) -> Scored:
+    """Return a rollout of one turn; `calls` has the tool and the kind of error of each call."""
+    turn = Turn(
+        segment=0,
+        start=0,
+        end=2,
+        finish_reason="stop",
+        tool_calls=tuple(ToolCall(tool, {"q": text, "name": "decoy"}) for tool, _ in calls),
+        tool_results=tuple(ToolResult("r", ok=not e, error=e, seconds=0.5) for _, e in calls),
+        message_index=1,
+    )
+    trajectory = Trajectory(
+        sample=Sample(f"row{group}", (Message("user", "2+2?"),), "tool_agent", source, "4"),
+        episode_id=name or f"e{step}-{group}-{rollout}",
+        rollout=rollout,
+        segments=(
+            Segment(
+                token_array([5]),
+                token_array([1, 2, 3]),
+                token_array([1, 1, 0]),
+                float_array([-0.5, -0.25, 0.0]),
+                token_array([step - 1, step - 1, -1]),
+            ),
+        ),
+        turns=(turn,),
+        messages=(Message("user", "2+2?"), Message("assistant", text), Message("tool", "r")),
+        sampling={"temperature": 1.0},
+        stop_reason=stop,
+        seconds=1.5,
+    )
+    return Scored(trajectory, {"outcome": reward}, reward)
+
+
+def write_run(folder: Path) -> Path:
+    """Write a run of two training steps and a validation, and return its folder."""
+    store = TrajectoryStore(folder / "trajectories")
+    first = [
+        [
+            play(1, 0, 0, calls=(("search", ""), ("search", "timeout")), reward=0.25),
+            play(1, 0, 1, calls=(("search", ""), ("calc", "timeout")), stop="turns", reward=0.5),
+        ],
+        [play(1, 1, 0, text='a "quoted" Word', source="other"), play(1, 1, 1, reward=-1.0)],
+    ]
+    second = [[play(2, 0, 0, text=HOSTILE, name="../../x"), play(2, 0, 1, calls=(("calc", ""),))]]
+    for step, groups in ((1, first), (2, second)):
+        found = [Group(g[0].trajectory.sample, tuple(g)) for g in groups]
+        store.write(step, found)
+    store.write(2, [Group(Sample("v", ()), (play(2, 0, 0, name="v2"),))], "val")
+    known = {
+        "old_logprobs": [-0.5, -1.25, None],
+        "advantages": [0.0, 2.0, None],
+        "clipped": [0, 1, None],
+    }
+    rows = [{"episode_id": "e2-0-1", "segment": 0} | {n: known.get(n, [None] * 3) for n in LEARNED}]
+    store.write_learned(2, pa.Table.from_pylist(rows, LEARNED_SCHEMA))
+    lines = [{"step": s, "data": {"critic/score/mean": s / 2}} for s in (1, 2)]
+    (folder / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(x) + b"\n" for x in lines))
+    return folder

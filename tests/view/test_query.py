@@ -1,0 +1,158 @@
+"""Queries, with the answers known episode by episode; `agentrl show` prints them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.recorded import HOSTILE, write_run
+
+from agentrl import load_run
+from agentrl.cli import main
+from agentrl.errors import DataError, UserError
+from agentrl.view.episode import EpisodeView, largest_gaps
+from agentrl.view.query import FOUND_SCHEMA, find_episodes, parse_query
+
+OLD = Path(__file__).parent.parent / "fixtures/old_run/run"
+ALL = ["e1-0-0", "e1-0-1", "e1-1-0", "e1-1-1", "../../x", "e2-0-1", "v2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+def find(folder: Path, text: str, **kwargs) -> list[str]:
+    found = find_episodes(load_run(folder), parse_query(text), **kwargs)
+    assert found.rows.schema.equals(FOUND_SCHEMA)
+    return found.rows["episode"].to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ALL),
+        ("step=1", ALL[:4]),
+        ("step>=2 split=train", ["../../x", "e2-0-1"]),
+        ("split!=train", ["v2"]),
+        ("group=0 step=1", ["e1-0-0", "e1-0-1"]),
+        ("reward<0.5", ["e1-0-0", "e1-1-1"]),
+        ("reward<=0.5", ["e1-0-0", "e1-0-1", "e1-1-1"]),
+        ("reward<0.5 reward>-1", ["e1-0-0"]),
+        ("stop=turns", ["e1-0-1"]),
+        ("source=other", ["e1-1-0"]),
+        ("tool=search", ["e1-0-0", "e1-0-1"]),
+        ("error=timeout", ["e1-0-0", "e1-0-1"]),
+        # An error is one of the tools that are asked for.
+        ("tool=search error=timeout", ["e1-0-0"]),
+        ("tool=decoy", []),
+        ("tool!=search calls>0", ["e2-0-1"]),
+        ("calls=0 step=1", ["e1-1-0", "e1-1-1"]),
+        ("failed>0 turns=1 tokens=2", ["e1-0-0", "e1-0-1"]),
+        ("word", ["e1-1-0"]),
+        ("quoted four", []),
+        ("content", []),
+        ("evil ../../x", ["../../x"]),
+        ('"2+2?" masked=false seconds>1', ALL),
+        ("masked=true", []),
+    ],
+)
+def test_a_query_finds_exactly(folder, text, expected):
+    assert find(folder, text) == expected
+
+
+def test_some_of_the_found_episodes(folder):
+    pages = [find(folder, "step<=2", after=n, limit=3) for n in (0, 3, 6, 9)]
+    assert pages == [ALL[:3], ALL[3:6], ALL[6:], []]
+    assert find_episodes(load_run(folder), parse_query(""), 5, 1).total == 7
+    assert find_episodes(load_run(folder, [1]), parse_query("")).total == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stop_reason=done", "unknown field 'stop_reason' in 'stop_reason=done'. Did you mean"),
+        ("rewrd<1", "Did you mean 'reward'"),
+        ("x=1", "Fields: step, split, group.*write it in quotes: '\"x=1\"'"),
+        ("reward<much", "reward is a number, and 'much' is none: reward<1"),
+        ("reward<nan", "reward is a number"),
+        ("stop<done", "stop is text, so < cannot be used: = or !="),
+        ("masked=1", "masked=true or masked=false"),
+        ('"open', "quote without its end"),
+    ],
+)
+def test_a_mistake_is_named_with_its_fix(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_query(text)
+
+
+def test_a_value_that_no_episode_has(folder):
+    found = find_episodes(load_run(folder), parse_query("tool=serch stop=done"))
+    assert found.total == 0 and found.choices == {"tool": ["calc", "search"]}
+
+
+def test_an_old_run_is_found_with_what_it_lacks_unknown():
+    run = load_run(OLD)
+    every = find_episodes(run, parse_query(""))
+    assert every.total == len(run.episodes) and every.rows["group"].null_count == every.total
+    assert find(OLD, "group=0") == find(OLD, "group!=0") == []
+    lacking = EpisodeView(run, every.rows["episode"][-1].as_py()).describe()
+    assert {turn["advantage"] for turn in lacking["turns"]} == {None}
+    assert [m["turn"] for m in lacking["messages"] if m["role"] == "assistant"] == [
+        *range(len(lacking["turns"]))
+    ]
+
+
+def test_numbers_of_an_episode_are_those_of_the_tables(folder):
+    run = load_run(folder)
+    view = EpisodeView(run, "e2-0-1")
+    rows = view.tokens(0, 0, 99)
+    table = [row for row in run.tokens.to_pylist() if row["episode_id"] == "e2-0-1"]
+    shared = ("position", "token_id", "mask", "logprob", "old_logprob", "advantage", "clipped")
+    assert [[row[n] for n in shared] for row in rows] == [[row[n] for n in shared] for row in table]
+    assert [row["gap"] for row in rows] == [0.0, -1.0, None]
+    assert view.tokens(0, 1, 2) == rows[1:2]
+    [turn] = view.describe()["turns"]
+    assert (turn["advantage"], turn["largest_gap"], turn["largest_gap_at"]) == (1.0, -1.0, 1)
+    assert turn["clipped"] == 1
+    with pytest.raises(DataError, match="has no segment 3; it has 1"):
+        view.tokens(3, 0, 1)
+    unknown = EpisodeView(run, "e1-0-0").describe()["turns"][0]
+    assert unknown["largest_gap"] is unknown["clipped"] is unknown["advantage"] is None
+
+
+def test_the_largest_gap_of_a_step(folder):
+    [gap] = largest_gaps(load_run(folder), 2)
+    assert gap == {"episode": "e2-0-1", "segment": 0, "position": 1, "token_id": 2, "gap": -1.0}
+    assert largest_gaps(load_run(folder), 1) == []
+
+
+def test_show(folder, capsys):
+    main_ends(["show", str(folder), "tool=search reward<0.5", "--step", "1"])
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].split()[:3] == ["step", "split", "group"]
+    assert "e1-0-0" in out and "1 episode\n" in out and "no logprobs of the trainer" in out
+    main_ends(["show", str(folder), "--step", "2", "-n", "1"])
+    assert "-1 nats, token 1 of segment 0 of e2-0-1" in capsys.readouterr().out
+    main_ends(["show", str(folder), "tool=serch"])
+    assert capsys.readouterr().out == "no episode matches\ntool is one of: 'calc', 'search'\n"
+    main_ends(["show", str(folder), "--episode", "e1-0-0"])
+    out = capsys.readouterr().out
+    assert "advantage ? · clipped ? · largest gap ?" in out
+    assert 'call search {"q":"four","name":"decoy"}: timeout, 500.0 ms' in out
+
+
+def test_show_prints_no_control_character_of_a_model(folder, capsys):
+    main_ends(["show", str(folder), "evil"])
+    main_ends(["show", str(folder), "--episode", "../../x"])
+    out = capsys.readouterr().out
+    assert all(c.isprintable() or c in "\n\t" for c in out)
+    assert re.search(r"\\x1b\[31mred.*\\u202eevil.*\\x00 \\x9b2J \\r", out) and "<script>" in out
+    assert len(HOSTILE) > 50
+
+
+def main_ends(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 0
