@@ -55,7 +55,7 @@ Files = Annotated[
     typer.Option(
         "--file",
         "-f",
-        help="Python files with tools, interactions, rewards or loops; or shelf:NAME (files).",
+        help="Files with tools, interactions, rewards, loops or diagnoses; or shelf:NAME (files).",
     ),
 ]
 Deterministic = Annotated[

@@ -257,8 +257,8 @@ class LiveDiagnosis:
 
 
 def describe(finding: Finding) -> str:
-    """Return a finding as text of a few lines, for a terminal."""
-    lines = [f"{finding.gravity}: {finding.text}"]
+    """Return a finding as a few lines for a terminal; the first one ends with the diagnosis."""
+    lines = [f"{finding.gravity}: {finding.text} [{finding.name}]"]
     if finding.causes:
         lines.append(f"  likely cause: {finding.causes[0]}")
     if finding.tries:

@@ -12,15 +12,15 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from agentrl.plural import plural
 from agentrl.report.diagnosis import ALARMS, GRAVITIES, Finding
 from agentrl.report.run import Run
-from agentrl.report.shipped import REWARD, Series, read_series
+from agentrl.report.shipped import REWARD, Series, config_value, read_series, values_by_step
 
 CURVES = (
     REWARD,
@@ -89,13 +89,8 @@ def make_report(run: Run, findings: Sequence[Finding]) -> Report:
 
 def _summarize(run: Run, findings: Sequence[Finding]) -> Iterable[tuple[str, str]]:
     """Yield five lines about the run, and one about its findings."""
-    config = run.config
-
-    def value(key: str) -> Any:
-        section, _, name = key.partition(".")
-        return (config.get(section) or {}).get(name)
-
-    if config:
+    value = partial(config_value, run)
+    if run.config:
         lora = f", LoRA of rank {value('model.lora_rank')}" if value("model.lora_rank") else ""
         yield (
             "config",
@@ -130,8 +125,8 @@ def _summarize(run: Run, findings: Sequence[Finding]) -> Iterable[tuple[str, str
             f" {_duration(float(tested))} of validation",
         )
     counts = {g: sum(f.gravity == g for f in findings) for g in GRAVITIES}
-    found = [plural(n, g) for g, n in counts.items() if n and g in ALARMS]
-    yield "findings", ", ".join(found) or "no errors or warnings"
+    alarms = [plural(n, g) for g, n in counts.items() if n and g in ALARMS]
+    yield "findings", ", ".join(alarms) or "no errors or warnings"
 
 
 def _names(value: Any) -> str:
@@ -183,16 +178,15 @@ def _time_of_a_step(run: Run) -> Iterable[Row]:
 
 def _validations(run: Run) -> Iterable[Row]:
     """Yield the first and the last validation of all rows, and of each data source."""
-    table = run.metrics
     header = False
-    for name in table.column_names:
+    for name in run.metrics.column_names:
         match = re.fullmatch(r"(val|val_greedy|val-core/(.+))/reward/mean@(\d+)", name)
         if not match:
             continue
-        values = _values_by_step(table, name)
+        values = values_by_step(run, name)
         if not values:
             continue
-        errors = _values_by_step(table, f"{match[1]}/reward/se@{match[3]}")
+        errors = values_by_step(run, f"{match[1]}/reward/se@{match[3]}")
         if not header:
             yield "validation", "first", "last"
             header = True
@@ -204,14 +198,6 @@ def _validations(run: Run) -> Iterable[Row]:
             for step in (min(values), max(values))
         ]
         yield f"{label}, {plural(int(match[3]), 'rollout')} a row", *ends
-
-
-def _values_by_step(table: pa.Table, name: str) -> dict[int, float]:
-    """Return the values of a metric by step; empty if no step has it."""
-    if name not in table.column_names:
-        return {}
-    pairs = zip(table.column("step").to_pylist(), table.column(name).to_pylist(), strict=True)
-    return {step: value for step, value in pairs if value is not None}
 
 
 # --- HTML ----------------------------------------------------------------------------------------

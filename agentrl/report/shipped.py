@@ -102,6 +102,15 @@ def read_series(run: Run, name: str) -> Series:
     return Series(table.column("step").to_numpy()[chosen], values[chosen].astype(float))
 
 
+def values_by_step(run: Run, name: str) -> dict[int, float]:
+    """Return a metric by step, validations without training included; empty if no step has it."""
+    table = run.metrics
+    if name not in table.column_names:
+        return {}
+    pairs = zip(table.column("step").to_pylist(), table.column(name).to_pylist(), strict=True)
+    return {step: value for step, value in pairs if value is not None}
+
+
 def z_score(before: np.ndarray, after: np.ndarray) -> float:
     """Return the difference of two means in standard errors (Welch's statistic)."""
     difference = float(after.mean() - before.mean())
@@ -309,8 +318,8 @@ def unstable_update(run: Run) -> Iterator[Finding]:
         start, share = clipped.since(holds), float(clipped.last.mean())
         yield Finding(
             start,
-            f"since step {start} {share:.0%} of the tokens are clipped: the policy moves further"
-            " within a step than its samples are valid",
+            f"since step {start} {share:.0%} of the tokens are clipped: the policy moves too far"
+            " from the one that sampled them",
             {"clipped": share},
             causes=causes,
             tries=tries,
@@ -415,7 +424,7 @@ def unrewarded(run: Run) -> Iterator[Finding]:
     succeeded = int((~failed[mask]).sum())
     yield Finding(
         int(steps.min()),
-        f"{succeeded or 'none'} of {int(mask.sum())} rollouts of {', '.join(labels)} earned more"
+        f"{succeeded or 'none'} of {int(mask.sum())} rollouts of {' and '.join(labels)} earned more"
         f" than the smallest reward ({low:.3g}) in steps {steps.min()} to"
         f" {steps.max()}{described}; the other rows earn {reward[~mask].mean():.3g}",
         {"rollouts": float(mask.sum()), "others": float(reward[~mask].mean()), **evidence},
@@ -432,9 +441,10 @@ def unrewarded(run: Run) -> Iterator[Finding]:
 
 
 def _find_unrewarded(episodes: pa.Table, failed: np.ndarray) -> tuple[list[str], np.ndarray]:
-    """Return which agent loops or data sources always fail, and the mask of their episodes.
+    """Return the agent loops and data sources that always fail, and the mask of their episodes.
 
-    A loop or a data source is named if all its rows fail, otherwise both.
+    If neither all rows of a loop nor all rows of a data source fail, the two are named together
+    ("tool_agent with gsm8k").
     """
     agents = np.array(episodes.column("agent_name").to_pylist(), object)
     sources = np.array(episodes.column("data_source").to_pylist(), object)
@@ -443,7 +453,7 @@ def _find_unrewarded(episodes: pa.Table, failed: np.ndarray) -> tuple[list[str],
         for name in dict.fromkeys(names[~mask].tolist()):
             own = names == name
             if own.sum() >= MIN_WINDOW and failed[own].mean() >= UNREWARDED:
-                labels.append(f"{name or 'rows without data_source'}")
+                labels.append(name or "rows without data_source")
                 mask |= own
     return labels, mask
 
@@ -473,7 +483,7 @@ def _explain_failures(
             f" {shorten(answer)!r}, the ground truth {shorten(truth)!r})"
         )
         causes.append("the reward does not accept right answers of these rows in their form")
-        tries.append("the reward function, and the column of the ground truth")
+        tries.append("compare the reward function with the column of the ground truth")
     reasons = Counter(episodes.column("stop_reason").to_pylist())
     for reason in BUDGETS:
         if reasons[reason] >= CUT * episodes.num_rows:
@@ -487,8 +497,8 @@ def _explain_failures(
     if broken >= BROKEN:
         evidence["failed calls"] = broken
         clauses.append(f"a tool call fails in {broken:.0%}")
-        causes.append("their tools do not work")
-        tries.append("the error that the model reads: agentrl play -n 3")
+        causes.append("the tools of these rows do not work")
+        tries.append("read the error that the model gets: agentrl play -n 3")
     return "".join(f", {clause}" for clause in clauses), evidence, causes, tries
 
 
@@ -668,7 +678,7 @@ def dropped(run: Run) -> Iterator[Finding]:
             lost.since(lost.means >= DROPPED_SHARE * size),
             f"{share:.1%} of the rollouts are lost to errors of infrastructure or code",
             {"dropped_share": share},
-            causes=["a tool server, an engine or the reward raises; the log names the error"],
+            causes=["a tool server, an engine or the reward fails; the log names the error"],
             tries=["read the log for the cause", "rollout.timeout_s", "agentrl doctor"],
         )
 
@@ -772,11 +782,11 @@ def tool_errors(run: Run) -> Iterator[Finding]:
         share = _filled_series(run, f"tool_error/{error}")
         if len(share) < MIN_WINDOW or not (holds := share.means >= limit)[-1]:
             continue
-        mean, start = float(share.last.mean()), share.since(share.means >= limit)
+        mean, start = float(share.last.mean()), share.since(holds)
         is_broken = error in BROKEN_CALLS
         episodes = training_episodes(run, share.window)
         yield Finding(
-            start if holds[-1] else int(share.steps[-1]),
+            start,
             f"since step {start} {mean:.0%} of the tool calls fail ({error})",
             {"share": mean},
             examples(episodes, column(episodes, "failed_calls") > 0),
@@ -785,11 +795,14 @@ def tool_errors(run: Run) -> Iterator[Finding]:
                 if is_broken
                 else "the policy does not know the tool's name, arguments or format of calls"
             ],
-            tries=["tools.workers", "read the traceback in the log"]
+            tries=[
+                "read the log for the call and its traceback",
+                "more processes of the tool server: tools.workers",
+            ]
             if is_broken
             else [
                 f"agentrl check-template {config_value(run, 'model.path') or 'MODEL'}",
-                "docstring and names of the tool's parameters are what the model reads",
+                "a clearer docstring and clearer parameter names of the tool: the model reads them",
                 "rollout.tool_format",
                 "imitate first: docs/debugging.md",
             ],
@@ -842,17 +855,17 @@ def tool_use(run: Run) -> Iterator[Finding]:
             failed = own & (column(episodes, "tool_calls") > 0)
             failed &= column(episodes, "reward") <= low + FAILED * (high - low)
             failed &= column(episodes, "step") <= start
-            clause, found, reasons, changes = _explain_failures(
+            clause, common, reasons, changes = _explain_failures(
                 run, episodes.filter(pa.array(failed))
             )
             if clause:
-                clause = f"; of its {failed.sum()} failed rollouts with calls until then{clause}"
+                clause = f"; of its {failed.sum()} failed rollouts with calls before that{clause}"
             yield Finding(
                 start,
                 f"{agent} stops calling tools: {means[best]:.0%} of its rollouts called one around"
                 f" step {rate.steps[best]}, {last:.0%} in the last {rate.window} steps{earned}"
                 f"{clause}",
-                {"best_rate": float(means[best]), "last_rate": last, **found},
+                {"best_rate": float(means[best]), "last_rate": last, **common},
                 shown,
                 causes=[
                     *reasons,
@@ -963,7 +976,7 @@ MAX_KINDS = 200
 """The largest number of kinds: with more, the wording does not tell kinds apart."""
 
 
-MAX_COLLAPSED = 3
+MAX_COLLAPSED = 2
 """The number of kinds that the text of a finding describes."""
 
 
@@ -1026,14 +1039,15 @@ def collapse(run: Run) -> Iterator[Finding]:
             for row in rows[: -(-EXAMPLES // len(collapsed))]
         ],
         causes=[
-            "the policy no longer explores: their groups are dead, so no gradient reaches them",
-            "updates for other rows moved these (shared wording, too large steps)",
+            "the policy no longer explores: all rewards of such a group are equal, so it gives no"
+            " gradient",
+            "updates for other rows changed these answers (shared wording, too large steps)",
             "the ground truth or the reward of these rows is wrong",
         ],
         tries=[
             "read one of the episodes, and check its ground truth",
             "more exploration: rollout.temperature, algorithm.entropy_coef, a lower optim.lr",
-            "show right conversations of these rows first: agentrl sft (docs/debugging.md)",
+            "imitate right conversations of these rows first: agentrl sft (docs/debugging.md)",
             "fork from a checkpoint before this step: trainer.resume",
         ],
     )
@@ -1163,7 +1177,7 @@ def reward_falls(run: Run) -> Iterator[Finding]:
             else "the rows, a tool or the reward changed",
             f"optim.lr ({config_value(run, 'optim.lr')}) is too high, or too many optimizer steps"
             " per batch",
-            "the engine does not sample from the trained policy: see the mismatch",
+            "the engine does not sample from the trained policy: rollout_corr/logprob_diff_mean",
         ],
         tries=[
             "fork from a checkpoint before this step with a lower optim.lr: trainer.resume",
@@ -1341,7 +1355,7 @@ def audit(run: Run) -> Iterator[Finding]:
                     "acc_last": float(accuracy.last.mean()),
                 },
                 causes=["parts of the reward pay for something else than a right answer"],
-                tries=["reward/outcome, reward/turn, reward/tool: which part rose?"],
+                tries=["look which part rose: reward/outcome, reward/turn or reward/tool"],
                 gravity="audit",
                 subject="accuracy",
             )
@@ -1367,7 +1381,7 @@ def audit(run: Run) -> Iterator[Finding]:
             {"share": float(count / best.sum()), "rows": float(shared)},
             examples(episodes, of_answer),
             causes=["the reward accepts an answer that does not depend on the row"],
-            tries=["read these episodes; is the answer right for each row?"],
+            tries=["read these episodes: is the answer right for each row?"],
             gravity="audit",
             subject="answers",
         )
@@ -1394,8 +1408,8 @@ def _find_what_pays(episodes: pa.Table) -> Iterator[Finding]:
                 f"within a row the reward follows the {what} (correlation {correlation:.2f})",
                 {"correlation": correlation},
                 examples(episodes, x >= np.quantile(x, 0.9)),
-                causes=[f"the reward pays for {what}, whether or not the answer is right"],
-                tries=["read these episodes", "the same reward without this part: agentrl rescore"],
+                causes=[f"the reward pays for the {what}, whether or not the answer is right"],
+                tries=["read these episodes", "score them without this part: agentrl rescore"],
                 gravity="audit",
                 subject=name,
             )
@@ -1407,20 +1421,13 @@ def _compare_validation(run: Run, reward: Series) -> Iterator[Finding]:
         match = re.fullmatch(r"val/reward/mean@(\d+)", name)
         if not match:
             continue
-        table = run.metrics
-        values = [
-            (step, value)
-            for step, value in zip(
-                table.column("step").to_pylist(), table.column(name).to_pylist(), strict=True
-            )
-            if value is not None
-        ]
-        errors = f"val/reward/se@{match[1]}"
-        if len(values) < 3 or errors not in table.column_names:
+        values = values_by_step(run, name)
+        errors = values_by_step(run, f"val/reward/se@{match[1]}")
+        if len(values) < 3 or not errors:
             continue
-        error = max([x for x in table.column(errors).to_pylist() if x is not None], default=0.0)
-        step, best = max(values, key=lambda v: v[1])
-        last = values[-1][1]
+        error = max(errors.values())
+        step = max(values, key=values.__getitem__)
+        best, last = values[step], values[max(values)]
         if best - last > 3 * math.sqrt(2) * error:
             yield Finding(
                 step,
@@ -1428,7 +1435,7 @@ def _compare_validation(run: Run, reward: Series) -> Iterator[Finding]:
                 f" from {best:.3g} (step {step}) to {last:.3g}",
                 {"best": best, "last": last, "standard_error": error},
                 causes=["the policy memorizes the rows, or exploits the reward of training rows"],
-                tries=["more rows, fewer epochs", "the best checkpoint: trainer.keep_best"],
+                tries=["more rows, fewer epochs", "keep the best checkpoint: trainer.keep_best"],
                 gravity="audit",
                 subject="validation",
             )
@@ -1454,7 +1461,7 @@ LATE = 0.9
 
 @diagnosis("step_time")
 def step_time(run: Run) -> Iterator[Finding]:
-    """Which part of a step takes how much of its time."""
+    """The share of each part in the time of a step."""
     step = read_series(run, "timing_s/step")
     if not len(step):
         return
@@ -1475,29 +1482,34 @@ def step_time(run: Run) -> Iterator[Finding]:
     shares = {k: v for k, v in sorted(shares.items(), key=lambda kv: -kv[1]) if v >= 0.005}
     if not shares:
         return
-    bound = next(iter(shares))
+    largest = next(iter(shares))
     parts = ", ".join(f"{label} {share:.0%}" for label, share in shares.items())
     yield Finding(
         int(steps[0]),
-        f"a step takes {total:.3g} s; {bound} bounds it: {parts}",
+        f"a step takes {total:.3g} s: {parts}",
         {"seconds": total, **shares},
-        tries=list(_FASTER.get(bound, ())),
+        tries=list(_FASTER.get(largest, ())),
         gravity="note",
     )
 
 
 _FASTER: Mapping[str, Sequence[str]] = {
-    "generation": ["rollout.engines", "a smaller rollout.max_turn_tokens"],
-    "generation and tools": ["rollout.engines, tools.workers", "rollout.timeout_s"],
-    "waiting for the engine": ["rollout.engines"],
-    "tools": ["tools.workers", "rollout.timeout_s"],
-    "rewards": ["reward.workers", "reward.timeout_s"],
-    "waiting for the last rollouts": [
-        "rollout.timeout_s or rollout.max_trajectory_tokens: few long rollouts hold the step",
-        "rollout.max_turns",
+    "generation": ["more engines: rollout.engines", "a smaller rollout.max_turn_tokens"],
+    "generation and tools": [
+        "more engines: rollout.engines",
+        "more processes of the tool server: tools.workers",
+        "a smaller rollout.timeout_s",
     ],
-    "the update": ["docs/scaling.md: memory", "optim.micro_batch_tokens"],
-    "sending the weights": ["LoRA: model.lora_rank", "docs/gpu.md"],
+    "waiting for the engine": ["more engines: rollout.engines"],
+    "tools": ["more processes of the tool server: tools.workers", "a smaller rollout.timeout_s"],
+    "rewards": ["more processes: reward.workers", "a smaller reward.timeout_s"],
+    "waiting for the last rollouts": [
+        "a smaller rollout.timeout_s or rollout.max_trajectory_tokens: the step waits for a few"
+        " long rollouts",
+        "a smaller rollout.max_turns",
+    ],
+    "the update": ["a larger optim.micro_batch_tokens", "docs/scaling.md"],
+    "sending the weights": ["an adapter instead of all weights: model.lora_rank", "docs/gpu.md"],
 }
 
 

@@ -190,7 +190,7 @@ def _refusal(model: PreTrainedModel, problem: str) -> ConfigError:
 
 
 def describe_mode(mode: Mode, reason: str, n: int) -> str:
-    """Return a line about how rows are run, and what it costs.
+    """Return a line about how rows are run, and what it costs; docs/models.md explains the modes.
 
     Args:
         mode: the mode of a model.
@@ -200,12 +200,12 @@ def describe_mode(mode: Mode, reason: str, n: int) -> str:
     if mode is Mode.PACKED:
         return "rows: packed; a prompt is run once for all its responses"
     how, more = {
-        Mode.WHOLE: ("packed", ""),
+        Mode.WHOLE: ("packed whole", ""),
         Mode.PADDED: (
-            "padded to the longest of a micro-batch",
-            ", and padding, which is less than half of a micro-batch",
+            "padded",
+            ", and padding to the longest row of a micro-batch, which is less than half of it",
         ),
-        Mode.ALONE: ("one at a time", ", in micro-batches of one row"),
+        Mode.ALONE: ("alone", ", in micro-batches of one row"),
     }[mode]
     return (
         f"rows: {how}, each with its own prompt, because {reason}. With {plural(n, 'response')} to"

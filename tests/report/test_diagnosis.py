@@ -105,7 +105,7 @@ def test_numbers_of_numpy_are_recorded(tmp_path):
         watch, printed = live(tmp_path)
         watch.add(1, {})
         watch.finish()
-    assert printed == ["warning: x"]
+    assert printed == ["warning: x [numbers]"]
     assert json.loads((tmp_path / "findings.jsonl").read_text())["evidence"] == plain
 
 
@@ -143,7 +143,7 @@ def test_a_finding_is_printed_once(fifth, tmp_path):
     for step in range(1, 9):
         watch.add(step, {"x": 1.0})
     watch.finish()
-    assert printed == ["warning: seen at 5\n  likely cause: c1\n  try: t1"]
+    assert printed == ["warning: seen at 5 [fifth]\n  likely cause: c1\n  try: t1"]
 
 
 @pytest.mark.parametrize(("resumed_after", "repeats"), [(4, True), (6, False)])

@@ -138,7 +138,7 @@ def never(**changes: Any) -> list[dict[str, Any]]:
         ({"answer": "The cat sat.", "ground_truth": "cat sat"}, "error", "'cat sat'", "not accept"),
         ({"answer": "The cat sat.", "ground_truth": "cat"}, "warning", "", "too hard"),
         ({"stop_reason": "turns"}, "warning", "'turns' cuts 100%", "rollout.max_turns"),
-        ({"failed_calls": 1}, "warning", "tool call fails in 100%", "tools do not work"),
+        ({"failed_calls": 1}, "warning", "tool call fails in 100%", "of these rows do not work"),
     ],
 )
 def test_rows_that_never_earn(changes, gravity, clause, cause):
@@ -443,7 +443,7 @@ def test_many_kinds_that_collapse_are_one_finding():
     rows += [row | {"prompt": "What?", "reward": 1.0, "group": 9, "sample_id": "w"} for row in rows]
     found = [f for f in alarms(make_run(learning(), rows)) if f.name == "collapse"]
     [finding] = found
-    assert finding.evidence["kinds"] == 5 and "and 2 other kinds of rows" in finding.text
+    assert finding.evidence["kinds"] == 5 and "and 3 other kinds of rows" in finding.text
     assert len(set(finding.episodes)) == 5
 
 
@@ -537,7 +537,7 @@ def test_the_time_of_a_step():
     assert note.evidence["generation"] == pytest.approx(0.7 * 0.55 * 0.5)
     assert note.evidence["tools"] == pytest.approx(0.2 * 0.55 * 0.5)
     assert note.evidence["rewards"] == pytest.approx(0.1 * 0.55 * 0.5)
-    assert note.evidence["the update"] == 0.4 and "the update bounds it" in note.text
+    assert note.evidence["the update"] == 0.4 and "s: the update 40%" in note.text
     assert sum(v for k, v in note.evidence.items() if k != "seconds") == pytest.approx(1.0)
 
 
