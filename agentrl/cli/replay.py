@@ -171,7 +171,7 @@ def _ask(replayer: Replayer, step: int, overrides: list[str], reward: str, gradi
     typer.echo("\nhow much the gradient varies, by what a reward is credited to:")
     typer.echo("\n".join(aligned(lines, 1)))
     if "token" not in norms.credits:
-        typer.echo("(credit for tokens needs a critic, which the run has not)")
+        typer.echo("(credit for tokens needs a critic, and the run has none)")
 
 
 def _numbers(values: Sequence[float]) -> list[str]:

@@ -49,6 +49,8 @@ def report(
         typer.echo(printable(f"{label + ':':10}{text}"))
     for finding in findings:
         typer.echo("\n" + printable(describe(finding)))
+        if finding.episodes:
+            typer.echo(f"  an episode: agentrl show {run} --episode {finding.episodes[0]}")
     page = output or run / "report.html"
     staging = page.with_name(f".{page.name}.tmp")
     try:

@@ -233,6 +233,8 @@ def load_run(path: str | Path, steps: Collection[int] | None = None) -> Run:
         DataError: the folder does not exist, or is not that of a run.
     """
     folder = Path(path)
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder} (looked at {folder.absolute()})")
     if not (folder / METRICS).exists() and not (folder / "trajectories").is_dir():
         raise DataError(
             f"{folder} is not the folder of a run: it has neither {METRICS} nor trajectories"

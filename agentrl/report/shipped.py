@@ -432,7 +432,7 @@ def unrewarded(run: Run) -> Iterator[Finding]:
         [*causes, "these rows are too hard for the policy, or their prompt is unclear"],
         [
             *tries,
-            f"read some episodes: agentrl play -c {run.folder / 'config.yaml'} -n 3",
+            f"read some episodes: agentrl show {run.folder}",
             "other rewards for the same episodes: agentrl rescore",
             "imitate first: docs/debugging.md",
         ],
@@ -498,7 +498,7 @@ def _explain_failures(
         evidence["failed calls"] = broken
         clauses.append(f"a tool call fails in {broken:.0%}")
         causes.append("the tools of these rows do not work")
-        tries.append("read the error that the model gets: agentrl play -n 3")
+        tries.append(f"read the error that the model gets: agentrl show {run.folder} 'failed>0'")
     return "".join(f", {clause}" for clause in clauses), evidence, causes, tries
 
 
@@ -637,7 +637,7 @@ def _explain_dead_steps(run: Run, first: int, last: int, dead: int, steps: int) 
     else:
         causes.append("within each row all rollouts fail, or all succeed")
     tries += [
-        f"read some episodes: agentrl play -c {run.folder / 'config.yaml'} -n 3",
+        f"read some episodes: agentrl show {run.folder}",
         "easier or harder rows, or a reward with more than two values",
         "imitate first: docs/debugging.md",
     ]
@@ -1318,7 +1318,7 @@ def reward_flat(run: Run) -> Iterator[Finding]:
                 "rows are too hard: the rollouts that succeed do so by chance",
             ],
             tries=[
-                "score some episodes by hand: agentrl play -n 3",
+                f"score some episodes by hand: agentrl show {run.folder}",
                 "train on 16 easy rows for 30 steps (docs/debugging.md, narrow it down)",
                 "more rollouts of a row: rollout.n",
             ],

@@ -130,7 +130,8 @@ def what_if(
         gradient: also compare gradients. This loads the model.
 
     Raises:
-        UserError: the step's rollouts are not stored, or the config needs what the run has not.
+        UserError: the step's rollouts are not stored, or the config needs a critic that the run
+            does not have.
         ReplayDiffers: the weights before the step cannot be restored.
     """
     recorded = replayer.config_at(step)

@@ -132,7 +132,8 @@ def test_the_command_writes_a_page_of_an_old_run_with_a_diagnosis_of_the_user(tm
             main(["report", str(OLD), "-f", str(file), "--output", str(page)])
         assert exit_.value.code in (0, None)
         out = capsys.readouterr().out
-        assert "warning: seen <b>" in out and str(page) in out
+        assert "warning: seen <b> [mine]" in out and str(page) in out
+        assert f"agentrl show {OLD} --episode " in out
         text = page.read_text()
         assert "seen &lt;b&gt;" in text and "<svg" in text and "<?xml" not in text
         with pytest.raises(SystemExit):
