@@ -16,6 +16,7 @@ import agentrl.agent_loops
 import agentrl.interactions
 import agentrl.rewards  # noqa: F401  (what comes with agentrl is registered in every test)
 from agentrl import registry
+from agentrl.report.diagnosis import diagnoses
 
 CI = os.environ.get("CI") == "true"
 
@@ -72,7 +73,7 @@ def own_registries():
     """Remove after each test what it registered and the user files that it loaded."""
     modules = set(sys.modules)
     with ExitStack() as stack:
-        for kind in registry.all_registries():
+        for kind in (*registry.all_registries(), diagnoses):
             stack.enter_context(kind.isolated())
         yield
     for name in set(sys.modules) - modules:

@@ -65,16 +65,23 @@ def convert(
 
 @app.command("dump")
 def dump(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    output: Annotated[Path, typer.Argument(help="The folder to write to.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    output: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write to.")],
     split: Annotated[
-        Split, typer.Option(help="The rollouts: of training, or of validations (val, greedy).")
+        Split,
+        typer.Option(
+            help="train; val or greedy: validations; evicted: played but not trained on; baseline:"
+            " ReMax's greedy rollouts."
+        ),
     ] = Split.TRAIN,
 ) -> None:
-    """Write the rollouts of a run as verl's trainer.rollout_data_dir: OUTPUT/STEP.jsonl.
+    """Write the rollouts of a run as verl's trainer.rollout_data_dir: FOLDER/STEP.jsonl.
 
-    Example:
+    Existing files are replaced.
+
+    Examples:
         agentrl data dump runs/demo rollouts
+
         agentrl data dump runs/demo validations --split val
     """
     from agentrl.compat.verl.dump import dump_rollouts
