@@ -168,7 +168,7 @@ def _ask(replayer: Replayer, step: int, overrides: list[str], reward: str, gradi
     for name, noise in norms.credits.items():
         share = noise.norm / noise.deviation if noise.deviation > 0 else math.nan
         lines.append([name, *_numbers([noise.norm, noise.deviation, share])])
-    typer.echo("\nhow much the gradient varies, by what a reward is credited to:")
+    typer.echo("\nvariation of the gradient, by what a reward is credited to:")
     typer.echo("\n".join(aligned(lines, 1)))
     if "token" not in norms.credits:
         typer.echo("(credit for tokens needs a critic, and the run has none)")

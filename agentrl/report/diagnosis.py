@@ -154,10 +154,11 @@ class LiveDiagnosis:
         warn: Callable[[str], None] = log.warning,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """Continue a run's record, without repeating its warnings.
+        """Read what the run has recorded, so that no warning is repeated.
 
         Args:
-            folder: the run's folder; steps after those of its `metrics.jsonl` are forgotten.
+            folder: the run's folder. Warnings of steps that its `metrics.jsonl` does not have are
+                removed: a resumed run repeats these steps.
             warn: prints a warning.
             clock: returns the seconds.
         """
@@ -185,7 +186,7 @@ class LiveDiagnosis:
             self._run()
 
     def finish(self) -> None:
-        """Warn about what was found since the diagnoses ran last. Call it at the end of a run."""
+        """Run the diagnoses once more if steps have followed. Call it at the end of a run."""
         if self._diagnosed < self._last:
             self._collect()
             self._run()
@@ -237,7 +238,7 @@ class LiveDiagnosis:
         return pa.concat_tables([BEHAVIOUR_SCHEMA.empty_table(), *(known[s] for s in steps)])
 
     def _read_known(self) -> set[tuple[str, str]]:
-        """Return what the run warned about until its last step, and forget later warnings."""
+        """Return what the run warned about until its last step; remove later warnings."""
         path = self.folder / WARNED
         if not path.exists():
             return set()

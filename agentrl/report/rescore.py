@@ -71,7 +71,7 @@ def change_config(
     config: Config,
     overrides: Sequence[str],
     reward: str,
-    honoured: Collection[str],
+    allowed: Collection[str],
     by_name: Collection[str] = (),
     reasons: Mapping[str, str] | None = None,
 ) -> Config:
@@ -81,22 +81,22 @@ def change_config(
         config: the config that held.
         overrides: texts such as `algorithm.adv_estimator=rloo`.
         reward: a reward function, which replaces the recorded ones and their arguments; "": none.
-        honoured: the keys that may change.
+        allowed: the keys that may change.
         by_name: further keys that `algorithm.name` may set, because they have no effect.
         reasons: why some of the other keys may not change, for messages.
 
     Raises:
-        ConfigError: a value is wrong, or a key is not one of `honoured`. The message has all
+        ConfigError: a value is wrong, or a key is not one of `allowed`. The message has all
             mistakes.
     """
     mistakes: list[str] = []
     for setting in read_overrides(overrides, []):
         key = next((k for k in FIELDS if f"{setting.path}.".startswith(f"{k}.")), "")
-        if key and key not in honoured:
+        if key and key not in allowed:
             why = (reasons or {}).get(key) or "the record cannot be repeated with another value"
             mistakes.append(f"{assignment(setting.path, setting.value)}: {why}")
     if mistakes:
-        mistakes[-1] += f". Keys that can change: {', '.join(honoured)}"
+        mistakes[-1] += f". Keys that can change: {', '.join(allowed)}"
     tree = config.model_dump(mode="json")
     recorded = []
     for key in FIELDS:
@@ -108,7 +108,7 @@ def change_config(
     implied = [
         key
         for key in FIELDS
-        if key not in (*honoured, *by_name) and changed.value(key) != config.value(key)
+        if key not in (*allowed, *by_name) and changed.value(key) != config.value(key)
     ]
     if implied:
         values = ", ".join(assignment(key, changed.value(key)) for key in implied)
