@@ -29,6 +29,7 @@ from agentrl.cli import (
     show,
     tools,
     train,
+    view,
 )
 
 app = typer.Typer(
@@ -49,6 +50,7 @@ app.command("replay")(replay.replay)
 app.command("rescore")(replay.rescore)
 app.command("report")(report.report)
 app.command("show")(show.show)
+app.command("view")(view.view)
 app.command("generate")(generate.generate)
 app.command("sft")(sft.sft)
 app.command("export")(export.export)

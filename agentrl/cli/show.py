@@ -112,7 +112,7 @@ def _describe_episode(run: Run, name: str) -> str:
         f"step {data['step']} ({data['split']}), group {_known(data['group'])}, rollout"
         f" {data['rollout']}, sample {data['sample']}, {data['agent']}, {data['source']}",
         f"reward {data['reward']:g} ({rewards}), stop {data['stop']}, {data['seconds']:.2f} s",
-        f"ground truth {data['ground_truth']!r}",
+        f"ground truth {data['ground_truth']}",
     ]
     for message in data["messages"]:
         turn = message["turn"]

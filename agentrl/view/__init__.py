@@ -1,1 +1,1 @@
-"""Find episodes of a recorded run and show them, in the terminal (`agentrl show`)."""
+"""Find episodes of a recorded run and show them, in the terminal and in a browser."""

@@ -5,13 +5,13 @@ A number that the run did not record is None, never 0.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-import orjson
 import pyarrow as pa
 import pyarrow.compute
 from tokenizers import Tokenizer
@@ -81,7 +81,7 @@ class EpisodeView:
             "sample": t.sample.id,
             "agent": t.sample.agent_name,
             "source": t.sample.data_source,
-            "ground_truth": t.sample.ground_truth,
+            "ground_truth": json.dumps(t.sample.ground_truth, ensure_ascii=False),
             "reward": scored.reward,
             "rewards": dict(scored.rewards),
             "metrics": dict(scored.metrics),
@@ -217,7 +217,7 @@ def _describe_calls(turn: Turn) -> list[dict[str, Any]]:
             "name": call.name,
             "arguments": call.arguments
             if isinstance(call.arguments, str)
-            else orjson.dumps(call.arguments).decode(),
+            else json.dumps(call.arguments, ensure_ascii=False),
             "malformed": call.error,
             "ok": result and result.ok,
             "error": result and result.error,

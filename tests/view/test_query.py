@@ -140,7 +140,7 @@ def test_show(folder, capsys):
     main_ends(["show", str(folder), "--episode", "e1-0-0"])
     out = capsys.readouterr().out
     assert "advantage ? · clipped ? · largest gap ?" in out
-    assert 'call search {"q":"four","name":"decoy"}: timeout, 500.0 ms' in out
+    assert 'call search {"q": "four", "name": "decoy"}: timeout, 500.0 ms' in out
 
 
 def test_show_prints_no_control_character_of_a_model(folder, capsys):

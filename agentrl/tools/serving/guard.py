@@ -1,4 +1,4 @@
-"""Access control of a server that runs code: only the training run may use it.
+"""Access control of a server: other users and web pages in a browser must not use it.
 
 A request needs a known Host header (DNS rebinding uses another one), no Origin header (web pages
 send one), the bearer token, the content type JSON (HTML forms cannot send it), and a body of
@@ -26,11 +26,12 @@ class Guard:
 
     Args:
         app: the application behind it.
-        token: the bearer token of all paths but /health; "" asks for none.
+        token: the bearer token of all paths but those in `public`; "" asks for none.
         hosts: the host names of the server; an empty set allows all.
         limits: the longest body in bytes, by path; elsewhere `MAX_BODY`.
         has_route: returns whether the application serves a request's method and path. If it does
             not, the body is not read: the application answers with 404 or 405.
+        public: the paths that need no token.
     """
 
     def __init__(
@@ -40,12 +41,14 @@ class Guard:
         hosts: frozenset[str],
         limits: Mapping[str, int],
         has_route: Callable[[Scope], bool],
+        public: frozenset[str] = frozenset({"/health"}),
     ):
         self._app = app
         self._authorization = f"Bearer {token}".encode() if token else b""
         self._hosts = hosts
         self._limits = limits
         self._has_route = has_route
+        self._public = public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -67,7 +70,7 @@ class Guard:
         if b"origin" in headers:
             raise _Refused(403, "requests of web pages are not allowed")
         actual, expected = headers.get(b"authorization", b""), self._authorization
-        if expected and path != "/health" and not hmac.compare_digest(actual, expected):
+        if expected and path not in self._public and not hmac.compare_digest(actual, expected):
             raise _Refused(401, "the bearer token is missing or wrong")
 
 
