@@ -938,18 +938,21 @@ def repeated_calls(run: Run) -> Iterator[Finding]:
         compared = (
             f"; such rollouts earn {with_repeats.mean():.3g}, the others {without.mean():.3g}"
         )
+    causes = [
+        "the policy does not use the result: it is cut, or in a form that the model cannot read"
+        " (tools.max_result_tokens)",
+        "calls earn reward by themselves (reward.function, reward.tool_weight, reward.turn_weight)",
+        "nothing ends the loop: rollout.max_tool_calls, rollout.max_turns are large",
+    ]
+    if compared and with_repeats.mean() > without.mean():
+        causes[:2] = reversed(causes[:2])
     yield Finding(
         start,
         f"since step {start} {mean:.0%} of the tool calls repeat an earlier call of the"
         f" conversation and get the same result{compared}",
         evidence,
         examples(episodes, recent & (repeats > 0)),
-        causes=[
-            "the policy does not use the result: it is cut, or in a form that the model cannot"
-            " read (tools.max_result_tokens)",
-            "calls earn reward by themselves (reward.tool_weight, reward.turn_weight)",
-            "nothing ends the loop: rollout.max_tool_calls, rollout.max_turns are large",
-        ],
+        causes=causes,
         tries=[
             "read the episodes: does the result contain what the call asked for?",
             "rollout.max_tool_calls",

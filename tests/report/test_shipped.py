@@ -405,6 +405,15 @@ def test_repeated_calls():
     assert alarms(make_run(learning(), calls(0))) == []
 
 
+@pytest.mark.parametrize("pays", [True, False])
+def test_repeated_calls_that_earn_more_are_paid_by_the_reward(pays):
+    rows = [row | {"repeated_calls": 3 * (i % 2)} for i, row in enumerate(calls(0))]
+    rows = [row | {"reward": float(bool(row["repeated_calls"]) == pays)} for row in rows]
+    finding = the_alarm(make_run(learning(), rows))
+    assert finding.name == "repeated_calls"
+    assert finding.causes[0].startswith("calls earn reward") == pays
+
+
 def questions(answer: str, varied: bool = False) -> list[dict[str, Any]]:
     """Two kinds of rows; since step 12 the second one fails with `answer`."""
     rows = []
