@@ -35,12 +35,12 @@ from agentrl.store import TrajectoryStore
 
 log = logging.getLogger("agentrl")
 
-Gravity = Literal["error", "warning", "audit", "note"]
-GRAVITIES: tuple[str, ...] = get_args(Gravity)
-"""The gravest first. An error: the run cannot succeed like this. A warning: something that the user
-does not want is likely. An audit: read these episodes, for the reward may be exploited. A note: a
-fact about the run, such as where its time goes. Errors and warnings are alarms."""
-ALARMS = GRAVITIES[:2]
+Severity = Literal["error", "warning", "audit", "note"]
+SEVERITIES: tuple[str, ...] = get_args(Severity)
+"""The most severe first. An error: the run cannot succeed like this. A warning: something that the
+user does not want is likely. An audit: read these episodes, for the reward may be exploited. A
+note: a fact about the run, such as where its time goes. Errors and warnings are alarms."""
+ALARMS = SEVERITIES[:2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class Finding:
         causes: likely causes, the likeliest first.
         tries: what to change, the most promising first: commands or config keys.
         name: the name of the diagnosis; `diagnose` sets it.
-        gravity: "error", "warning", "audit" or "note"; see `GRAVITIES`.
+        severity: "error", "warning", "audit" or "note"; see `SEVERITIES`.
         subject: the part of the run that is concerned, such as an agent loop or a kind of rows;
             "" for the whole run. A run warns once for each name and subject.
 
     Raises:
-        ValueError: the gravity is unknown.
+        ValueError: the severity is unknown.
     """
 
     step: int
@@ -70,12 +70,14 @@ class Finding:
     causes: Sequence[str] = ()
     tries: Sequence[str] = ()
     name: str = ""
-    gravity: Gravity = "warning"
+    severity: Severity = "warning"
     subject: str = ""
 
     def __post_init__(self):
-        if self.gravity not in GRAVITIES:
-            raise ValueError(f"unknown gravity {self.gravity!r}. Gravities: {', '.join(GRAVITIES)}")
+        if self.severity not in SEVERITIES:
+            raise ValueError(
+                f"unknown severity {self.severity!r}. Severities: {', '.join(SEVERITIES)}"
+            )
 
 
 Diagnosis = Callable[[Run], Iterable[Finding]]
@@ -92,9 +94,9 @@ def diagnosis(name: str) -> Callable[[Diagnosis], Diagnosis]:
 
 
 def diagnose(run: Run) -> list[Finding]:
-    """Return the findings of all registered diagnoses, the gravest first.
+    """Return the findings of all registered diagnoses, the most severe first.
 
-    Findings of equal gravity are in the order in which the diagnoses were registered: the shipped
+    Findings of equal severity are in the order in which the diagnoses were registered: the shipped
     ones first, in the order of causes (a problem is before those that it may cause). A diagnosis
     that raises gives a warning with its name, and the others go on.
     """
@@ -106,12 +108,12 @@ def diagnose(run: Run) -> list[Finding]:
             text = f"the diagnosis {name!r} failed: {type(e).__name__}: {e}"
             new = [Finding(step=0, text=text, name=name, subject="failed")]
         findings += new
-    return sorted(findings, key=lambda finding: GRAVITIES.index(finding.gravity))
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 def findings_table(findings: Sequence[Finding]) -> pa.Table:
     """Return one row per finding: the fields of `Finding`; `evidence` is JSON text."""
-    texts = ("name", "gravity", "subject", "text", "evidence")
+    texts = ("name", "severity", "subject", "text", "evidence")
     lists = ("episodes", "causes", "tries")
     schema = pa.schema(
         [
@@ -220,7 +222,7 @@ class LiveDiagnosis:
         )
         for finding in diagnose(run):
             key = finding.name, finding.subject
-            if finding.gravity in ALARMS and key not in self._known:
+            if finding.severity in ALARMS and key not in self._known:
                 self._known.add(key)
                 self._warn(describe(finding))
                 self._write(finding)
@@ -259,7 +261,7 @@ class LiveDiagnosis:
 
 def describe(finding: Finding) -> str:
     """Return a finding as a few lines for a terminal; the first one ends with the diagnosis."""
-    lines = [f"{finding.gravity}: {finding.text} [{finding.name}]"]
+    lines = [f"{finding.severity}: {finding.text} [{finding.name}]"]
     if finding.causes:
         lines.append(f"  likely cause: {finding.causes[0]}")
     if finding.tries:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.plural import plural
-from agentrl.report.diagnosis import ALARMS, GRAVITIES, Finding
+from agentrl.report.diagnosis import ALARMS, SEVERITIES, Finding
 from agentrl.report.run import Run
 from agentrl.report.shipped import REWARD, Series, config_value, read_series, values_by_step
 
@@ -124,7 +124,7 @@ def _summarize(run: Run, findings: Sequence[Finding]) -> Iterable[tuple[str, str
             f"{_duration(seconds.values.sum())} of training, {seconds.last.mean():.3g} s a step;"
             f" {_duration(float(tested))} of validation",
         )
-    counts = {g: sum(f.gravity == g for f in findings) for g in GRAVITIES}
+    counts = {g: sum(f.severity == g for f in findings) for g in SEVERITIES}
     alarms = [plural(n, g) for g, n in counts.items() if n and g in ALARMS]
     yield "findings", ", ".join(alarms) or "no errors or warnings"
 
@@ -247,8 +247,8 @@ def to_html(report: Report, curve: str = "") -> str:
         f"<h1>{_escape(report.title)}</h1>",
         _html_table(report.summary, header=False),
     ]
-    for gravity, findings in _by_gravity(report.findings):
-        parts.append(f"<h2>{_escape(HEADINGS[gravity])}</h2>")
+    for severity, findings in _by_severity(report.findings):
+        parts.append(f"<h2>{_escape(HEADINGS[severity])}</h2>")
         parts += [_html_finding(finding, report) for finding in findings]
     if curve:
         parts.append(f"<h2>Rewards</h2>{curve}")
@@ -262,10 +262,10 @@ def to_html(report: Report, curve: str = "") -> str:
     return "\n".join([*parts, "</body></html>\n"])
 
 
-def _by_gravity(findings: Sequence[Finding]) -> Iterable[tuple[str, list[Finding]]]:
-    for gravity in GRAVITIES:
-        if chosen := [f for f in findings if f.gravity == gravity]:
-            yield gravity, chosen
+def _by_severity(findings: Sequence[Finding]) -> Iterable[tuple[str, list[Finding]]]:
+    for severity in SEVERITIES:
+        if chosen := [f for f in findings if f.severity == severity]:
+            yield severity, chosen
 
 
 def _html_table(rows: Sequence[Row], header: bool = True) -> str:
@@ -279,7 +279,7 @@ def _html_table(rows: Sequence[Row], header: bool = True) -> str:
 
 def _html_finding(finding: Finding, report: Report) -> str:
     parts = [
-        f"<article class='{finding.gravity}'><p><b>{_escape(finding.name)}</b>"
+        f"<article class='{finding.severity}'><p><b>{_escape(finding.name)}</b>"
         f" <small>from step {finding.step}</small><br>{_escape(finding.text)}</p>"
     ]
     if finding.evidence:
@@ -342,8 +342,8 @@ def to_markdown(report: Report) -> str:
     """Return the report as Markdown, without curves."""
     lines = [f"# {_markdown(report.title)}", ""]
     lines += [f"- **{label}**: {_markdown(text)}" for label, text in report.summary]
-    for gravity, findings in _by_gravity(report.findings):
-        lines += ["", f"## {HEADINGS[gravity]}"]
+    for severity, findings in _by_severity(report.findings):
+        lines += ["", f"## {HEADINGS[severity]}"]
         for finding in findings:
             lines += ["", f"### {_markdown(finding.name)}, from step {finding.step}", ""]
             lines.append(_markdown(finding.text))

@@ -436,7 +436,7 @@ def unrewarded(run: Run) -> Iterator[Finding]:
             "other rewards for the same episodes: agentrl rescore",
             "imitate first: docs/debugging.md",
         ],
-        gravity="error" if evidence.get("right", 0.0) >= RIGHT else "warning",
+        severity="error" if evidence.get("right", 0.0) >= RIGHT else "warning",
     )
 
 
@@ -573,7 +573,7 @@ def dead_groups(run: Run) -> Iterator[Finding]:
             " rows",
             evidence,
             tries=["harder rows", "algorithm.filter_groups=true", "stop: trainer.patience"],
-            gravity="note",
+            severity="note",
         )
         return
     failed = "" if failing is None else f"; in {failing:.0%} all rollouts fail"
@@ -654,7 +654,7 @@ def _explain_dead_steps(run: Run, first: int, last: int, dead: int, steps: int) 
         examples(episodes, of_step),
         causes,
         tries,
-        gravity="error",
+        severity="error",
     )
 
 
@@ -731,7 +731,7 @@ def truncation(run: Run) -> Iterator[Finding]:
                 f"rollout.budget_policy.{reason}=zero or =mask",
                 "reward.overlong_buffer",
             ],
-            gravity="error" if mean >= TRUNCATED_ERROR else "warning",
+            severity="error" if mean >= TRUNCATED_ERROR else "warning",
             subject=reason,
         )
 
@@ -876,7 +876,7 @@ def tool_use(run: Run) -> Iterator[Finding]:
                     "a penalty for calls, turns or length that is larger than what the tool brings",
                 ],
                 tries=[*changes, *tries],
-                gravity="audit" if is_better else "warning",
+                severity="audit" if is_better else "warning",
                 subject=agent,
             )
         elif means.max() <= NO_TOOLS and agent in with_tools and not has_reward_risen(run, 0):
@@ -1187,7 +1187,7 @@ def reward_falls(run: Run) -> Iterator[Finding]:
             "a KL penalty: algorithm.kl_loss_coef",
             "fewer algorithm.ppo_epochs, a larger batch",
         ],
-        gravity="error",
+        severity="error",
     )
 
 
@@ -1299,7 +1299,7 @@ def reward_flat(run: Run) -> Iterator[Finding]:
                 "optim.lr_warmup_steps, optim.lr_final",
                 "a smaller KL penalty",
             ],
-            gravity="error",
+            severity="error",
         )
         return
     keys = ("algorithm.kl_loss_coef", "algorithm.kl_reward_coef")
@@ -1359,7 +1359,7 @@ def audit(run: Run) -> Iterator[Finding]:
                 },
                 causes=["parts of the reward pay for something else than a right answer"],
                 tries=["look which part rose: reward/outcome, reward/turn or reward/tool"],
-                gravity="audit",
+                severity="audit",
                 subject="accuracy",
             )
     episodes = training_episodes(run, MIN_WINDOW)
@@ -1385,7 +1385,7 @@ def audit(run: Run) -> Iterator[Finding]:
             examples(episodes, of_answer),
             causes=["the reward accepts an answer that does not depend on the row"],
             tries=["read these episodes: is the answer right for each row?"],
-            gravity="audit",
+            severity="audit",
             subject="answers",
         )
 
@@ -1413,7 +1413,7 @@ def _find_what_pays(episodes: pa.Table) -> Iterator[Finding]:
                 examples(episodes, x >= np.quantile(x, 0.9)),
                 causes=[f"the reward pays for the {what}, whether or not the answer is right"],
                 tries=["read these episodes", "score them without this part: agentrl rescore"],
-                gravity="audit",
+                severity="audit",
                 subject=name,
             )
 
@@ -1439,7 +1439,7 @@ def _compare_validation(run: Run, reward: Series) -> Iterator[Finding]:
                 {"best": best, "last": last, "standard_error": error},
                 causes=["the policy memorizes the rows, or exploits the reward of training rows"],
                 tries=["more rows, fewer epochs", "keep the best checkpoint: trainer.keep_best"],
-                gravity="audit",
+                severity="audit",
                 subject="validation",
             )
 
@@ -1492,7 +1492,7 @@ def step_time(run: Run) -> Iterator[Finding]:
         f"a step takes {total:.3g} s: {parts}",
         {"seconds": total, **shares},
         tries=list(_FASTER.get(largest, ())),
-        gravity="note",
+        severity="note",
     )
 
 

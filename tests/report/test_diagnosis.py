@@ -27,11 +27,11 @@ def test_a_diagnosis_that_raises_is_a_warning_and_the_others_go_on():
         @diagnosis("grave")
         def grave(run):
             yield Finding(
-                7, "it burns", {"heat": 0.5}, ["e1"], ["fire"], ["water"], gravity="error"
+                7, "it burns", {"heat": 0.5}, ["e1"], ["fire"], ["water"], severity="error"
             )
 
         findings = diagnose(load_run(OLD))
-        assert [(f.name, f.gravity) for f in findings[:2]] == [
+        assert [(f.name, f.severity) for f in findings[:2]] == [
             ("grave", "error"),
             ("broken", "warning"),
         ]
@@ -40,7 +40,7 @@ def test_a_diagnosis_that_raises_is_a_warning_and_the_others_go_on():
         assert row == {
             "step": 7,
             "name": "grave",
-            "gravity": "error",
+            "severity": "error",
             "subject": "",
             "text": "it burns",
             "evidence": '{"heat": 0.5}',
@@ -50,13 +50,13 @@ def test_a_diagnosis_that_raises_is_a_warning_and_the_others_go_on():
         }
 
 
-def test_an_unknown_gravity_is_refused():
-    with pytest.raises(ValueError, match="unknown gravity 'grave'"):
-        Finding(1, "x", gravity="grave")  # type: ignore[arg-type]
+def test_an_unknown_severity_is_refused():
+    with pytest.raises(ValueError, match="unknown severity 'grave'"):
+        Finding(1, "x", severity="grave")  # type: ignore[arg-type]
 
 
 def test_findings_of_an_old_run_are_a_table():
-    assert set(load_run(OLD).findings.column_names) >= {"step", "name", "gravity", "text"}
+    assert set(load_run(OLD).findings.column_names) >= {"step", "name", "severity", "text"}
 
 
 def test_the_behaviour_of_an_old_run_agrees_with_its_rollouts():
@@ -125,7 +125,7 @@ def fifth():
         @diagnosis("fifth")
         def fifth(run):
             steps = run.metrics.column("step").to_pylist()
-            yield Finding(1, "a note", gravity="note")
+            yield Finding(1, "a note", severity="note")
             if steps[-1] >= 5:
                 yield Finding(5, f"seen at {steps[-1]}", causes=["c1", "c2"], tries=["t1"])
 

@@ -102,7 +102,7 @@ def make_run(metrics: dict[str, Any], episodes: Sequence[dict[str, Any]] = ()) -
 
 
 def alarms(run: Run) -> list[Finding]:
-    return [finding for finding in diagnose(run) if finding.gravity in ALARMS]
+    return [finding for finding in diagnose(run) if finding.severity in ALARMS]
 
 
 def the_alarm(run: Run) -> Finding:
@@ -126,7 +126,7 @@ def never(**changes: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "gravity", "clause", "cause"),
+    ("changes", "severity", "clause", "cause"),
     [
         ({}, "warning", "", "too hard"),
         (
@@ -141,10 +141,10 @@ def never(**changes: Any) -> list[dict[str, Any]]:
         ({"failed_calls": 1}, "warning", "tool call fails in 100%", "of these rows do not work"),
     ],
 )
-def test_rows_that_never_earn(changes, gravity, clause, cause):
+def test_rows_that_never_earn(changes, severity, clause, cause):
     found = alarms(make_run(learning(), never(**changes)))
     [finding] = [f for f in found if f.name == "unrewarded"]
-    assert finding.gravity == gravity
+    assert finding.severity == severity
     assert finding.text.startswith("none of 160 rollouts of react earned more than the smallest")
     assert clause in finding.text and cause in finding.causes[0]
 
@@ -198,9 +198,9 @@ def test_dead_groups_of_solved_rows_are_a_note():
     metrics = learning(**{"waste/dead_group_frac": noisy(0.9), "critic/score/max": [2.0] * N})
     solved = [r | {"reward": 1.0} for r in never()]
     [finding] = [f for f in diagnose(make_run(metrics, solved)) if f.name == "dead_groups"]
-    assert finding.gravity == "note"
+    assert finding.severity == "note"
     [finding] = [f for f in diagnose(make_run(metrics, never())) if f.name == "dead_groups"]
-    assert finding.gravity == "warning" and "in 50% all rollouts fail" in finding.text
+    assert finding.severity == "warning" and "in 50% all rollouts fail" in finding.text
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4, 5, 9, 10, 11])
@@ -236,7 +236,7 @@ def test_a_solved_run_has_a_note_and_no_alarm():
         }
     )
     findings = diagnose(make_run(metrics))
-    assert [(f.name, f.gravity) for f in findings] == [("dead_groups", "note")]
+    assert [(f.name, f.severity) for f in findings] == [("dead_groups", "note")]
     assert findings[0].step == 9  # the first ten steps whose mean is 80 %
 
 
@@ -251,7 +251,7 @@ def test_dead_steps_name_the_budget():
         }
     )
     finding = next(f for f in alarms(make_run(metrics)) if f.name == "dead_groups")
-    assert (finding.gravity, finding.step) == ("error", 6)
+    assert (finding.severity, finding.step) == ("error", 6)
     assert "steps 6 to 9 had no learning signal" in finding.text
     assert "equal in 25% of the groups, rollouts of the others are masked" in finding.text
     assert "'turns' (90% of the rollouts)" in finding.text
@@ -281,7 +281,7 @@ def test_a_reward_that_never_matches():
 def test_many_dead_groups():
     metrics = learning(**{"waste/dead_group_frac": [0.5] * 20 + [0.9] * 20})
     finding = the_alarm(make_run(metrics))
-    assert (finding.name, finding.step, finding.gravity) == ("dead_groups", 19, "warning")
+    assert (finding.name, finding.step, finding.severity) == ("dead_groups", 19, "warning")
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def cut_episodes(reward_of_cut: float, reason: str) -> list[dict[str, Any]]:
 def test_truncation_counts_if_cut_rollouts_earn_less(reason):
     metrics = learning(**{"stop/turn_tokens": None, f"stop/{reason}": [0.05] * 20 + [0.5] * 20})
     finding = the_alarm(make_run(metrics, cut_episodes(0.0, reason)))
-    assert (finding.name, finding.subject, finding.gravity) == ("truncation", reason, "warning")
+    assert (finding.name, finding.subject, finding.severity) == ("truncation", reason, "warning")
     assert f"raise rollout.max_{reason}" in finding.tries
     assert len(finding.episodes) == 5
     assert alarms(make_run(metrics, cut_episodes(1.0, reason))) == []
@@ -337,7 +337,7 @@ def test_truncation_counts_if_cut_rollouts_earn_less(reason):
 
 def test_truncation_of_a_run_without_trajectories():
     metrics = learning(**{"stop/turn_tokens": [0.8] * N})
-    assert the_alarm(make_run(metrics)).gravity == "error"
+    assert the_alarm(make_run(metrics)).severity == "error"
     assert alarms(make_run(learning(**{"stop/turns": [0.8] * N}))) == []
 
 
@@ -371,7 +371,7 @@ def test_tool_use_dies_out():
     risen = metrics | {"rollout/tool_agent/reward": noisy(ramp(0.2, 0.7))}
     assert alarms(make_run(risen, episodes)) == []  # it is listed for audit
     assert "tool_use" in [
-        f.name for f in diagnose(make_run(risen, episodes)) if f.gravity == "audit"
+        f.name for f in diagnose(make_run(risen, episodes)) if f.severity == "audit"
     ]
 
 
@@ -467,7 +467,7 @@ def test_the_reward_falls(rising):
     if rising:
         metrics["actor/ppo_kl"] = noisy(np.r_[np.full(25, 1e-3), np.full(15, 0.05)], 1)
     finding = the_alarm(make_run(metrics))
-    assert (finding.name, finding.gravity) == ("reward_falls", "error")
+    assert (finding.name, finding.severity) == ("reward_falls", "error")
     assert 15 <= finding.step <= 26
     assert ("while actor/ppo_kl rose from 0.001" in finding.text) == rising
 
@@ -498,8 +498,8 @@ def test_length_grows_without_reward():
     assert alarms(make_run(rising)) == []
 
 
-@pytest.mark.parametrize(("drift", "gravity"), [(1e-5, "error"), (0.05, "warning")])
-def test_the_reward_is_flat(drift, gravity):
+@pytest.mark.parametrize(("drift", "severity"), [(1e-5, "error"), (0.05, "warning")])
+def test_the_reward_is_flat(drift, severity):
     flat = noisy(0.3, 1)
     metrics = learning(
         **{
@@ -509,7 +509,7 @@ def test_the_reward_is_flat(drift, gravity):
         }
     )
     finding = the_alarm(make_run(metrics))
-    assert (finding.name, finding.gravity) == ("reward_flat", gravity)
+    assert (finding.name, finding.severity) == ("reward_flat", severity)
 
 
 def test_an_audit_lists_one_answer_for_all_rows_and_a_falling_validation():
@@ -522,7 +522,7 @@ def test_an_audit_lists_one_answer_for_all_rows_and_a_falling_validation():
     for i, value in ((0, 0.3), (20, 0.6), (39, 0.2)):
         validation[i], errors[i] = value, 0.03
     metrics = learning(**{"val/reward/mean@1": validation, "val/reward/se@1": errors})
-    findings = [f for f in diagnose(make_run(metrics, episodes)) if f.gravity == "audit"]
+    findings = [f for f in diagnose(make_run(metrics, episodes)) if f.severity == "audit"]
     assert {f.subject for f in findings} == {"answers", "validation"}
     assert alarms(make_run(metrics, episodes)) == []
 

@@ -158,8 +158,8 @@ async function fillFindings(section, runs) {
   for (const [i, run] of runs.entries()) {
     for (const finding of await get(`/api/runs/${i}/findings`)) {
       const episodes = finding.episodes.slice(0, 4).flatMap((id) => [" ", link(id, `/run/${i}/episode`, { id })]);
-      const alarm = ["error", "warning"].includes(finding.gravity) ? "alarm" : "";
-      const text = `${finding.gravity}${runs.length > 1 ? `, ${run.name}` : ""}: ${finding.text} `;
+      const alarm = ["error", "warning"].includes(finding.severity) ? "alarm" : "";
+      const text = `${finding.severity}${runs.length > 1 ? `, ${run.name}` : ""}: ${finding.text} `;
       const more = [...finding.causes.slice(0, 1).map((c) => `likely cause: ${c}`), ...finding.tries.slice(0, 1).map((t) => `try: ${t}`)];
       parts.push(make("article", { class: alarm }, text, link(`step ${finding.step}`, `/run/${i}/step/${finding.step}`), ...more.map((m) => make("div", {}, m)), ...episodes));
     }
