@@ -205,7 +205,7 @@ def test_a_dry_run_checks_the_checkpoint_and_writes_nothing(tmp_path, random_mod
 
 def test_a_model_that_the_local_engine_cannot_run(tmp_path, random_model):
     config = Gemma3TextConfig(**SMALL, sliding_window=8, layer_types=["sliding_attention"] * 2)
-    with pytest.raises(CannotDecode, match="Gemma3ForCausalLM: its config limits.*name=sglang"):
+    with pytest.raises(CannotDecode, match=r"Gemma3ForCausalLM: its config limits.*name=sglang"):
         check_config_of(tmp_path, random_model, config)
     result = check_config_of(tmp_path, random_model, config, "rollout.name=sglang")
     assert result.exit_code == 0 and "rows: packed" in result.output
