@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-)
+from support.needs import BROWSER
 
 
 class Browser:
     """One page of a browser. Errors of the page's scripts are collected in `errors`."""
 
     def __init__(self, profile: Path):
+        assert BROWSER, "no browser: install chromium (Debian's package)"
         to_read, self._writes = os.pipe()
         self._reads, to_write = os.pipe()
         # The browser expects descriptors 3 and 4.
         command = (
-            f"exec {CHROMIUM} --headless --no-sandbox --disable-gpu --remote-debugging-pipe"
+            f"exec {BROWSER} --headless --no-sandbox --disable-gpu --remote-debugging-pipe"
             f" --disable-dev-shm-usage --no-first-run --user-data-dir='{profile}' about:blank"
             f" 3<&{to_read} 4>&{to_write}"
         )

@@ -128,7 +128,7 @@ def test_the_server(folder, tmp_path, monkeypatch):
     assert describe_tunnel(8) == ""
     server = ViewServer([folder], "127.0.0.1", 0, "secret")
     assert server.address == f"http://127.0.0.1:{server.port}/#token=secret"
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     server.should_exit = True
     thread.join(10)

@@ -5,22 +5,20 @@ from __future__ import annotations
 import threading
 
 import pytest
-from support.browser import CHROMIUM, Browser
+from support.browser import Browser
+from support.needs import needs_browser
 from support.recorded import write_run
 
 from agentrl.view.app import ViewServer
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not CHROMIUM, reason="no browser: apt-get install chromium"),
-]
+pytestmark = [pytest.mark.browser, needs_browser]
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     folders = [write_run(tmp_path_factory.mktemp(name)) for name in ("first", "second")]
     server = ViewServer(folders, "127.0.0.1", 0, "secret")
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     browser = Browser(tmp_path_factory.mktemp("profile"))
     browser.send("Page.navigate", url=server.address)
