@@ -24,7 +24,7 @@ SGLANG_READY := $(if $(AGENTRL_SGLANG_PYTHON),,$(if $(filter Linux,$(shell uname
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-vllm check lint format setup sglang docs models
+.PHONY: help demo test test-all test-gpu test-vllm test-trackers check lint format setup sglang docs models
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -32,17 +32,21 @@ help:  ## this list
 demo: $(VENV)/.installed  ## a policy learns to use a calculator: minutes on two CPU cores
 	$(BIN)/agentrl train --dataset datasets/arithmetic_train.parquet --val-dataset datasets/arithmetic_val.parquet --model tiny --output runs/demo
 
-test: setup  ## the tests, all but `slow`, `gpu` and `vllm`
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu and not vllm" $(PYTEST_ARGS)
+test: setup  ## the tests, all but `slow`, `gpu`, `vllm` and `trackers`
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu and not vllm and not trackers" $(PYTEST_ARGS)
 
-test-all: setup  ## the tests, all but `gpu` and `vllm`
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not vllm" --hypothesis-profile=thorough $(PYTEST_ARGS)
+test-all: setup  ## the tests, all but `gpu`, `vllm` and `trackers`
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not vllm and not trackers" --hypothesis-profile=thorough $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed-dev  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 test-vllm: $(VENV)/.installed-dev  ## the tests that need vLLM: AGENTRL_VLLM_PYTHON, or .venv-vllm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm $(PYTEST_ARGS)
+
+test-trackers: $(VENV)/.installed-dev  ## the tests that need mlflow, trackio and wandb, which it installs
+	$(BIN)/python -m pip install -q mlflow-skinny sqlalchemy alembic trackio wandb
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m trackers $(PYTEST_ARGS)
 
 check: lint  ## lint, format and types, changing nothing
 	$(BIN)/ruff format --check .

@@ -145,8 +145,9 @@ def test_check_lists_tools_and_interactions(project):
 def test_the_commands_that_a_run_prints(project):
     folder, output = project
     printed = [line.strip() for line in output.partition("next:")[2].splitlines() if line.strip()]
-    assert [line.split()[1] for line in printed] == ["play", "eval", "generate"]
-    play, evaluation, generation = (agentrl(line, folder) for line in printed)
+    assert [line.split()[1] for line in printed] == ["report", "play", "eval", "generate"]
+    report, play, evaluation, generation = (agentrl(line, folder) for line in printed)
+    assert report.startswith("config: ") and "report.html" in report
     assert play.startswith("val.jsonl: 3 of 48 rows (sampled at T=1.0)\n")
     assert play.count("reward ") >= 3 and "ground truth" in play
     first, head, sampled, greedy = evaluation.splitlines()

@@ -81,7 +81,7 @@ def test_what_cannot_be_dumped_is_explained(run, tmp_path, capsys):
     assert command("run", "file") == 1
     assert "cannot write to file" in capsys.readouterr().err
     assert command("missing", "out") == 1
-    assert "missing is not the folder of a run" in capsys.readouterr().err
+    assert "there is no folder missing" in capsys.readouterr().err
 
 
 def test_verls_keys_name_the_command(capsys):

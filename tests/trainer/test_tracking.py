@@ -173,8 +173,8 @@ def run_in_two_parts(folder, name):
     assert not warnings
 
 
+@pytest.mark.trackers
 def test_mlflow_has_one_run_with_names_tags_and_params(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow")
     from mlflow import MlflowClient
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
@@ -190,16 +190,20 @@ def test_mlflow_has_one_run_with_names_tags_and_params(tmp_path, monkeypatch):
     assert run.data.metrics["loss_x"] == 0.5
 
 
+@pytest.mark.trackers
 def test_trackio_has_one_run_with_names_and_config(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read at the import
-    trackio = pytest.importorskip("trackio")
+    import trackio
+
     run_in_two_parts(tmp_path / "run", "trackio")
     (run,) = trackio.Api().runs("my project")
     assert run.name == "first"
 
 
+@pytest.mark.trackers
 def test_wandb_has_the_names_and_tags(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
+    import wandb
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     made = []
     real = wandb.init
