@@ -333,7 +333,10 @@ class TrajectoryStore:
             DataError: the file is damaged.
         """
         with _readable(path), pq.ParquetFile(path) as file:
-            return file.read([name for name in names if name in file.schema_arrow.names])
+            present = file.schema_arrow.names
+            if "episode_id" not in present:
+                raise ValueError(f"it has no column 'episode_id', but {present}")
+            return file.read([name for name in names if name in present])
 
     def _read_tables(self, schema: pa.Schema, is_wanted: Callable[[int], bool]) -> pa.Table:
         """Return columns of the files; null where an older file lacks a column."""

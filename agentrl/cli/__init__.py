@@ -99,7 +99,9 @@ def main(words: Sequence[str] | None = None) -> None:
             finally:
                 unknown_options.reset(token)
     except AgentRLError as e:
-        print(f"error: {e}", file=sys.stderr)
+        from agentrl.report.page import printable  # a message may quote a text of a dataset
+
+        print(printable(f"error: {e}"), file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -308,7 +308,13 @@ def compare(
 
 
 def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Return the lines of a table; the first `left` columns are aligned to the left."""
+    """Return the lines of a table; the first `left` columns are aligned to the left.
+
+    Each cell stays on its line, and its characters that are not printable are escaped.
+    """
+    from agentrl.report.page import printable
+
+    lines = [[" ".join(printable(cell).split()) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -50,7 +51,8 @@ def report(
     for finding in findings:
         typer.echo("\n" + printable(describe(finding)))
         if finding.episodes:
-            typer.echo(f"  an episode: agentrl show {run} --episode {finding.episodes[0]}")
+            command = f"agentrl show {quote(str(run))} --episode {quote(finding.episodes[0])}"
+            typer.echo(printable(f"  an episode: {command}"))
     page = output or run / "report.html"
     staging = page.with_name(f".{page.name}.tmp")
     try:

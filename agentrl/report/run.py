@@ -56,13 +56,25 @@ class Run:
     def config(self) -> dict[str, Any]:
         """The present config, by section: the content of `config.yaml`."""
         path = self.folder / "config.yaml"
-        return yaml.safe_load(path.read_text()) if path.exists() else {}
+        if not path.exists():
+            return {}
+        try:
+            config = yaml.safe_load(path.read_bytes())
+        except yaml.YAMLError as e:
+            raise DataError(f"{path} is not a YAML file: {e}") from e
+        if not isinstance(config, dict):
+            raise DataError(f"{path} is not the config of a run: it must be a mapping of sections")
+        return config
 
     @cached_property
     def metrics(self) -> pa.Table:
         """One row per step: `step`, int64, and a float64 column for each metric."""
-        record = read_metrics(self.folder / METRICS)
-        return metrics_table([(step, data) for step, data in record if self.has_step(step)])
+        path = self.folder / METRICS
+        record = [(step, data) for step, data in read_metrics(path) if self.has_step(step)]
+        try:
+            return metrics_table(record)
+        except pa.ArrowException as e:
+            raise DataError(f"{path} has a metric that is not a number: {e}") from e
 
     @cached_property
     def episodes(self) -> pa.Table:
@@ -113,7 +125,10 @@ class Run:
         """One row per config key that was changed during the run: step, key, old, new."""
         path = self.folder / "changes.jsonl"
         lines = path.read_bytes().splitlines() if path.exists() else []
-        return pa.Table.from_pylist([orjson.loads(line) for line in lines])
+        try:
+            return pa.Table.from_pylist([orjson.loads(line) for line in lines])
+        except (ValueError, TypeError, AttributeError, pa.ArrowException) as e:
+            raise DataError(f"{path} is not a record of changed config keys: {e}") from e
 
     @cached_property
     def findings(self) -> pa.Table:

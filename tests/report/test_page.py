@@ -6,12 +6,17 @@ import json
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from agentrl.cli import main
+from agentrl.cli.evaluate import aligned
+from agentrl.errors import DataError
 from agentrl.report import Finding, diagnose
 from agentrl.report.diagnosis import diagnoses
 from agentrl.report.page import make_report, to_html, to_markdown
+from agentrl.report.run import load_run
 
 from .test_shipped import N, learning, make_run, ramp
 
@@ -156,6 +161,42 @@ def test_a_damaged_file_is_one_error(tmp_path, capsys):
         main(["report", str(tmp_path)])
     assert exit_.value.code == 1
     assert "train-00000001.parquet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.yaml", "[1, 2"),
+        ("config.yaml", "[1, 2]"),
+        ("changes.jsonl", "no JSON"),
+        ("metrics.jsonl", '{"step": 1, "data": {"critic/score/mean": "text"}}\n'),
+    ],
+)
+def test_a_file_that_is_no_record_is_named(tmp_path, name, content):
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / name).write_text(content)
+    run = load_run(tmp_path)
+    with pytest.raises(DataError, match=name):
+        _ = run.config, run.changes, run.metrics
+
+
+def test_a_foreign_table_among_the_trajectories_is_named(tmp_path, capsys):
+    (tmp_path / "trajectories").mkdir()
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "trajectories" / "train-00000001.parquet")
+    for command in ("report", "show"):
+        with pytest.raises(SystemExit) as exit_:
+            main([command, str(tmp_path)])
+        assert exit_.value.code == 1
+        assert "train-00000001.parquet" in capsys.readouterr().err
+
+
+def test_the_terminal_gets_no_control_characters(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path / ATTACK[-20:].replace("\x00", ""))])
+    texts = [capsys.readouterr().err, *aligned([["row", "reward"], [ATTACK + "\n", "1"]], 1)]
+    assert all("\\x1b[31m\\u202e" in text for text in (texts[0], texts[2]))
+    assert all(c.isprintable() or c == "\n" for text in texts for c in text)
+    assert "\n" not in texts[2]
 
 
 def test_a_loop_with_a_dangerous_name_in_the_curve(tmp_path, capsys):
