@@ -244,8 +244,7 @@ class TrajectoryStore:
         path = self._learned_file(step)
         tables = [LEARNED_SCHEMA.empty_table()]
         if path.exists():
-            with _readable(path), pq.ParquetFile(path) as file:
-                tables.append(file.read(LEARNED_SCHEMA.names))
+            tables.append(_read_present(path, LEARNED_SCHEMA.names, LEARNED_SCHEMA.names[:2]))
         return pa.concat_tables(tables, promote_options="default")
 
     def read(
@@ -332,11 +331,7 @@ class TrajectoryStore:
         Raises:
             DataError: the file is damaged.
         """
-        with _readable(path), pq.ParquetFile(path) as file:
-            present = file.schema_arrow.names
-            if "episode_id" not in present:
-                raise ValueError(f"it has no column 'episode_id', but {present}")
-            return file.read([name for name in names if name in present])
+        return _read_present(path, names, ["episode_id"])
 
     def _read_tables(self, schema: pa.Schema, is_wanted: Callable[[int], bool]) -> pa.Table:
         """Return columns of the files; null where an older file lacks a column."""
@@ -683,6 +678,15 @@ def _count_within(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     owner = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     starts = (lengths.cumsum() - lengths)[owner]
     return owner, np.arange(len(owner), dtype=np.int32) - starts.astype(np.int32)
+
+
+def _read_present(path: Path, names: Sequence[str], keys: Sequence[str]) -> pa.Table:
+    """Return those of the columns `names` that a file has; a file without `keys` is another's."""
+    with _readable(path), pq.ParquetFile(path) as file:
+        present = file.schema_arrow.names
+        if missing := [key for key in keys if key not in present]:
+            raise ValueError(f"it has no column {missing[0]!r}, but {present}")
+        return file.read([name for name in names if name in present])
 
 
 @contextmanager

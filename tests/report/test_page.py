@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -188,6 +189,14 @@ def test_a_foreign_table_among_the_trajectories_is_named(tmp_path, capsys):
             main([command, str(tmp_path)])
         assert exit_.value.code == 1
         assert "train-00000001.parquet" in capsys.readouterr().err
+
+
+def test_a_foreign_table_among_what_was_learned_is_named(tmp_path):
+    run = shutil.copytree(OLD, tmp_path / "run")
+    (run / "learned").mkdir(exist_ok=True)
+    pq.write_table(pa.table({"a": [1]}), run / "learned" / "learned-00000001.parquet")
+    with pytest.raises(DataError, match=r"learned-00000001\.parquet .* no column 'episode_id'"):
+        load_run(run).store.read_learned(1)
 
 
 def test_the_terminal_gets_no_control_characters(tmp_path, capsys):
