@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
@@ -453,11 +455,13 @@ def _compare_metrics(
 def _compare_learned(stored: pa.Table, table: pa.Table, tolerance: float) -> Iterator[Difference]:
     """Yield, for each of `LEARNED`, the first token whose number differs."""
     table = table.cast(LEARNED_SCHEMA)
-    keys = [(t.column("episode_id"), t.column("segment")) for t in (stored, table)]
-    ends, ours = (_flatten(t.column("advantages"))[0] for t in (stored, table))
-    if keys[0] != keys[1] or not np.array_equal(ends, ours):
-        yield Difference("the rows of learned/", stored.num_rows, table.num_rows)
+    rows, ours = (_rows(t) for t in (stored, table))
+    if rows != ours:
+        pairs = enumerate(zip_longest(rows, ours))
+        first, pair = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+        yield Difference(f"episode, segment, tokens of row {first} of learned/", *pair)
         return
+    ends, _ = _flatten(table.column("advantages"))
     for name in LEARNED:
         columns = [_flatten(t.column(name))[1] for t in (stored, table)]
         unknown = [column.is_null().to_numpy(zero_copy_only=False) for column in columns]
@@ -469,11 +473,21 @@ def _compare_learned(stored: pa.Table, table: pa.Table, tolerance: float) -> Ite
             token = int(far.argmax())
             row = int(np.searchsorted(ends, token, side="right"))
             where = token - int(ends[row - 1] if row else 0)
-            episode, segment = (key[row] for key in keys[0])
+            episode, segment, _ = rows[row]
             yield Difference(
                 f"{name} of response token {where} of segment {segment} of episode {episode}",
                 *(column[token].as_py() for column in columns),
             )
+
+
+def _rows(learned: pa.Table) -> list[tuple[str, int, int]]:
+    """Return the episode, segment and number of tokens of each row."""
+    columns = (
+        learned["episode_id"],
+        learned["segment"],
+        pc.list_value_length(learned["advantages"]),
+    )
+    return list(zip(*(column.to_pylist() for column in columns), strict=True))
 
 
 def _flatten(column: pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:

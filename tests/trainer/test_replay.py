@@ -210,6 +210,16 @@ def test_a_changed_reward_is_seen_in_what_was_learned(run, tmp_path):
     assert any(name.startswith("actor: parameter.") for name in names)
 
 
+def test_what_another_step_learned_is_named_by_its_first_row(run, tmp_path):
+    folder = Path(shutil.copytree(run("grpo"), tmp_path / "run"))
+    learned = folder / "learned"
+    shutil.copy(learned / "learned-00000002.parquet", learned / "learned-00000001.parquet")
+    [difference] = replay(Replayer(Run(folder)), 1, say=silent).differences
+    assert difference.name == "episode, segment, tokens of row 0 of learned/"
+    assert difference.recorded[0].startswith("train-1-")
+    assert difference.replayed[0].startswith("train-0-")
+
+
 def test_the_steps_that_can_be_replayed_are_listed(run, tmp_path):
     """The rollouts of step 2 are gone, and there is no checkpoint until after step 4."""
     folder = Path(shutil.copytree(run("grpo"), tmp_path / "run"))
