@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
@@ -482,12 +481,9 @@ def _compare_learned(stored: pa.Table, table: pa.Table, tolerance: float) -> Ite
 
 def _rows(learned: pa.Table) -> list[tuple[str, int, int]]:
     """Return the episode, segment and number of tokens of each row."""
-    columns = (
-        learned["episode_id"],
-        learned["segment"],
-        pc.list_value_length(learned["advantages"]),
-    )
-    return list(zip(*(column.to_pylist() for column in columns), strict=True))
+    lengths = np.diff(_flatten(learned["advantages"])[0], prepend=0).tolist()
+    keys = learned["episode_id"].to_pylist(), learned["segment"].to_pylist()
+    return list(zip(*keys, lengths, strict=True))
 
 
 def _flatten(column: pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:
