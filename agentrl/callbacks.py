@@ -27,7 +27,7 @@ EVENTS = ("on_step", "on_validation", "on_checkpoint", "on_end")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a callback gets.
+    """The argument of a callback.
 
     Attributes:
         step: the number of steps that the run has made; 0 for the validation before training.

@@ -127,7 +127,7 @@ class Attempt:
     control_token_attempts: int = 0
     """The number of control tokens whose texts prompts, tools and interactions contained."""
     spans: list[Span] = field(default_factory=list)
-    """What the time was spent on so far, see `Trajectory.spans`."""
+    """The times that the attempt has spent so far; see `Trajectory.spans`."""
     created: float = field(default_factory=time.monotonic)
     """The `time.monotonic()` seconds at which the spans begin."""
     phase: str = "opening"

@@ -57,7 +57,7 @@ class Rescored:
     episode_id: str
     rollout: int
     outcome: float
-    """What the reward function returned."""
+    """The recorded outcome: the score that the reward function returned."""
     new_outcome: float
     reward: float
     """The weighted sum under the budget policy."""

@@ -81,7 +81,7 @@ class Learned:
     """The factors of the policy loss that correct for sampling by the engine, after
     `algorithm.tis_cap`; None without a cap."""
     entropy: Tensor | None
-    """Of the policy in the first pass of the token, in nats."""
+    """The entropy of the policy in the first pass of the token, in nats."""
     clipped: Tensor | None
     """The number of passes in which the policy loss clipped the token; None if the loss does not
     report it (`losses.clipped_tokens`)."""

@@ -56,7 +56,7 @@ SUPPORTED = (
 MODEL_ERRORS = (
     TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError
 )  # fmt: skip
-"""What models raise if they do not support an input."""
+"""The exceptions that models raise if they do not support an input."""
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
