@@ -9,6 +9,11 @@ from statistics import NormalDist
 
 from agentrl.trajectory import Group, Trajectory, Turn
 
+DEAD_STEP = "waste/dead_step"
+"""The metric: 1 for a step whose tokens have no advantage from the rewards, else 0."""
+DEAD_GROUPS = "waste/dead_group_frac"
+"""The metric: the share of groups whose rewards are all equal."""
+
 
 def mean(values: Collection[float]) -> float:
     """Return the mean of one or more values."""
@@ -117,7 +122,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/sampled_tokens": sampled,
         "rollout/segments": mean([len(t.segments) for t in trajectories]),
         "rollout/control_token_attempts": control_token_attempts,
-        "waste/dead_group_frac": mean([len({s.reward for s in g.scored}) <= 1 for g in groups]),
+        DEAD_GROUPS: mean([len({s.reward for s in g.scored}) <= 1 for g in groups]),
     }
     for agent in sorted({t.sample.agent_name for t in trajectories}):
         of_agent = [s for s in scored if s.trajectory.sample.agent_name == agent]

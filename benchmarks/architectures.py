@@ -27,6 +27,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from workload import serving
+from workload.models import draw_weights
 from workload.rows import Rollouts, draw, long_tailed
 from workload.timing import print_figure
 from workload.updates import measure, memory, peak_flops, release
@@ -121,10 +122,7 @@ def make_model(name: str, changes: Keys, device: str) -> PreTrainedModel:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    torch.manual_seed(0)
-    with torch.device(device):
-        dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return draw_weights(config, device)
 
 
 def save_model(name: str, changes: Keys, device: str, folder: Path) -> tuple[int, int]:

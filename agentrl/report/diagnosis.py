@@ -31,7 +31,6 @@ from agentrl.record import METRICS, read_metrics
 from agentrl.registry import Registry
 from agentrl.report.behaviour import BEHAVIOUR_SCHEMA, read_behaviour
 from agentrl.report.run import Run, metrics_table
-from agentrl.store import TrajectoryStore
 
 log = logging.getLogger("agentrl")
 
@@ -229,7 +228,7 @@ class LiveDiagnosis:
 
     def _read_episodes(self) -> pa.Table:
         """Return the behaviour of the last steps; each file is parsed once."""
-        store = TrajectoryStore(self.folder / "trajectories")
+        store = Run(self.folder).store
         steps = [s for s in store.all_steps() if self._last - LIVE_STEPS < s <= self._last]
         # The last step's files may still be written.
         known = {s: t for s, t in self._behaviour.items() if s in steps and s < self._last}

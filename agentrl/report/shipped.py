@@ -21,7 +21,8 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
-from agentrl.metrics import standard_error
+from agentrl.config.sections import BUDGETS
+from agentrl.metrics import DEAD_GROUPS, DEAD_STEP, standard_error
 from agentrl.plural import plural
 from agentrl.report.diagnosis import Finding, diagnosis
 from agentrl.report.run import Run
@@ -381,14 +382,6 @@ def entropy(run: Run) -> Iterator[Finding]:
     )
 
 
-BUDGETS = ("turn_tokens", "trajectory_tokens", "turns", "tool_calls", "time")
-
-
-def budget_key(reason: str) -> str:
-    """Return the config key of a budget."""
-    return "rollout.timeout_s" if reason == "time" else f"rollout.max_{reason}"
-
-
 # --- rows without any reward ---------------------------------------------------------------------
 
 UNREWARDED_ROLLOUTS, UNREWARDED_GROUPS = 100, 10
@@ -489,7 +482,7 @@ def _explain_failures(
         if reasons[reason] >= CUT * episodes.num_rows:
             share = reasons[reason] / episodes.num_rows
             evidence[f"cut by {reason}"] = share
-            key = budget_key(reason)
+            key = BUDGETS[reason]
             clauses.append(f"the budget {reason!r} cuts {share:.0%}")
             causes.append(f"{key} ({config_value(run, key)}) is too small for these rows")
             tries.append(f"raise {key}")
@@ -528,8 +521,6 @@ DEAD_SHARE = 0.8
 FAILING_SHARE = 0.2
 """The share of groups whose rollouts all fail that makes dead groups a problem. Otherwise most of
 them are solved."""
-DEAD_STEP = "waste/dead_step"
-DEAD_GROUPS = "waste/dead_group_frac"
 STOP = "stop/"
 
 
@@ -715,7 +706,7 @@ def truncation(run: Run) -> Iterator[Finding]:
                 f"; their mean reward is {rewards['cut']:.3g}, that of the others"
                 f" {rewards['other']:.3g}"
             )
-        key = budget_key(reason)
+        key = BUDGETS[reason]
         start = share.since(holds)
         yield Finding(
             start,

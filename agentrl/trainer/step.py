@@ -12,13 +12,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from agentrl.config import Config
+from agentrl.metrics import DEAD_STEP
 from agentrl.trainer.algorithms import KLController, has_learning_signal, make_targets, rollout_kl
 from agentrl.trainer.batch import Batch, Targets, collate
 from agentrl.trainer.learner import Check, Learned, Learner
 from agentrl.trajectory import Group
-
-DEAD_STEP = "waste/dead_step"
-"""The metric: 1 for a step whose tokens have no advantage from the rewards, else 0."""
 
 Timed = Callable[[str], AbstractContextManager[None]]
 """Returns a context manager that measures the time of a part of the step, by its name."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
 
 from agentrl.testing.tokenizer import byte_tokenizer
 
@@ -73,6 +73,11 @@ def draw(shape: str, *, device: str, tied: bool = True) -> PreTrainedModel:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    return draw_weights(config, device)
+
+
+def draw_weights(config: PretrainedConfig, device: str) -> PreTrainedModel:
+    """Return a random model with a config in bfloat16, or in float32 on a CPU."""
     torch.manual_seed(0)
     with torch.device(device):
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
