@@ -209,7 +209,8 @@ class Turn:
         rewards: rewards by source: "turn" (from the interaction or `ep.reward`) and "tool".
         generate_seconds: the time of the engine.
         tool_seconds: the time of the tool calls.
-        thread: the conversation: 0 is the agent loop's own, n is the n-th that it spawned.
+        thread: the conversation: 0 is the agent loop's own, n is the n-th that it spawned. (Of an
+            external agent, 0 is the conversation with the most turns.)
         prompt_tokens: the number of tokens in the engine's prompt: the whole row up to this turn.
         cached_tokens: the number of prompt tokens that were in the engine's prefix cache.
         penalties: for each failed call with a penalty (`tools.penalties`): (start, end, penalty),
@@ -282,6 +283,8 @@ class Trajectory:
             older versions.
         spans: what the time was spent on, in the order of the ends; empty in files of older
             versions.
+        outcome: the outcome reward, if the agent itself reports it (`agent.reward`). None: a reward
+            function computes it. It is not stored with the trajectory, but with its rewards.
     """
 
     sample: Sample
@@ -297,6 +300,7 @@ class Trajectory:
     control_token_attempts: int = 0
     started: float | None = None
     spans: tuple[Span, ...] = ()
+    outcome: float | None = None
 
     @property
     def assistant_text(self) -> str:

@@ -119,9 +119,17 @@ class Attempt:
     """All messages of all conversations, in the order in which they were added."""
     turns: list[Turn] = field(default_factory=list)
     rows: list[TokenRow] = field(default_factory=list)
-    sampled_ids: dict[int, array[int]] = field(default_factory=dict)
-    """The token ids of each sampled message, by `id(message)`. `messages` holds references to the
-    messages, so that no id is reused."""
+    turn_ids: dict[int, array[int]] = field(default_factory=dict)
+    """The token ids of each assistant message that was sampled or is foreign, by `id(message)`.
+    `messages` and `foreign` hold references to the messages, so that no id is reused."""
+    foreign: dict[int, Message] = field(default_factory=dict)
+    """The assistant messages that the policy did not sample (`Episode.foreign`), by `id`."""
+    main: int = 0
+    """The conversation that becomes number 0 in the trajectory."""
+    outcome: float | None = None
+    """The reward that the agent itself reports; None: a reward function computes it."""
+    reserved_tokens: int = 0
+    """The tokens that requests in flight may still sample."""
     tool_calls: int = 0
     spawned: int = 0
     control_token_attempts: int = 0
@@ -293,7 +301,7 @@ class Attempt:
 
     def remaining_tokens(self, row: TokenRow, new: int) -> int:
         """Return how many tokens may be sampled in a row after `new` observed tokens."""
-        used = sum(map(len, self.rows))
+        used = sum(map(len, self.rows)) + self.reserved_tokens
         return min(
             self.runtime.config.rollout.max_trajectory_tokens - used - new,
             self.runtime.sampler.max_length - len(row.ids) - new,

@@ -7,7 +7,7 @@ version.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.chat import ChatTemplate
@@ -87,7 +87,8 @@ class Context:
         template: ChatTemplate,
         opening: Sequence[Message],
         schemas: Sequence[Any],
-        sampled_ids: dict[int, array[int]],
+        turn_ids: dict[int, array[int]],
+        foreign: Mapping[int, Message],
         *,
         row_messages: Sequence[Message],
         exact: bool,
@@ -98,7 +99,8 @@ class Context:
             template: the policy's chat template.
             opening: the first messages.
             schemas: the tools that the template shows.
-            sampled_ids: the token ids of all messages sampled in this attempt, by `id(message)`.
+            turn_ids: the token ids of the attempt's assistant messages, by `id(message)`.
+            foreign: those of the messages that the policy did not sample, by `id(message)`.
             row_messages: the messages of the opening that come from the dataset row; these may
                 contain thinking tags.
             exact: whether to raise `TemplateError` for an opening that cannot be encoded as the
@@ -108,7 +110,8 @@ class Context:
         self.messages: list[Message] = list(opening)
         self._schemas = schemas
         self._template = template
-        self._sampled_ids = sampled_ids
+        self._turn_ids = turn_ids
+        self._foreign = foreign
         self._opening = list(opening)
         self._row_messages = set(map(id, row_messages))
         self.row = TokenRow(template.prompt(opening, schemas, self.is_from_row, exact=exact))
@@ -124,33 +127,37 @@ class Context:
         """Add the policy's turn. `row` already contains its ids and the pending messages."""
         self.row, self._is_edited = row, False
         self._pending.clear()
-        self._sampled_ids[id(message)] = ids
+        self._turn_ids[id(message)] = ids
         self.messages.append(message)
 
     def is_from_row(self, message: Message) -> bool:
         """Return whether a message comes from the dataset row."""
         return id(message) in self._row_messages
 
-    def edit(self, messages: Sequence[Message]) -> None:
+    def edit(self, messages: Sequence[Message], schemas: Sequence[Any]) -> None:
         """Replace the conversation. The next turn sees these messages, in a row of its own.
 
+        Args:
+            messages: the new conversation.
+            schemas: the tools that the template shows in the new row.
+
         Raises:
-            UserCodeError: an assistant message was not sampled in this episode, or is the last one.
+            UserCodeError: an assistant message is not of this episode, or is the last one.
         """
         examples = {id(m) for m in self._opening}
         for message in messages:
-            if message.role == "assistant" and id(message) in self._sampled_ids:
+            if message.role == "assistant" and id(message) in self._turn_ids:
                 examples.clear()  # The dataset row's examples must precede all sampled messages.
             elif message.role == "assistant" and id(message) not in examples:
                 raise UserCodeError(
-                    "ep.branch takes only assistant messages that ep.generate() returned in this"
-                    " episode (or that are in ep.messages), and before them the row's own examples."
-                    " Put text that the policy did not write into a user message:"
-                    f" {message.content[:60]!r}"
+                    "ep.branch takes only assistant messages that ep.generate() or ep.foreign()"
+                    " returned in this episode (or that are in ep.messages), and before them the"
+                    " row's own examples. For an assistant message that the policy did not write,"
+                    f" use ep.foreign({message.content[:60]!r})"
                 )
         if not messages or messages[-1].role == "assistant":
             raise UserCodeError("ep.branch: the last message must be a user or tool message")
-        self.messages = list(messages)
+        self.messages, self._schemas = list(messages), schemas
         self._pending.clear()
         self._is_edited = True
 
@@ -165,8 +172,7 @@ class Context:
         if not len(self.row):
             return self.row, token_array()
         template, pending = self._template, self._pending
-        history = self.messages[: len(self.messages) - len(pending)]
-        delta = template.delta(history, pending, self.row.ids[-1])
+        delta = self._delta()
         has_users = any(m.role == "user" for m in pending)
         if strip and template.thinking.may_drop(later_user=has_users):
             row = self._new_row(strip)
@@ -174,14 +180,30 @@ class Context:
                 return row, token_array()
         return self.row, delta
 
+    def _delta(self) -> array[int]:
+        """Return the tokens of the pending messages, and the header of the next turn."""
+        template, messages = self._template, self.messages
+        ids, last_id = token_array(), self.row.ids[-1]
+        start = len(messages) - len(self._pending)
+        for i in range(start, len(messages)):
+            if id(messages[i]) in self._foreign:
+                ids.extend(template.delta(messages[:start], messages[start:i], last_id))
+                begin = template.append_foreign(ids, self._turn_ids[id(messages[i])])
+                start, last_id = i + 1, ids[-1] if len(ids) > begin else -1
+        ids.extend(template.delta(messages[:start], messages[start:], last_id))
+        return ids
+
     def _new_row(self, strip: bool) -> TokenRow:
         """Return a row whose prompt is the conversation as it is now."""
-        sampled_ids = self._sampled_ids
-        sampled = {
-            i: sampled_ids[id(m)] for i, m in enumerate(self.messages) if id(m) in sampled_ids
-        }
+        turn_ids = self._turn_ids
+        indices = [i for i, m in enumerate(self.messages) if id(m) in turn_ids]
         return TokenRow(
             self._template.conversation(
-                self.messages, self._schemas, sampled, strip=strip, is_from_row=self.is_from_row
+                self.messages,
+                self._schemas,
+                {i: turn_ids[id(self.messages[i])] for i in indices},
+                foreign={i for i in indices if id(self.messages[i]) in self._foreign},
+                strip=strip,
+                is_from_row=self.is_from_row,
             )
         )

@@ -9,6 +9,8 @@ An observed message waits until the next `generate`, for three reasons: consecut
 rendered as one group; an episode that ends there has no masked tail; and a message that no longer
 fits the budget is not cut in half.
 
+A message that somebody else wrote in the assistant's name (`foreign`) has mask 0.
+
 A new row begins where the history is no longer what was sampled: after `branch`, in a conversation
 that `spawn` returns, and, with `rollout.history_thinking=strip`, where the chat template drops the
 thinking of earlier turns. The tokens that earlier rows sampled are in the prompt of the new row and
@@ -23,6 +25,7 @@ from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from agentrl.agent_loops.attempt import Attempt
@@ -50,7 +53,7 @@ class Episode:
             await ep.generate()
 
     A loop calls `generate`, `observe`, `call_tools` and `interact`. Loops that edit their history
-    or run sub-agents also call `branch` and `spawn`. The episode handles tokens, masks, logprobs
+    or run sub-agents also call `branch`, `spawn` and `foreign`. The episode handles tokens, masks, logprobs
     and truncation. If a budget is exhausted, a method raises `EpisodeOver`, which ends the loop and
     should not be caught: the trajectory is still scored.
 
@@ -69,6 +72,7 @@ class Episode:
         schemas: Sequence[Any],
         interaction: Interaction | None = None,
         conversation: int = 0,
+        seed: int | None = None,
     ):
         """Open a conversation.
 
@@ -78,6 +82,8 @@ class Episode:
             schemas: the tools that the chat template shows.
             interaction: the row's interaction, if it has one.
             conversation: 0 for the agent loop's own conversation, n for the n-th that it spawned.
+            seed: what the seeds of this conversation depend on, apart from the attempt and the
+                turn. None: the number of the conversation.
         """
         self.sample = attempt.sample
         self.episode_id = attempt.episode_id
@@ -88,6 +94,7 @@ class Episode:
         self._runtime = attempt.runtime
         self._interaction = interaction
         self._conversation = conversation
+        self._seed = conversation if seed is None else seed
         template, is_first = self._runtime.template, conversation == 0
         tools = self._runtime.toolbox.schemas(attempt.sample.tools) if is_first else ()
         # A tool's description may spell a control token. Then the row's messages that contain it
@@ -102,7 +109,8 @@ class Episode:
             template,
             opening,
             schemas,
-            attempt.sampled_ids,
+            attempt.turn_ids,
+            attempt.foreign,
             row_messages=row_messages,
             exact=is_first,
         )
@@ -135,6 +143,7 @@ class Episode:
         *,
         stop: str | Sequence[str] = (),
         parse: Callable[[str], list[ToolCall]] | None = None,
+        max_tokens: int | None = None,
     ) -> Message:
         """Let the policy write one message.
 
@@ -142,6 +151,9 @@ class Episode:
             stop: texts that end the turn. A stop text is part of the turn; tokens that the engine
                 sampled after it are dropped.
             parse: returns the tool calls in the turn's text; by default as `rollout.tool_format`.
+            max_tokens: the most tokens of this turn, at least 1. Unlike the budget
+                `rollout.max_turn_tokens`, which applies too, it does not end the episode: the turn
+                is cut.
 
         Returns:
             The assistant's message, with its `tool_calls`.
@@ -160,7 +172,7 @@ class Episode:
                 async with self._engine():
                     attempt.check()  # Another conversation may have used up the budget meanwhile.
                     stops = (stop,) if isinstance(stop, str) else tuple(stop)
-                    return await self._generate(rollout, stops, parse)
+                    return await self._generate(rollout, stops, parse, max_tokens)
         finally:
             self._is_generating = False
 
@@ -169,6 +181,7 @@ class Episode:
         rollout: RolloutConfig,
         stop: tuple[str, ...],
         parse: Callable[[str], list[ToolCall]] | None,
+        requested: int | None,
     ) -> Message:
         attempt, template = self._attempt, self._runtime.template
         if len(attempt.turns) >= rollout.max_turns:
@@ -177,12 +190,17 @@ class Episode:
         remaining = attempt.remaining_tokens(row, len(delta))
         if remaining < 1:
             raise attempt.end_with("trajectory_tokens")
-        max_tokens, prompt = min(remaining, rollout.max_turn_tokens), row.ids + delta
+        budget, prompt = min(remaining, rollout.max_turn_tokens), row.ids + delta
+        max_tokens = min(budget, budget if requested is None else requested)
         sampling = replace(attempt.sampling, max_tokens=max_tokens, stop=stop)
-        seed = (self._n_turns, *([self._conversation] if self._conversation else []))
+        seed = (self._n_turns, *([self._seed] if self._seed else []))
         start_time = time.monotonic()
-        with attempt.waiting_for("generate", self._conversation):
-            generation, text = await attempt.sample_turn(prompt, sampling, seed)
+        attempt.reserved_tokens += len(delta) + max_tokens
+        try:
+            with attempt.waiting_for("generate", self._conversation):
+                generation, text = await attempt.sample_turn(prompt, sampling, seed)
+        finally:
+            attempt.reserved_tokens -= len(delta) + max_tokens
         seconds = time.monotonic() - start_time
         # The prompt may end with an opened thinking tag, which belongs to the text for parsers.
         opening = "" if parse else template.thinking.opening(prompt)
@@ -217,7 +235,7 @@ class Episode:
                 message_index=index,
             )
         )
-        if generation.finish_reason == "length":
+        if generation.finish_reason == "length" and max_tokens == budget:
             raise attempt.end_with("turn_tokens" if max_tokens < remaining else "trajectory_tokens")
         return message
 
@@ -225,27 +243,49 @@ class Episode:
         """Add messages that the policy did not write. The next turn sees them, with mask 0.
 
         Args:
-            messages: user or tool messages.
+            messages: user, tool or system messages, or assistant messages of `foreign`.
 
         Raises:
             EpisodeOver: the episode is over.
-            UserCodeError: it is called before the first turn, or with an assistant message, or with
-                something that is not a message.
+            UserCodeError: it is called before the first turn, or with an assistant message that is
+                not foreign, or with something that is not a message.
         """
         self._attempt.check()
         self._require_idle("observe")
         for message in _require_messages("observe", messages):
-            if message.role not in ("user", "tool") or self._turn_index < 0:
+            is_turn = message.role == "assistant" and id(message) not in self._attempt.foreign
+            if is_turn or self._turn_index < 0:
                 raise UserCodeError(
-                    "ep.observe takes messages that answer a turn (role user or tool), after the"
-                    f" first ep.generate(); got a message of role {message.role!r} after"
+                    "ep.observe takes messages that answer a turn (role user, tool or system), after"
+                    f" the first ep.generate(); got a message of role {message.role!r} after"
                     f" {self._n_turns} turns. To change how a conversation begins, use ep.branch or"
-                    " ep.spawn"
+                    " ep.spawn; for an assistant message that the policy did not write, ep.foreign"
                 )
-        self._count_control_tokens(messages)
+        self._count_control_tokens(m for m in messages if m.role != "assistant")
         for message in messages:
             self._context.observe(message)
             self._attempt.messages.append(message)
+
+    def foreign(self, content: str, tool_calls: Sequence[ToolCall] = ()) -> Message:
+        """Return an assistant message that the policy did not write, in the format of the model.
+
+            ep.observe(Message("user", "Try again."), ep.foreign("Sure."), Message("user", "Go on."))
+
+        `observe`, `branch` and `spawn` take it. Its tokens have mask 0.
+
+        Args:
+            content: the text without tool calls.
+            tool_calls: well-formed calls.
+
+        Raises:
+            TemplateError: the chat template does not write such a message.
+        """
+        attempt, template = self._attempt, self._runtime.template
+        ids = template.foreign_turn(content, tool_calls)
+        message = Message("assistant", template.decode(ids), tuple(tool_calls))
+        attempt.foreign[id(message)] = message
+        attempt.turn_ids[id(message)] = ids
+        return message
 
     async def call_tools(
         self, answer_as: Callable[[str], Message] | None = None
@@ -347,29 +387,43 @@ class Episode:
         rewards = {**turn.rewards, "turn": turn.rewards.get("turn", 0.0) + float(value)}
         self._attempt.turns[index] = replace(turn, rewards=rewards)
 
-    def branch(self, messages: Sequence[Message]) -> None:
+    def branch(self, messages: Sequence[Message], schemas: Sequence[Any] | None = None) -> None:
         """Replace the history. The next turn sees these messages, in a new row of tokens.
 
             ep.branch([ep.messages[0], Message("user", f"So far: {summary.content}")])
 
         Args:
-            messages: the new history. The last message must be a user or tool message. Assistant
-                messages must be from this episode; the new row contains their sampled tokens.
+            messages: the new history. The last message must not be an assistant message. Assistant
+                messages must be from this episode (sampled, or of `foreign`); the new row contains
+                their tokens.
+            schemas: the tools that the template shows from now on; by default those so far.
 
         Raises:
             UserCodeError: an assistant message is not from this episode, or is the last message.
         """
-        self._attempt.check()
+        attempt = self._attempt
+        attempt.check()
         self._require_idle("branch")
         messages = _require_messages("branch", messages)
-        known_ids = {id(m) for m in self._attempt.messages}
-        self._context.edit(messages)
+        self.schemas = self.schemas if schemas is None else schemas
+        self._context.edit(messages, self.schemas)
+        if not attempt.turns and not self._conversation:
+            # The policy will never see the opening.
+            attempt.messages.clear()
+            attempt.control_token_attempts = self._runtime.template.schema_control_tokens(
+                messages, self.schemas
+            )
+        known_ids = {id(m) for m in attempt.messages}
         new = [m for m in messages if id(m) not in known_ids]
-        self._count_control_tokens(new)
-        self._attempt.messages.extend(new)
+        self._count_control_tokens(m for m in new if m.role != "assistant")
+        attempt.messages.extend(new)
 
     def spawn(
-        self, prompt: str | Sequence[Message], schemas: Sequence[Any] | None = None
+        self,
+        prompt: str | Sequence[Message],
+        schemas: Sequence[Any] | None = None,
+        *,
+        seed: int | None = None,
     ) -> Episode:
         """Return another conversation within this attempt, for a sub-agent.
 
@@ -380,24 +434,53 @@ class Episode:
         tokens, which is trained as well. Several conversations may run concurrently.
 
         Args:
-            prompt: the text of the first user message, or all first messages.
+            prompt: the text of the first user message, or all first messages. Assistant messages
+                among them must be from this episode, as for `branch`.
             schemas: the tools that the template shows; by default those of this conversation.
+            seed: a number on which the seeds of the conversation depend, in place of its number. It
+                makes them independent of the order in which concurrent conversations begin.
 
         Raises:
-            UserCodeError: there is no message, or one is an assistant message.
+            UserCodeError: there is no message, or an assistant message is not from this episode.
         """
-        opening = [Message("user", prompt)] if isinstance(prompt, str) else prompt
-        opening = _require_messages("spawn", opening)
+        messages = [Message("user", prompt)] if isinstance(prompt, str) else prompt
+        messages = _require_messages("spawn", messages)
+        attempt = self._attempt
+        opening = [*takewhile(lambda m: m.role != "assistant", messages)]
         if not opening:
-            raise UserCodeError("ep.spawn needs a text or at least one message")
-        if any(m.role == "assistant" for m in opening):
+            raise UserCodeError("ep.spawn needs a text, or messages that a user or system begins")
+        if any(m.role == "assistant" and id(m) not in attempt.turn_ids for m in messages):
             raise UserCodeError(
-                "ep.spawn takes system and user messages only. Put examples of answers into their"
-                " text"
+                "ep.spawn takes only assistant messages that ep.generate() or ep.foreign() returned"
+                " in this episode. Put examples of answers into the text of other messages, or use"
+                " ep.foreign"
             )
-        self._attempt.spawned += 1
+        attempt.spawned += 1
         schemas = self.schemas if schemas is None else schemas
-        return Episode(self._attempt, opening, schemas, conversation=self._attempt.spawned)
+        number = attempt.spawned
+        spawned = Episode(attempt, opening, schemas, conversation=number, seed=seed)
+        if len(opening) < len(messages):
+            spawned.branch(messages)
+        return spawned
+
+    def record_results(self, turn: Turn, results: Sequence[ToolResult], seconds: float) -> None:
+        """Record the results of tool calls that the agent itself has run.
+
+        Args:
+            turn: one of `turns`.
+            results: one for each of its calls, in order.
+            seconds: how long the calls took.
+
+        Raises:
+            EpisodeOver: the budget of tool calls is exhausted.
+        """
+        attempt, index = self._attempt, self.turns.index(turn)
+        attempt.turns[index] = replace(turn, tool_results=tuple(results), tool_seconds=seconds)
+        now = time.monotonic()
+        attempt.record("tools", now - seconds, now, turn.thread)
+        attempt.tool_calls += len(results)
+        if attempt.tool_calls > self._runtime.config.rollout.max_tool_calls:
+            raise attempt.end_with("tool_calls")
 
     def finish(self, stop_reason: str, tool_reward: float) -> Trajectory:
         """Return the finished trajectory. agentrl calls this when the loop has returned.
@@ -409,12 +492,15 @@ class Episode:
             tool_reward: the sum of the values that the class tools' `reward()` returned.
         """
         attempt = self._attempt
+        renumbered = {attempt.main: 0, 0: attempt.main}
+        turns = [replace(t, thread=renumbered.get(t.thread, t.thread)) for t in attempt.turns]
+        spans = [replace(s, thread=renumbered.get(s.thread, s.thread)) for s in attempt.spans]
         return Trajectory(
             sample=attempt.sample,
             episode_id=attempt.episode_id,
             rollout=attempt.rollout,
             segments=tuple(row.segment() for row in attempt.rows or [self._first_row]),
-            turns=tuple(attempt.turns),
+            turns=tuple(turns),
             messages=tuple(attempt.messages),
             sampling=attempt.sampling.as_dict(),
             stop_reason=stop_reason,
@@ -422,14 +508,18 @@ class Episode:
             seconds=time.monotonic() - attempt.started,
             control_token_attempts=attempt.control_token_attempts,
             started=time.time() - (time.monotonic() - attempt.created),
-            spans=tuple(attempt.spans),
+            spans=tuple(spans),
+            outcome=attempt.outcome,
         )
 
     # -- helpers ----------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def _engine(self) -> AsyncIterator[None]:
-        """Hold the engine lock within this block."""
+        """Hold the engine lock within this block, if the engine needs it."""
+        if self._runtime.sampler.is_concurrent:
+            yield
+            return
         lock = self._attempt.engine_lock
         wait = self._attempt.waiting_for("queue", self._conversation)
         with wait if lock.locked() else nullcontext():

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
 from itertools import pairwise
@@ -40,6 +40,7 @@ from agentrl.chat.render import (
     find_content,
     guard_schemas,
     mark_core,
+    markers,
     remove_markers,
     split_at_markers,
     split_rendering,
@@ -234,37 +235,97 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         schemas: Schemas = (),
-        sampled: Mapping[int, Sequence[int]] | None = None,
+        turn_ids: Mapping[int, Sequence[int]] | None = None,
         *,
+        foreign: Container[int] = (),
         strip: bool = False,
         is_from_row: Callable[[Message], bool] = bool,
     ) -> array[int]:
-        """Return the tokens of a conversation with sampled turns, with the next assistant header.
+        """Return the tokens of a conversation whose assistant turns have ids of their own.
+
+        The header of the next assistant turn follows.
 
         Args:
             messages: the whole conversation; the last message is not the assistant's.
             schemas: the schemas of the tools in the prompt.
-            sampled: the sampled ids of assistant messages by their index in `messages`. Assistant
-                messages before the first of them are few-shot turns.
+            turn_ids: the ids of assistant messages by their index in `messages`: those that the
+                policy sampled, or those of `foreign_turn`. Assistant messages before the first of
+                them are few-shot turns.
+            foreign: the indices of the turns that the policy did not sample.
             strip: remove the thinking of earlier turns if the template drops it.
             is_from_row: as for `prompt`.
         """
-        sampled = sampled or {}
-        indices = [i for i, m in enumerate(messages) if m.role == "assistant" and i in sampled]
+        turn_ids = turn_ids or {}
+        indices = [i for i, m in enumerate(messages) if m.role == "assistant" and i in turn_ids]
         if not indices:
             return self.prompt(messages, schemas, is_from_row, exact=False)
         ids = self.prompt(messages[: indices[0]], schemas, is_from_row, exact=False)
         for i, end in zip(indices, [*indices[1:], len(messages)], strict=True):
-            turn, start = sampled[i], len(ids)
+            turn, start = turn_ids[i], len(ids)
             calls = bool(messages[i].tool_calls)
             if strip and self.thinking.drops(turn, calls, messages[i + 1 :]):
                 start = self.thinking.strip(ids, turn, calls)
+            elif i in foreign:
+                start = self.append_foreign(ids, turn)
             else:
                 ids.extend(turn)
             # An empty turn: the last token of the prompt may be an EOS (Phi's `<|assistant|>`).
             last_id = ids[-1] if len(ids) > start else -1
             ids.extend(self.delta(messages[: i + 1], messages[i + 1 : end], last_id))
         return ids
+
+    def foreign_turn(self, content: str, calls: Sequence[ToolCall] = ()) -> array[int]:
+        """Return the tokens of an assistant turn that the policy did not sample.
+
+        They are what the template writes for an earlier turn, without its header and without the
+        token that closes it. The strings of the turn cannot become role tokens.
+
+        Args:
+            content: the text of the turn without its calls.
+            calls: its well-formed calls.
+
+        Raises:
+            TemplateError: if the template does not write the turn.
+        """
+        begin, end = markers(0)
+        forms = [
+            # Most templates write calls. DeepSeek's need the arguments as text.
+            *(_marked_turn(content, calls, as_text) for as_text in (False, True)),
+            # In other templates, calls are part of the text of turns.
+            _marked_turn("\n".join([content, *map(_hermes, calls)]).strip(), (), False),
+        ]
+        for turn in forms:
+            marks = "".join(strings(turn)).count(begin)
+            has_both = content and turn.get("tool_calls")  # It may write the calls alone.
+            rendered = self.render.attempt([PROBE_QUESTION, turn, PROBE_QUESTION]) or ""
+            count, names = rendered.count(begin), [call.name for call in calls]
+            if marks - bool(has_both) <= count <= marks and all(n in rendered for n in names):
+                break
+        else:
+            raise TemplateError(
+                f"the chat template does not write an assistant message with {len(calls)} tool"
+                f" calls and the text {content[:60]!r}"
+            )
+        text = rendered[self.encoder.shared_length(self.render([PROBE_QUESTION]), rendered) :]
+        head, last_mark, tail = text.rpartition(end)
+        tokens = [*self.encoder.control.finditer(tail)]
+        closing = [t for t in tokens if self.encoder.encode_trusted(t[0])[0] in self._ends]
+        # gpt-oss ends a turn with calls by a token of its own.
+        text = head + last_mark + tail[: (closing or tokens)[0].start()]
+        return encode_parts(self.encoder, [text], []).fill((), self._encode_foreign)
+
+    def append_foreign(self, ids: array[int], turn: Sequence[int]) -> int:
+        """Append a turn of `foreign_turn` after the header of an assistant turn.
+
+        Text that the template writes only before new turns (`<think>`) is removed from the header.
+
+        Returns:
+            The index at which the turn begins.
+        """
+        self.thinking.remove_prefix(ids)
+        start = len(ids)
+        ids.extend(turn)
+        return start
 
     def trace(
         self, messages: Sequence[Message], schemas: Schemas = (), stop: str = REACT_STOP
@@ -349,6 +410,9 @@ class ChatTemplate:
 
     def _encode_region(self, text: str, inside: Sequence[int | None]) -> array[int]:
         return self.encoder.encode_plain(text)
+
+    def _encode_foreign(self, text: str, inside: Sequence[int | None]) -> array[int]:
+        return self.encoder.encode_prompt_text(text)
 
     # -- what the template writes -----------------------------------------------------------------
 
@@ -564,6 +628,39 @@ class ChatTemplate:
         except TemplateError:
             return
         self._positional = first != second
+
+
+def _marked_turn(content: str, calls: Sequence[ToolCall], as_text: bool) -> dict[str, Any]:
+    """Return an assistant message for a template, with markers around its strings."""
+
+    def mark(node: Any) -> Any:
+        if isinstance(node, str):
+            return mark_core(node, 0)
+        if isinstance(node, Mapping):
+            return {mark(key): mark(value) for key, value in node.items()}
+        return [*map(mark, node)] if isinstance(node, list | tuple) else node
+
+    message: dict[str, Any] = {"role": "assistant", "content": mark_core(content, 0)}
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id or f"{i:09d}",
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": json.dumps(arguments) if as_text else arguments,
+                },
+            }
+            for i, call in enumerate(calls)
+            for arguments in (mark(call.arguments),)
+        ]
+    return message
+
+
+def _hermes(call: ToolCall) -> str:
+    """Return a call in the format of models whose template has no format of its own."""
+    body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{body}\n</tool_call>"
 
 
 def _key_of(schemas: Schemas) -> str:

@@ -110,11 +110,7 @@ class Thinking:
         """
         encoder = self.probe.encoder
         is_open, prompt_length = bool(self.opening(ids)), len(ids)
-        for text in (self.new_turn_prefix, self.prefix_after_result):
-            prefix = encoder.encode_trusted(text)
-            if len(prefix) and ids[-len(prefix) :] == prefix:
-                del ids[-len(prefix) :]
-                break
+        self.remove_prefix(ids)
         start = len(ids)
         body = list(turn[:-1] if len(turn) and turn[-1] in self.probe.ends else turn)
         sampled = self.probe.encoder.decode(body)
@@ -123,6 +119,14 @@ class Thinking:
             ids.extend(encoder.encode_trusted(instead))
         ids.extend(self._ids_of_end(body, answer))
         return start
+
+    def remove_prefix(self, ids: array[int]) -> None:
+        """Remove, from the end of a row, what the template writes before new turns only."""
+        for text in (self.new_turn_prefix, self.prefix_after_result):
+            prefix = self.probe.encoder.encode_trusted(text)
+            if len(prefix) and ids[-len(prefix) :] == prefix:
+                del ids[-len(prefix) :]
+                break
 
     def _answer(self, text: str, is_open: bool, calls: bool) -> tuple[str, str]:
         """Return the rest of a turn's text, and the text that the template writes before it.

@@ -87,6 +87,8 @@ class Sampler(Protocol):
 
     max_length: int
     """The longest row in tokens: the sum of prompt, sampled and observed tokens."""
+    is_concurrent: bool = False
+    """True if an episode may have several requests in flight, for conversations of its own."""
 
     async def ready(self) -> None:
         """Return when tokens can be requested.
@@ -98,11 +100,16 @@ class Sampler(Protocol):
             EngineError: no engine will be available.
         """
 
-    def begin(self, episode_id: str) -> None:
+    def begin(self, episode_id: str, *, awaited: bool = True) -> None:
         """Announce an episode that will request tokens.
 
         A rollout announces the episodes of a step before any of them runs, so that an engine may
         form batches by episodes and turns instead of by wall-clock time.
+
+        Args:
+            episode_id: unique for each attempt.
+            awaited: False if other episodes should not wait for the turns of this one, because they
+                come from another process.
         """
 
     async def generate(

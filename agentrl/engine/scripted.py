@@ -60,7 +60,7 @@ class Scripted(Sampler):
         self._tokenizer = tokenizer
         self._turns: Counter[str] = Counter()
 
-    def begin(self, episode_id: str) -> None:
+    def begin(self, episode_id: str, *, awaited: bool = True) -> None:
         self.playing.add(episode_id)
 
     async def generate(

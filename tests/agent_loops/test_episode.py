@@ -14,7 +14,7 @@ from agentrl.agent_loops.attempt import Runtime
 from agentrl.agent_loops.play import play, play_episode
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
-from agentrl.engine.base import Sampling
+from agentrl.engine.base import Sampler, Sampling
 from agentrl.engine.scripted import Scripted
 from agentrl.errors import EngineError, UserCodeError
 from agentrl.interactions import Interaction, interaction
@@ -373,7 +373,7 @@ def test_observing_as_the_assistant_is_refused():
         play(sample("forger"), Scripted(["a"], TOKENIZER), TOKENIZER)
 
 
-class Babbler:
+class Babbler(Sampler):
     """Samples any ids at all: no canonical tokenization, no format."""
 
     max_length = 4096

@@ -141,10 +141,10 @@ class LocalEngine(Engine):
 
     # -- Sampler -----------------------------------------------------------------------------------
 
-    def begin(self, episode_id: str) -> None:
+    def begin(self, episode_id: str, *, awaited: bool = True) -> None:
         with self._changed:
             self._check_running()
-            self._schedule.begin(episode_id)
+            self._schedule.begin(episode_id, awaited=awaited)
 
     async def generate(
         self,

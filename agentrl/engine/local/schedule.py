@@ -112,13 +112,14 @@ class DecodeSchedule:
 
     # -- called for episodes -----------------------------------------------------------------------
 
-    def begin(self, episode_id: str) -> None:
+    def begin(self, episode_id: str, *, awaited: bool = True) -> None:
         """Announce an episode. It is due now if no episode has a row yet, else at a later step."""
         self._start_over()
         if episode_id in self._entries:
             raise EngineError(f"episode {episode_id!r} has already begun. Use an id only once")
         has_started = any(e.row >= 0 for e in self._entries.values())
-        entry = EpisodeState(episode_id, self._begin_count, self.step, awaited=self.deterministic)
+        entry = EpisodeState(episode_id, self._begin_count, self.step)
+        entry.awaited = awaited and self.deterministic
         if has_started:
             entry.due = self._next_due(entry)
         self._entries[episode_id] = entry

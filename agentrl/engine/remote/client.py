@@ -51,6 +51,7 @@ class RemoteEngine(Engine):
 
     max_length: int
     """The longest row, in tokens, that the server accepts."""
+    is_concurrent = True
     name: ClassVar[str]
     """The name of the server, for messages."""
     health_path: ClassVar[str]

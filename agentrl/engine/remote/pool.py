@@ -53,6 +53,7 @@ class EnginePool(Engine):
 
     max_length: int
     """The longest row, in tokens, that all engines accept."""
+    is_concurrent = True
 
     def __init__(
         self,
