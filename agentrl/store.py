@@ -39,9 +39,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from agentrl.errors import DataError, RunStopped
 from agentrl.open_files import advice
@@ -147,6 +148,9 @@ SCHEMA = pa.schema(
     ]
 )
 
+EPISODES_SCHEMA = pa.schema([SCHEMA.field(name) for name in _COLUMNS])
+"""The columns of `TrajectoryStore.read_episodes`: those of `SCHEMA` without the tokens."""
+
 _OTHER_SAMPLE_FIELDS = {f.name for f in fields(Sample)} - {
     path.removeprefix(f"{_SAMPLE}.") for _, path in _COLUMNS.values()
 }
@@ -160,10 +164,14 @@ term, 26 for PPO."""
 TRAINING = ("train", "evicted", "baseline")
 """The splits of a training step. The others are those of validations."""
 
+_ADAPTERS: dict[str, TypeAdapter[Any]] = {
+    "turns": TypeAdapter(tuple[Turn, ...]),
+    "messages": TypeAdapter(tuple[Message, ...]),
+    "spans": TypeAdapter(tuple[Span, ...]),
+    **dict.fromkeys(("rewards", "metrics", "sampling", "sample"), TypeAdapter(dict[str, Any])),
+}
+"""The content of the columns in `_JSON`; `ground_truth` may be any JSON value."""
 _SAMPLES = TypeAdapter(Sample)
-_TURNS = TypeAdapter(tuple[Turn, ...])
-_MESSAGES = TypeAdapter(tuple[Message, ...])
-_SPANS = TypeAdapter(tuple[Span, ...])
 _ADDED = {
     "control_token_attempts": 0,
     "group": None,
@@ -287,7 +295,7 @@ class TrajectoryStore:
                         rows = file.metadata.row_group(i).num_rows
                         if row < rows:
                             [batch] = file.read_row_group(i).slice(row, 1).to_batches()
-                            return next(_read_rows(batch))
+                            return next(_read_rows(path, ids.index(episode_id).as_py(), batch))
                         row -= rows
         where = self.folder if step is None else f"the files of step {step} in {self.folder}"
         raise DataError(f"there is no episode {episode_id!r} in {where}")
@@ -306,8 +314,20 @@ class TrajectoryStore:
         Raises:
             DataError: a file is damaged.
         """
-        schema = pa.schema([SCHEMA.field(name) for name in _COLUMNS])
-        return self._read_tables(schema, is_wanted)
+        tables = [EPISODES_SCHEMA.empty_table()]
+        tables += [self.read_file(path) for path, step, _ in self.files() if is_wanted(step)]
+        return pa.concat_tables(tables)
+
+    def read_file(self, path: Path) -> pa.Table:
+        """Return the rollouts of a file as rows, without their tokens.
+
+        A column that a file of an older version lacks is null.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        tables = [EPISODES_SCHEMA.empty_table(), self.read_columns(path, EPISODES_SCHEMA.names)]
+        return pa.concat_tables(tables, promote_options="default").select(EPISODES_SCHEMA.names)
 
     def read_tokens(self, is_wanted: Callable[[int], bool] = lambda step: True) -> pa.Table:
         """Return the response tokens of the chosen steps as rows, with the columns `TOKENS_SCHEMA`.
@@ -333,13 +353,22 @@ class TrajectoryStore:
         """
         return _read_present(path, names, ["episode_id"])
 
-    def _read_tables(self, schema: pa.Schema, is_wanted: Callable[[int], bool]) -> pa.Table:
-        """Return columns of the files; null where an older file lacks a column."""
-        tables = [schema.empty_table()]
-        for path, step, _ in self.files():
-            if is_wanted(step):
-                tables.append(self.read_columns(path, schema.names))
-        return pa.concat_tables(tables, promote_options="default").select(schema.names)
+    @contextmanager
+    def row_of(self, path: Path, row: int) -> Iterator[None]:
+        """Raise a `DataError` that names file, row and column if the block cannot read a row.
+
+        Args:
+            path: the file.
+            row: the row's index in the file.
+        """
+        try:
+            yield
+        except (ValueError, KeyError, TypeError, AttributeError, LookupError):
+            table = self.read_file(path).slice(row, 1)
+            for name in _JSON:
+                if (text := table[name][0].as_py()) is not None:
+                    _parse_cell(path, row, name, text)
+            raise
 
     def truncate_after(self, step: int) -> None:
         """Remove all files after a step (-1: all) and temporary files of killed processes."""
@@ -620,16 +649,25 @@ def _walk_text_values(value: Any, path: str) -> Iterator[str]:
 
 def _read_shard(path: Path) -> Iterator[StoredRollout]:
     with _readable(path), pq.ParquetFile(path) as file:
+        first = 0
         for batch in file.iter_batches(_BATCH):
-            yield from _read_rows(batch)
+            yield from _read_rows(path, first, batch)
+            first += len(batch)
 
 
-def _read_rows(batch: pa.RecordBatch) -> Iterator[StoredRollout]:
+def _read_rows(path: Path, first: int, batch: pa.RecordBatch) -> Iterator[StoredRollout]:
+    """Yield the rollouts of a batch, whose first row is the row `first` of the file."""
     streams = [_arrays(batch.column(name)) for name in STREAMS]
     rows = batch.drop_columns(list(STREAMS)).to_pylist()
-    for row, *lists in zip(rows, *streams, strict=True):
+    for index, (row, *lists) in enumerate(zip(rows, *streams, strict=True), first):
         segments = tuple(Segment(*s) for s in zip(*lists, strict=True))
-        yield _rollout_from_row(row, segments)
+        cells = {**_ADDED, **row}
+        for name in _JSON:
+            cells[name] = _parse_cell(path, index, name, cells[name])
+        try:
+            yield _rollout_from_cells(cells, segments)
+        except (ValueError, TypeError, KeyError) as e:
+            raise _damaged(path, index, "sample", e) from e
 
 
 def _read_tokens(path: Path, step: int, split: str, learned: pa.Table | None) -> pa.Table:
@@ -694,23 +732,53 @@ def _readable(path: Path) -> Iterator[None]:
     """Raise a `DataError` that names the file if the block cannot read it."""
     try:
         yield
+    except DataError:  # it names the place already
+        raise
     except (pa.ArrowException, OSError, KeyError, ValueError, TypeError) as e:
         raise DataError(f"{path} is not a readable file of trajectories: {e!r}") from e
 
 
-def _rollout_from_row(row: Mapping[str, Any], segments: tuple[Segment, ...]) -> StoredRollout:
-    row = {**_ADDED, **row}
+def parse_json(text: str) -> Any:
+    """Return the value of a cell of JSON text, in which Python's json wrote NaN and infinities.
+
+    Raises:
+        ValueError: the text is not JSON.
+    """
+    try:
+        return orjson.loads(text)
+    except ValueError:
+        return json.loads(text)
+
+
+def _parse_cell(path: Path, row: int, name: str, text: str) -> Any:
+    """Return the checked content of a column in `_JSON`."""
+    try:
+        value = json.loads(text)  # orjson would round integers of more than 64 bits
+        return _ADAPTERS[name].validate_python(value) if name in _ADAPTERS else value
+    except (ValueError, TypeError) as e:
+        raise _damaged(path, row, name, e) from e
+
+
+def _damaged(path: Path, row: int, name: str, error: Exception) -> DataError:
+    reason = str(error).partition("\n")[0]
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+    return DataError(
+        f"{path}: row {row} (counted from 0) has a damaged cell in column {name!r}: {reason}."
+        " Restore the file, or move it out of the folder to read the others"
+    )
+
+
+def _rollout_from_cells(cells: Mapping[str, Any], segments: tuple[Segment, ...]) -> StoredRollout:
     parts: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, (_, path) in _COLUMNS.items():
         owner, _, field = path.rpartition(".")
-        parts[owner][field] = json.loads(row[name]) if name in _JSON else row[name]
+        parts[owner][field] = cells[name]
     values = parts[_TRAJECTORY]
     sampling = values["sampling"].items()
     values |= {
         "sample": _SAMPLES.validate_python(values["sample"] | parts[_SAMPLE]),
-        "turns": _TURNS.validate_python(values["turns"]),
-        "messages": _MESSAGES.validate_python(values["messages"]),
-        "spans": _SPANS.validate_python(values["spans"]),
         "sampling": {k: tuple(v) if isinstance(v, list) else v for k, v in sampling},
     }
     scored = Scored(Trajectory(segments=segments, **values), **parts["scored"])

@@ -7,11 +7,14 @@ table, which is made once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pyarrow as pa
+
+from agentrl.store import TrajectoryStore, parse_json
 
 BEHAVIOUR_SCHEMA = pa.schema(
     [
@@ -58,15 +61,31 @@ _COPIED = (
 _PARSED = ("turns", "messages", "sample", "spans", "ground_truth")
 
 
-def read_behaviour(episodes: pa.Table) -> pa.Table:
-    """Return one row per episode with the columns of `BEHAVIOUR_SCHEMA`.
+def read_behaviour(store: TrajectoryStore, is_wanted: Callable[[int], bool]) -> pa.Table:
+    """Return one row per stored episode with the columns of `BEHAVIOUR_SCHEMA`.
 
     Args:
-        episodes: the columns of `agentrl.store.SCHEMA`, without those of the tokens.
+        store: the trajectories of a run.
+        is_wanted: chooses steps.
+
+    Raises:
+        DataError: a file is damaged; the message names the file, and the row and column of a cell.
     """
+    tables = [BEHAVIOUR_SCHEMA.empty_table()]
+    for path, step, _ in store.files():
+        if is_wanted(step):
+            tables.append(_read_file(store, path))
+    return pa.concat_tables(tables)
+
+
+def _read_file(store: TrajectoryStore, path: Path) -> pa.Table:
+    episodes = store.read_file(path)
     columns: dict[str, Any] = {name: episodes.column(name) for name in _COPIED}
     texts = (episodes.column(name).to_pylist() for name in _PARSED)
-    rows = [_derive(*row) for row in zip(*texts, strict=True)]
+    rows = []
+    for index, cells in enumerate(zip(*texts, strict=True)):
+        with store.row_of(path, index):
+            rows.append(_derive(*cells))
     names = [name for name in BEHAVIOUR_SCHEMA.names if name not in columns]
     for name in names:
         columns[name] = pa.array([row[name] for row in rows], BEHAVIOUR_SCHEMA.field(name).type)
@@ -78,9 +97,9 @@ def read_behaviour(episodes: pa.Table) -> pa.Table:
 def _derive(
     turns_json: str, messages_json: str, sample_json: str, spans_json: str | None, truth_json: str
 ) -> dict:
-    turns, truth = orjson.loads(turns_json), orjson.loads(truth_json)
-    sample = orjson.loads(sample_json)
-    spans = orjson.loads(spans_json) if spans_json else []
+    turns, truth = parse_json(turns_json), parse_json(truth_json)
+    sample = parse_json(sample_json)
+    spans = parse_json(spans_json) if spans_json else []
     seconds: Counter[str] = Counter()
     for span in spans:
         seconds[span["name"]] += span["end"] - span["start"]
@@ -93,7 +112,7 @@ def _derive(
         "failed_calls": sum(not result["ok"] for result in results),
         "repeated_calls": _count_repeated(turns),
         "sampled_tokens": sum(turn["end"] - turn["start"] for turn in turns),
-        "answer": _answer(turns, orjson.loads(messages_json))[-MAX_TEXT:],
+        "answer": _answer(turns, parse_json(messages_json))[-MAX_TEXT:],
         "ground_truth": str(truth)[-MAX_TEXT:] if isinstance(truth, str | int | float) else None,
         "queue_seconds": seconds["queue"] if spans else None,
         "generate_seconds": sum(turn["generate_seconds"] for turn in turns),

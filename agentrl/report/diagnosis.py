@@ -27,6 +27,7 @@ from typing import Any, Literal, get_args
 import orjson
 import pyarrow as pa
 
+from agentrl.errors import DataError
 from agentrl.record import METRICS, read_metrics
 from agentrl.registry import Registry
 from agentrl.report.behaviour import BEHAVIOUR_SCHEMA, read_behaviour
@@ -98,11 +99,16 @@ def diagnose(run: Run) -> list[Finding]:
     Findings of equal severity are in the order in which the diagnoses were registered: the shipped
     ones first, in the order of causes (a problem is before those that it may cause). A diagnosis
     that raises gives a warning with its name, and the others go on.
+
+    Raises:
+        DataError: a file of the run is damaged.
     """
     findings: list[Finding] = []
     for name, function in diagnoses.items():
         try:
             new = [replace(finding, name=name) for finding in function(run)]
+        except DataError:  # all diagnoses that read this file would repeat it
+            raise
         except Exception as e:
             text = f"the diagnosis {name!r} failed: {type(e).__name__}: {e}"
             new = [Finding(step=0, text=text, name=name, subject="failed")]
@@ -234,7 +240,7 @@ class LiveDiagnosis:
         known = {s: t for s, t in self._behaviour.items() if s in steps and s < self._last}
         for step in steps:
             if step not in known:
-                known[step] = read_behaviour(store.read_episodes(lambda s, step=step: s == step))
+                known[step] = read_behaviour(store, lambda s, step=step: s == step)
         self._behaviour = known
         return pa.concat_tables([BEHAVIOUR_SCHEMA.empty_table(), *(known[s] for s in steps)])
 

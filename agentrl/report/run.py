@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from operator import eq
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from agentrl.chat import load_tokenizer
 from agentrl.config import Config, load_config
 from agentrl.errors import DataError
 from agentrl.record import METRICS, read_metrics
-from agentrl.report.behaviour import BEHAVIOUR_SCHEMA, read_behaviour
+from agentrl.report.behaviour import read_behaviour
 from agentrl.store import StoredRollout, TrajectoryStore
 from agentrl.trajectory import Group
 
@@ -90,9 +89,7 @@ class Run:
 
         `agentrl.report.behaviour.BEHAVIOUR_SCHEMA` describes the columns.
         """
-        steps = filter(self.has_step, self.store.all_steps())
-        tables = [read_behaviour(self.store.read_episodes(partial(eq, step))) for step in steps]
-        return pa.concat_tables([BEHAVIOUR_SCHEMA.empty_table(), *tables])
+        return read_behaviour(self.store, self.has_step)
 
     @cached_property
     def tokens(self) -> pa.Table:

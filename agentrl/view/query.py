@@ -8,10 +8,12 @@ A value that was not recorded is unknown: no term holds for it, `!=` included.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ import pyarrow.compute
 from agentrl.errors import UserError
 from agentrl.registry import did_you_mean
 from agentrl.report.run import Run
+from agentrl.store import parse_json
 
 pc: Any = pyarrow.compute  # its functions are made at run time, unknown to type checkers
 
@@ -158,6 +161,20 @@ def _parse_term(part: str, name: str, operator: str, value: str) -> Term:
     return Term(name, operator, number)
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The result of a search in one more file."""
+
+    rows: pa.Table
+    """Those of the chosen rows that the file has; the columns `FOUND_SCHEMA`."""
+    total: int
+    """The number of episodes that were found until now."""
+    searched: int
+    """The number of files that were searched until now."""
+    files: int
+    """The number of files to search."""
+
+
 def find_episodes(run: Run, query: Query, after: int = 0, limit: int | None = None) -> Found:
     """Return the episodes that a query finds.
 
@@ -173,23 +190,41 @@ def find_episodes(run: Run, query: Query, after: int = 0, limit: int | None = No
     Raises:
         DataError: a file is damaged.
     """
+    tables, total = [FOUND_SCHEMA.empty_table()], 0
+    for progress in search_files(run, query, after, limit):
+        tables.append(progress.rows)
+        total = progress.total
+    return Found(pa.concat_tables(tables), total, {} if total else find_choices(run, query))
+
+
+def search_files(
+    run: Run, query: Query, after: int = 0, limit: int | None = None
+) -> Iterator[Progress]:
+    """Yield what a query finds file by file, in the order of steps.
+
+    A few files are searched ahead. If the iterator is closed, the files that follow are not read.
+    The arguments and errors are those of `find_episodes`.
+    """
     files = [f for f in run.store.files() if run.has_step(f[1]) and _may_contain(query, f)]
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+    ahead: deque[Future[pa.Table]] = deque()
+    waiting, total = iter(files), 0
+    threads = min(4, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool:
         try:
-            parts = list(pool.map(lambda f: _find_in_file(run, query, f[0]), files))
+            for searched, (path, _, _) in enumerate(files, 1):
+                for file in itertools.islice(waiting, 4 * threads - len(ahead)):
+                    ahead.append(pool.submit(_find_in_file, run, query, file[0]))
+                part = ahead.popleft().result()
+                start, total = total, total + len(part)
+                end = total if limit is None else after + limit
+                chosen = part.slice(max(0, after - start), max(0, end - max(start, after)))
+                rows = FOUND_SCHEMA.empty_table()
+                if len(chosen):
+                    rows = _read_fields(run, path, COLUMNS).take(chosen["row"])
+                    rows = _with_turns(run, path, rows).select(FOUND_SCHEMA.names)
+                yield Progress(rows, total, searched, len(files))
         finally:
             pool.shutdown(cancel_futures=True)
-    total = sum(len(part) for part in parts)
-    end = total if limit is None else after + limit
-    tables, start = [FOUND_SCHEMA.empty_table()], 0
-    for (path, _, _), part in zip(files, parts, strict=True):
-        chosen = part.slice(max(0, after - start), max(0, end - max(start, after)))
-        start += len(part)
-        if len(chosen):
-            rows = _read_fields(run, path, COLUMNS).take(chosen["row"])
-            tables.append(_with_turns(run, path, rows).select(FOUND_SCHEMA.names))
-    choices = {} if total else _find_choices(run, query)
-    return Found(pa.concat_tables(tables), total, choices)
 
 
 def _may_contain(query: Query, file: tuple[Path, int, str]) -> bool:
@@ -235,7 +270,10 @@ def _read_fields(run: Run, path: Path, names: Collection[str]) -> pa.Table:
 def _with_turns(run: Run, path: Path, table: pa.Table) -> pa.Table:
     """Add the fields that follow from the turns of the rows."""
     texts = run.store.read_columns(path, ["turns"])["turns"].take(table["row"])
-    rows = [_summarize(orjson.loads(text)) for text in texts.to_pylist()]
+    rows = []
+    for row, text in zip(table["row"].to_pylist(), texts.to_pylist(), strict=True):
+        with run.store.row_of(path, row):
+            rows.append(_summarize(parse_json(text)))
     for name, kind in _FOUND.items():
         if name not in COLUMNS:
             table = table.append_column(name, pa.array([row[name] for row in rows], kind))
@@ -285,17 +323,19 @@ def _contains(run: Run, path: Path, table: pa.Table, words: Iterable[str]) -> An
         as_json = orjson.dumps(word).decode()[1:-1]
         mask &= pc.match_substring(texts, as_json, ignore_case=True).to_numpy()
     rows = np.flatnonzero(mask)
-    joined = pa.array([_join(text) for text in texts.take(rows).to_pylist()], pa.string())
+    joined = []
+    for row, text in zip(
+        table["row"].take(rows).to_pylist(), texts.take(rows).to_pylist(), strict=True
+    ):
+        with run.store.row_of(path, row):
+            joined.append("\0".join(message["content"] for message in parse_json(text)))
+    joined = pa.array(joined, pa.string())
     for word in words:
         mask[rows] &= pc.match_substring(joined, word, ignore_case=True).to_numpy(False)
     return pa.array(mask)
 
 
-def _join(messages: str) -> str:
-    return "\0".join(message["content"] for message in orjson.loads(messages))
-
-
-def _find_choices(run: Run, query: Query) -> dict[str, list[str]]:
+def find_choices(run: Run, query: Query) -> dict[str, list[str]]:
     """Return the values of each text field whose value in the query no episode has."""
     names = [t.name for t in query.terms if t.operator == "=" and isinstance(t.value, str)]
     names = [name for name in names if name not in ("episode", "sample")]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support.recorded import HOSTILE, write_run
 
@@ -126,6 +128,48 @@ def test_the_largest_gap_of_a_step(folder):
     [gap] = largest_gaps(load_run(folder), 2)
     assert gap == {"episode": "e2-0-1", "segment": 0, "position": 1, "token_id": 2, "gap": -1.0}
     assert largest_gaps(load_run(folder), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "reason"),
+    [
+        ("turns", '[{"segment": 0', "Expecting ',' delimiter"),
+        ("turns", '{"a": 1}', "Input should be a valid tuple"),
+        ("turns", "[{}]", "0.segment: Field required"),
+        ("messages", "[3]", "0: Input should be a dictionary"),
+        ("messages", "", "Expecting value"),
+        ("sample", "[]", "Input should be a valid dictionary"),
+        ("spans", '[{"name": "queue"}]', "0.start: Field required"),
+        ("ground_truth", "{", "Expecting property name"),
+    ],
+)
+def test_a_damaged_cell_is_one_error_with_its_place(tmp_path, capsys, column, cell, reason):
+    run = load_run(write_run(tmp_path))
+    [(path, _, _)] = [f for f in run.store.files() if f[1:] == (2, "train")]
+    table = pq.read_table(path)
+    cells = table[column].to_pylist()
+    cells[1] = cell
+    at = table.schema.get_field_index(column)
+    pq.write_table(table.set_column(at, column, pa.array(cells)), path)
+    place = f"{path}: row 1 (counted from 0) has a damaged cell in column {column!r}: {reason}"
+    readers = [
+        lambda: run.behaviour,
+        lambda: run.findings,
+        lambda: [*run.rollouts()],
+        lambda: EpisodeView(run, "e2-0-1", 2),
+    ]
+    if column == "turns":
+        readers.append(lambda: find_episodes(run, parse_query("calls>0")))
+    if column == "messages" and cell:  # an empty cell contains no word
+        readers.append(lambda: find_episodes(run, parse_query("3")))
+    for read in readers:
+        with pytest.raises(DataError) as error:
+            read()
+        assert str(error.value).startswith(place)
+        assert "\n" not in str(error.value)
+    with pytest.raises(SystemExit) as end:
+        main(["report", str(tmp_path)])
+    assert end.value.code == 1 and capsys.readouterr().err.count(place) == 1
 
 
 def test_show(folder, capsys):
