@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from agentrl import sandbox
+from agentrl import registry, sandbox
 from agentrl.agent_loops.attempt import CLEANUP_SECONDS, Runtime, mix_seed
 from agentrl.agent_loops.play import play_episode
 from agentrl.chat import ChatTemplate
@@ -54,6 +54,8 @@ MIN_SURVIVORS = 0.75
 """The smallest share of its rollouts that a group needs for a useful baseline."""
 MAX_DROPPED = 0.05
 """The largest share of dropped rollouts in a step; with more the run stops."""
+MAX_CAUSE = 1000
+"""The characters of a drop's cause that are stored: a dead engine's error contains its log."""
 REPEATED_SECONDS = 5.0
 """Within this time equal errors are one line in the log, with their number."""
 
@@ -179,7 +181,8 @@ class Rollouts:
             scored = tuple(r for r in of_sample[:n] if isinstance(r, Scored))
             baseline = of_sample[n] if greedy else None
             if len(scored) >= math.ceil(MIN_SURVIVORS * n) and not isinstance(baseline, _Dropped):
-                groups.append(Group(sample, scored, n - len(scored), baseline))
+                causes = _causes_of(of_sample[:n])
+                groups.append(Group(sample, scored, n - len(scored), baseline, causes))
         return groups
 
     def stream(
@@ -240,7 +243,7 @@ class Rollouts:
                 played += n
                 if played >= 100:
                     _stop_if_too_many_dropped(dropped, played)
-                yield Group(sample, scored, n - len(scored))
+                yield Group(sample, scored, n - len(scored), drop_causes=_causes_of(results))
             future.result()
             _stop_if_too_many_dropped(dropped, played)
         finally:
@@ -324,10 +327,14 @@ class Rollouts:
     async def _play_parts(self, plays: Sequence[_Play], per_sample: int) -> list[Scored | _Dropped]:
         """Play and score rollouts; those of a sample together if a reward needs all of them."""
         for play in plays:
-            self.runtime.sampler.begin(play.episode_id)
+            self._begin(play.episode_id, play.sample)
         size = per_sample if self._scorer.has_group_reward else 1
         parts = [plays[i : i + size] for i in range(0, len(plays), size)]
         return [r for rs in await run_all([*map(self._play_and_score, parts)]) for r in rs]
+
+    def _begin(self, episode_id: str, sample: Sample) -> None:
+        awaited = registry.agent_loops.get(sample.agent_name).awaited
+        self.runtime.sampler.begin(episode_id, **({} if awaited else {"awaited": False}))
 
     async def _play_and_score(self, plays: Sequence[_Play]) -> list[Scored | _Dropped]:
         """Play rollouts of one sample, and score all that were not dropped in one call."""
@@ -345,7 +352,7 @@ class Rollouts:
                 if attempt:
                     self._watchdog.remove(episode_id)
                     episode_id = f"{episode_id.partition('+')[0]}+{attempt}"
-                    self.runtime.sampler.begin(episode_id)
+                    self._begin(episode_id, sample)
                 try:
                     await self.runtime.sampler.ready()
                     trajectory = await play_episode(
@@ -414,6 +421,10 @@ def _attempt_of(attempt: int) -> str:
 def _without_numbers(text: str) -> str:
     """Replace words with digits: texts that differ only in ids and addresses are one kind."""
     return re.sub(r"\S*\d\S*", "#", text)
+
+
+def _causes_of(results: Sequence[Scored | _Dropped]) -> tuple[str, ...]:
+    return tuple(r.cause[:MAX_CAUSE] for r in results if isinstance(r, _Dropped))
 
 
 def _stop_if_too_many_dropped(dropped: Sequence[_Dropped], played: int) -> None:

@@ -124,6 +124,7 @@ _COLUMNS = {
     "masked": (pa.bool_(), "scored.masked"),
     "stop_reason": (pa.string(), f"{_TRAJECTORY}.stop_reason"),
     "dropped": (pa.int32(), "dropped"),
+    "drop_causes": (pa.list_(pa.string()), "drop_causes"),
     "ground_truth": (pa.string(), f"{_SAMPLE}.ground_truth"),
     "messages": (pa.string(), f"{_TRAJECTORY}.messages"),
     "turns": (pa.string(), f"{_TRAJECTORY}.turns"),
@@ -178,6 +179,7 @@ _ADDED = {
     "started": None,
     "spans": "[]",
     "as_text": None,
+    "drop_causes": (),
 }
 """Columns that older files lack, with their values."""
 _SHARD = re.compile(r"([a-z]+)-(\d+)\.parquet")
@@ -204,6 +206,8 @@ class StoredRollout:
     as_text: Sequence[str] | None = ()
     """The values of the dataset row that JSON cannot hold and that are stored as text, such as
     `extra.when` for a date; None in files of older versions, where these are not known."""
+    drop_causes: Sequence[str] = ()
+    """Why the dropped rollouts of its group were dropped (`Group.drop_causes`)."""
 
 
 class TrajectoryStore:
@@ -564,7 +568,7 @@ def _write_file(path: Path, table: pa.Table) -> None:
 
 def _table(step: int, groups: Sequence[Group], split: str) -> pa.Table:
     rows = [
-        StoredRollout(step, split, group.dropped, scored, index, as_text)
+        StoredRollout(step, split, group.dropped, scored, index, as_text, group.drop_causes)
         for index, group in enumerate(groups)
         for as_text in [_find_text_values(group.sample)]
         for scored in group.scored

@@ -379,9 +379,12 @@ class Group:
         dropped: the number of rollouts that were dropped.
         greedy: an additional rollout at temperature 0, for estimators that use its reward as a
             baseline. The policy is never trained on it.
+        drop_causes: why the rollouts were dropped: the type and the message of each exception.
+            Empty in files of older versions.
     """
 
     sample: Sample
     scored: tuple[Scored, ...]
     dropped: int = 0
     greedy: Scored | None = None
+    drop_causes: tuple[str, ...] = ()

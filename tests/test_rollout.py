@@ -180,6 +180,9 @@ def test_infrastructure_failures_are_dropped_and_never_get_reward_0(rollouts):
     engine = FailingEngine(["#### 12"], failures=3, only=lambda e: e.startswith("train-0-0-0-"))
     groups = rollouts(engine).collect(rows(3, "single_turn"), n=8, sampling=SAMPLING, step=0)
     assert groups[0].dropped == 1 and len(groups[0].scored) == 7
+    [cause] = groups[0].drop_causes
+    assert cause.startswith("EngineError: ") and "is down" in cause
+    assert groups[1].drop_causes == ()
     assert all(s.reward == 1.0 for s in groups[0].scored)
     metrics = rollout_metrics(groups)
     assert metrics["rollout/dropped"] == 1.0

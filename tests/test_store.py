@@ -86,13 +86,14 @@ def scored(rollout: int = 0, **kwargs) -> Scored:
     return dataclasses.replace(made, **kwargs)
 
 
-def group(*rollouts: Scored, dropped: int = 0) -> Group:
-    return Group(rollouts[0].trajectory.sample, rollouts, dropped)
+def group(*rollouts: Scored, dropped: int = 0, causes: tuple[str, ...] = ()) -> Group:
+    return Group(rollouts[0].trajectory.sample, rollouts, dropped, drop_causes=causes)
 
 
 def test_a_step_comes_back_as_it_was(tmp_path):
     store = TrajectoryStore(tmp_path / "trajectories")
-    groups = [group(scored(0), scored(1), dropped=2), group(scored(2))]
+    causes = ("EngineError: is down", "UserCodeError: x")
+    groups = [group(scored(0), scored(1), dropped=2, causes=causes), group(scored(2))]
     path = store.write(7, groups)
     assert path.name == "train-00000007.parquet"
     stored = list(store.read())
@@ -102,6 +103,7 @@ def test_a_step_comes_back_as_it_was(tmp_path):
         (7, "train", 2),
         (7, "train", 0),
     ]
+    assert [tuple(s.drop_causes) for s in stored] == [causes, causes, ()]
     segment = stored[0].scored.trajectory.segments[0]
     assert (segment.logprobs.typecode, segment.response_ids.typecode) == ("f", "i")
 
@@ -375,14 +377,14 @@ def test_values_that_json_cannot_hold_are_named(tmp_path):
 def test_no_field_is_forgotten():
     """A new field of a stored type must be written and read: then name it here."""
     known = {
-        Trajectory: 13,
+        Trajectory: 14,  # its outcome is stored in the rewards
         Span: 4,
         Turn: 14,
         ToolCall: 5,
         Scored: 5,
         Sample: 11,
         Segment: 5,
-        Group: 4,  # its greedy rollout is stored as a group of its own
+        Group: 5,  # its greedy rollout is stored as a group of its own
     }
     assert {kind: len(dataclasses.fields(kind)) for kind in known} == known
 

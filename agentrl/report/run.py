@@ -207,7 +207,12 @@ class Run:
             else:
                 parts.append([rollout])
         return [
-            Group(p[0].scored.trajectory.sample, tuple(r.scored for r in p), p[0].dropped)
+            Group(
+                p[0].scored.trajectory.sample,
+                tuple(r.scored for r in p),
+                p[0].dropped,
+                drop_causes=tuple(p[0].drop_causes),
+            )
             for p in parts
         ]
 
