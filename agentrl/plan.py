@@ -31,6 +31,7 @@ from agentrl.chat.formats.detect import (
     render_probe_calls,
     shows_tools,
 )
+from agentrl.chat.turn_delta import PROBE_TOOL
 from agentrl.chat.verify_template import (
     CALLS_ALONE,
     SHAPES,
@@ -53,6 +54,7 @@ from agentrl.data import (
     sample_rows,
 )
 from agentrl.errors import ConfigError, DataError, TemplateError, UserError, user_code
+from agentrl.gateway.agent import check_agent
 from agentrl.plural import plural
 from agentrl.rewards import Scorer, check_graders
 from agentrl.rewards.leaks import find_leaks
@@ -63,6 +65,8 @@ T = TypeVar("T")
 
 log = logging.getLogger("agentrl")
 
+EXTERNAL = "external"
+"""The loop whose agent is another program. It sends tools and messages of its own."""
 SHIPPED_LOOPS = ("single_turn", "tool_agent", "react")
 """The shipped loops. They add no user messages, except for react, whose tool results are user
 messages. A loop of the user may add user messages."""
@@ -136,9 +140,12 @@ def make_plan(config: Config) -> Plan:
     scorer = _make_scorer(config, problems)
     rows = _load_rows(config, problems, all_files_loaded)
     parts = [part for split in rows for part in parts_to_check(split)]
+    if any(kind.sample.agent_name == EXTERNAL for split in rows for kind in find_kinds(split)):
+        _check_external(config, problems)
     if scorer and all_files_loaded:
         for file, first, samples in parts:
-            _attempt(partial(check_graders, samples(), scorer, file, first), problems)
+            graded = (s for s in samples() if not _reports_outcome(s, config))
+            _attempt(partial(check_graders, graded, scorer, file, first), problems)
     if problems or scorer is None:
         raise DataError("\n".join(problems))
     for file, first, samples in parts:
@@ -154,6 +161,22 @@ def make_plan(config: Config) -> Plan:
             f" sandbox.backend={config.sandbox.backend} does not work here: {problem}"
         )
     return plan
+
+
+def _check_external(config: Config, problems: list[str]) -> None:
+    """Check the agent of the rows with the loop `external`; add mistakes to `problems`."""
+    _attempt(partial(check_agent, config.agent), problems)
+    if config.rollout.deterministic:
+        problems.append(
+            "rollout.deterministic=true: rows with agent_name external cannot be repeated bit for"
+            " bit, because the time at which an agent sends a request decides which turns are"
+            " computed together. Set rollout.deterministic=false"
+        )
+
+
+def _reports_outcome(sample: Sample, config: Config) -> bool:
+    """Return whether no grader scores a row, because its agent reports the outcome."""
+    return sample.agent_name == EXTERNAL and config.agent.reward != "grader"
 
 
 def _note_unread_answers(plan: Plan) -> None:
@@ -559,7 +582,9 @@ def verify_rows(plan: Plan, template: ChatTemplate) -> list[tuple[str, int, list
         messages, schemas = _opening(first[shown], toolbox)
         shows_system = any(m.role == "system" for m in messages)
         has_user = has_interaction or name not in SHIPPED_LOOPS
-        has_tools = bool(tools and schemas)
+        if name == EXTERNAL:
+            schemas = [PROBE_TOOL]
+        has_tools = bool(tools and schemas) or name == EXTERNAL
         is_possible = {
             "user only": has_user or (tools and not schemas),
             "one tool": has_tools,

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from agentrl.errors import RegistryError, UserError
+from agentrl.errors import ConfigError, RegistryError, UserError
 from agentrl.siblings import make_siblings_importable
 
 T = TypeVar("T")
@@ -39,8 +39,8 @@ class Registry(Generic[T]):
     Args:
         kind: the kind of entries, for messages.
         aliases: the registered name of each alias.
-        shipped: the names of entries that are slow to import, because they need torch. `get`
-            imports them when one is needed.
+        shipped: the names of entries whose module is slow to import, or may only be imported by
+            higher ones. `get` imports it when one is needed.
         home: the module or package that defines the shipped entries.
         replaceable: whether a definition of the user's replaces a shipped one with the same name.
             If not, it is refused.
@@ -72,7 +72,7 @@ class Registry(Generic[T]):
             RegistryError: the name belongs to another definition, or to a shipped one that cannot
                 be replaced.
         """
-        module = getattr(entry, "__module__", "")
+        module = getattr(getattr(entry, "target", entry), "__module__", "")
         if name in self.shipped and not f"{module}.".startswith(f"{self._home}."):
             raise RegistryError(
                 f"{_origin(entry)} has the name of the shipped {self.kind} {name!r}. Rename it."
@@ -180,7 +180,10 @@ def _origin(entry: Any) -> str:
 
 tools: Registry[Any] = Registry("tool")
 agent_loops: Registry[Any] = Registry(
-    "agent loop", {"single_turn_agent": "single_turn", "react_agent": "react"}
+    "agent loop",
+    {"single_turn_agent": "single_turn", "react_agent": "react"},
+    shipped=("external",),
+    home="agentrl.gateway.agent",
 )
 interactions: Registry[Any] = Registry("interaction", replaceable=True)
 rewards: Registry[Any] = Registry(
@@ -355,6 +358,29 @@ def resolve_file(name: str) -> Path:
         elif not did_you_mean(path.name, files):
             problem += f" Files there: {', '.join(files[:20]) or 'none with .py or .yaml'}"
     raise UserError(problem)
+
+
+def load_function(path: str, name: str, key: str) -> Callable[..., Any]:
+    """Load a file and return the function of this name.
+
+    Args:
+        path: the file.
+        name: the name of the function; an imported one may be named too.
+        key: the config key that names it, for messages.
+
+    Raises:
+        ConfigError: the file has no such function.
+        UserError: the file is missing or does not load.
+    """
+    module = load_file(path)
+    functions = {k: v for k, v in vars(module).items() if callable(v) and not k.startswith("_")}
+    if name not in functions:
+        own = [k for k, v in functions.items() if v.__module__ == module.__name__]
+        raise ConfigError(
+            f"{key}: no function {name!r} in {path}.{did_you_mean(name, functions)} It defines:"
+            f" {', '.join(own) or 'none'}"
+        )
+    return functions[name]
 
 
 def load_file(name: str) -> Any:

@@ -23,6 +23,7 @@ LAYERS = (
     ("chat", "sandbox"),
     ("data", "engine", "interactions", "rewards", "store", "tools"),
     ("agent_loops",),
+    ("gateway",),
     ("watchdog",),
     ("rollout",),
     ("evaluate", "plan"),
@@ -42,8 +43,8 @@ HEAVY = {
     "accelerate": ("trainer/", "cluster/"),
     "peft": ("trainer/", "cluster/", "engine/local/"),
     "ray": ("cluster/",),
-    "fastapi": ("tools/serving/", "view/"),
-    "uvicorn": ("tools/serving/", "view/"),
+    "fastapi": ("gateway/", "tools/serving/", "view/"),
+    "uvicorn": ("gateway/", "tools/serving/", "view/"),
     "typer": ("cli/",),
 }
 

@@ -31,7 +31,7 @@ from typing import Any
 from agentrl.agent_loops.attempt import Attempt
 from agentrl.agent_loops.context import Context, TokenRow
 from agentrl.chat import ChatTemplate
-from agentrl.config import RolloutConfig
+from agentrl.config import Config, RolloutConfig
 from agentrl.errors import UserCodeError
 from agentrl.interactions import Interaction, respond
 from agentrl.trajectory import (
@@ -53,9 +53,9 @@ class Episode:
             await ep.generate()
 
     A loop calls `generate`, `observe`, `call_tools` and `interact`. Loops that edit their history
-    or run sub-agents also call `branch`, `spawn` and `foreign`. The episode handles tokens, masks, logprobs
-    and truncation. If a budget is exhausted, a method raises `EpisodeOver`, which ends the loop and
-    should not be caught: the trajectory is still scored.
+    or run sub-agents also call `branch`, `spawn` and `foreign`. The episode handles tokens, masks,
+    logprobs and truncation. If a budget is exhausted, a method raises `EpisodeOver`, which ends the
+    loop and should not be caught: the trajectory is still scored.
 
     Attributes:
         sample: the dataset row.
@@ -130,6 +130,11 @@ class Episode:
     def messages(self) -> tuple[Message, ...]:
         """The conversation as the policy sees it; `observe` and `branch` change it."""
         return tuple(self._context.messages)
+
+    @property
+    def conversation(self) -> int:
+        """The number of this conversation: 0, or n for the n-th that was spawned."""
+        return self._conversation
 
     @property
     def deadline(self) -> float:
@@ -256,8 +261,8 @@ class Episode:
             is_turn = message.role == "assistant" and id(message) not in self._attempt.foreign
             if is_turn or self._turn_index < 0:
                 raise UserCodeError(
-                    "ep.observe takes messages that answer a turn (role user, tool or system), after"
-                    f" the first ep.generate(); got a message of role {message.role!r} after"
+                    "ep.observe takes messages that answer a turn (role user, tool or system),"
+                    f" after the first ep.generate(); got a message of role {message.role!r} after"
                     f" {self._n_turns} turns. To change how a conversation begins, use ep.branch or"
                     " ep.spawn; for an assistant message that the policy did not write, ep.foreign"
                 )
@@ -269,7 +274,7 @@ class Episode:
     def foreign(self, content: str, tool_calls: Sequence[ToolCall] = ()) -> Message:
         """Return an assistant message that the policy did not write, in the format of the model.
 
-            ep.observe(Message("user", "Try again."), ep.foreign("Sure."), Message("user", "Go on."))
+            ep.observe(Message("user", "Ready?"), ep.foreign("Yes."), Message("user", "Go."))
 
         `observe`, `branch` and `spawn` take it. Its tokens have mask 0.
 
@@ -481,6 +486,41 @@ class Episode:
         attempt.tool_calls += len(results)
         if attempt.tool_calls > self._runtime.config.rollout.max_tool_calls:
             raise attempt.end_with("tool_calls")
+
+    @property
+    def config(self) -> Config:
+        """The config of the run."""
+        return self._runtime.config
+
+    def make_main(self, conversation: Episode) -> None:
+        """Make a conversation of this attempt number 0 of the trajectory (`Turn.thread`).
+
+        `Trajectory.final_text` is its last message. By default it is the agent loop's own.
+        """
+        self._attempt.main = conversation.conversation
+
+    def set_outcome(self, reward: float) -> None:
+        """Set the outcome reward of the trajectory, in place of that of a reward function.
+
+        Raises:
+            UserCodeError: `reward` is not a finite number.
+        """
+        if not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise UserCodeError(f"the reward must be a finite number, not {reward!r}")
+        self._attempt.outcome = float(reward)
+
+    def split_thinking(self, turn: Turn) -> tuple[str, str]:
+        """Return the thinking of a turn, and its other text without its well-formed tool calls.
+
+        Neither contains control tokens.
+        """
+        attempt, template = self._attempt, self._runtime.template
+        text = attempt.messages[turn.message_index].content
+        row = attempt.rows[turn.segment]
+        start = len(row.prompt) + turn.start
+        return template.split_thinking(
+            row.ids[max(start - 16, 0) : start], text, [c for c in turn.tool_calls if not c.error]
+        )
 
     def finish(self, stop_reason: str, tool_reward: float) -> Trajectory:
         """Return the finished trajectory. agentrl calls this when the loop has returned.

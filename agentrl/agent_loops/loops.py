@@ -35,6 +35,8 @@ class AgentLoop:
     uses_interaction: bool
     """Whether a row with this loop may name an interaction."""
     opening: Opening
+    awaited: bool = True
+    """Whether a local engine waits for its turns, so that a run can be repeated bit for bit."""
 
 
 def agent_loop(
@@ -43,6 +45,7 @@ def agent_loop(
     uses_tools: bool = True,
     uses_interaction: bool = True,
     opening: Opening = plain_opening,
+    awaited: bool = True,
 ) -> Callable[[Callable[[Episode], Awaitable[None]]], Callable[[Episode], Awaitable[None]]]:
     """Register `async def loop(ep: Episode) -> None` under a name that rows can use.
 
@@ -60,6 +63,9 @@ def agent_loop(
         uses_interaction: whether the loop calls `ep.interact`.
         opening: makes the first messages. By default these are the row's prompt, and the chat
             template shows the tools.
+        awaited: False if the turns come from another process. The local engine does not wait for
+            them then, so that a slow process delays no other episode; a run of such a loop cannot
+            be repeated bit for bit.
 
     Raises:
         RegistryError: the loop is not an async function, or the name is missing or taken.
@@ -74,7 +80,8 @@ def agent_loop(
             raise RegistryError(
                 f"the agent loop {name!r} ({identify(loop)}) must be an `async def` function"
             )
-        registry.agent_loops.add(name, AgentLoop(name, loop, uses_tools, uses_interaction, opening))
+        entry = AgentLoop(name, loop, uses_tools, uses_interaction, opening, awaited)
+        registry.agent_loops.add(name, entry)
         return loop
 
     return register

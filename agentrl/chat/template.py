@@ -404,6 +404,28 @@ class ChatTemplate:
         is_closed = len(ids) > 0 and ids[-1] in self._ends
         return self.encoder.decode(ids[:-1] if is_closed else ids)
 
+    def split_thinking(
+        self, prompt_end: array[int], text: str, calls: Sequence[ToolCall]
+    ) -> tuple[str, str]:
+        """Split the text of a turn.
+
+        Args:
+            prompt_end: the last ids before the turn, which may begin a thought.
+            text: the text of the turn.
+            calls: calls of the turn, with their spans in its text.
+
+        Returns:
+            The thinking, and the rest of the text without these calls; both without control tokens
+            and without white space at their ends.
+        """
+        answer = self.thinking.answer_of(text, bool(self.thinking.opening(prompt_end)), bool(calls))
+        first = len(text) - len(answer)
+        for call in sorted(calls, key=lambda c: c.span or (0, len(text)), reverse=True):
+            start, end = call.span or (0, len(text))
+            answer = answer[: max(start - first, 0)] + answer[max(end - first, 0) :]
+        clean = [self.encoder.control.sub("", t).strip() for t in (text[:first], answer)]
+        return clean[0], clean[1]
+
     def _may_contain_tags(self, message: Message) -> bool:
         """Return whether a message may contain tags if it is from the dataset row."""
         return message.role != "tool" and not self._untrusted

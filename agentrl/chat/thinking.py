@@ -128,6 +128,16 @@ class Thinking:
                 del ids[-len(prefix) :]
                 break
 
+    def answer_of(self, text: str, is_open: bool, calls: bool) -> str:
+        """Return the end of a turn's text, after its thinking.
+
+        Args:
+            text: the text of the turn.
+            is_open: whether the prompt has begun a thought.
+            calls: whether the turn calls tools.
+        """
+        return self._answer(text, is_open, calls)[0]
+
     def _answer(self, text: str, is_open: bool, calls: bool) -> tuple[str, str]:
         """Return the rest of a turn's text, and the text that the template writes before it.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from operator import attrgetter
@@ -381,6 +382,48 @@ class SandboxConfig(Section):
         return backend.rstrip("/")
 
 
+class AgentConfig(Section):
+    """Agents of your own, which play the rows with `agent_name: external`."""
+
+    command: str = ""
+    """The command that starts an agent, one process per episode. It reaches the policy at the
+    environment variables OPENAI_BASE_URL and OPENAI_API_KEY, and reads the row from
+    AGENTRL_SAMPLE."""
+    python: str = key("", allowed="path.py:function")
+    """Instead of a command: a function, which may be async, with any of the parameters sample,
+    base_url, api_key and model."""
+    reward: Literal["grader", "post", "exit"] = "grader"
+    """Where the reward of the outcome comes from. grader: from `reward.function` or the grader of
+    the row. post: the agent sends it to AGENTRL_REWARD_URL, or its function returns it. exit: 1 if
+    the command exits with code 0, and 0 if it exits with code 1."""
+    env: list[str] = key([], allowed="a list of names of environment variables")
+    """Environment variables of this process that agents get, in addition to PATH, HOME and the
+    like."""
+    slots: int = key(16, ge=1)
+    """Agents that run at the same time. Async functions have no limit."""
+
+    @field_validator("command")
+    @classmethod
+    def _check_command(cls, command: str) -> str:
+        shlex.split(command)  # Raises ValueError if a quotation mark is missing.
+        return command
+
+    @field_validator("python")
+    @classmethod
+    def _check_python(cls, python: str) -> str:
+        if python and not re.fullmatch(r".+\.py:\w+", python):
+            raise ValueError(f"{python!r} must name a file and its function")
+        return python
+
+    @model_validator(mode="after")
+    def _check_reward(self) -> AgentConfig:
+        if self.command and self.python:
+            raise ValueError("agent.command and agent.python: set one of them")
+        if self.reward == "exit" and self.python:
+            raise ValueError("agent.reward=exit needs agent.command: a function has no exit code")
+        return self
+
+
 class InteractionConfig(Section):
     """Settings of interactions."""
 
@@ -615,6 +658,7 @@ class Config(Section):
     val: ValConfig = ValConfig()
     tools: ToolsConfig = ToolsConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    agent: AgentConfig = AgentConfig()
     interaction: InteractionConfig = InteractionConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

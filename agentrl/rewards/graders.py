@@ -8,7 +8,7 @@ from typing import Any
 
 from agentrl.answers import as_text, plain_number
 from agentrl.errors import ConfigError, DataError
-from agentrl.registry import did_you_mean, load_file, rewards
+from agentrl.registry import did_you_mean, load_function, rewards
 from agentrl.rewards import code, math
 from agentrl.rewards.base import Grader
 from agentrl.rewards.executor import RewardExecutor
@@ -100,16 +100,7 @@ def find_reward(name: str, key: str = "reward.function") -> Callable[..., Any]:
     """
     path, _, attribute = name.rpartition(":")
     if path.endswith(".py"):
-        module = load_file(path)
-        functions = {k: v for k, v in vars(module).items() if callable(v) and not k.startswith("_")}
-        if attribute not in functions:
-            # An imported function can be named too, but most imports are not rewards.
-            own = [k for k, v in functions.items() if v.__module__ == module.__name__]
-            raise ConfigError(
-                f"{key}: no function {attribute!r} in {path}.{did_you_mean(attribute, functions)}"
-                f" It defines: {', '.join(own) or 'none'}"
-            )
-        return functions[attribute]
+        return load_function(path, attribute, key)
     if name.endswith(".py"):
         raise ConfigError(f"{key}={name!r} must name its function: {name}:FUNCTION")
     if name not in rewards:

@@ -140,9 +140,16 @@ class Scorer:
     async def score_all(
         self, trajectories: Sequence[Trajectory], *, trains: bool = True
     ) -> list[Scored]:
-        """Score the trajectories of one sample. A group reward is called with all of them."""
-        by_part = await run_all([self._scores(part, trajectories) for part in self._parts])
-        outcomes = [self._sum(scores) for scores in zip(*by_part, strict=True)]
+        """Score the trajectories of one sample. A group reward is called with all of them.
+
+        A trajectory whose agent has reported its outcome is not graded.
+        """
+        graded = [t for t in trajectories if t.outcome is None]
+        by_part = await run_all([self._scores(part, graded) for part in self._parts if graded])
+        sums = (self._sum(scores) for scores in zip(*by_part, strict=True))
+        outcomes: list[Score] = [
+            next(sums) if t.outcome is None else (t.outcome, {}) for t in trajectories
+        ]
         return [
             self._total(trajectory, outcome, metrics, trains)
             for trajectory, (outcome, metrics) in zip(trajectories, outcomes, strict=True)

@@ -52,6 +52,7 @@ class ChildProcess:
         *,
         stops_at_eof: bool = False,
         environment: Mapping[str, str] | None = None,
+        inherits_environment: bool = True,
         inherited_fds: Sequence[int] = (),
         on_line: Callable[[str], None] | None = None,
         on_end: Callable[[ChildProcess], None] | None = None,
@@ -63,6 +64,7 @@ class ChildProcess:
             stops_at_eof: the child stops at the end of its standard input, so the kernel does not
                 kill it.
             environment: variables in addition to those of this process.
+            inherits_environment: False if the child gets no other variables than `environment`.
             inherited_fds: file descriptors that the child inherits under the same numbers.
             on_line: called in a thread with each line that the child prints.
             on_end: called in a thread after the child has ended, for whatever reason.
@@ -87,7 +89,7 @@ class ChildProcess:
                 stderr=subprocess.STDOUT,
                 encoding="utf-8",
                 errors="replace",
-                env=os.environ | dict(environment or {}),
+                env=(dict(os.environ) if inherits_environment else {}) | dict(environment or {}),
                 pass_fds=(*inherited_fds, *(() if stops_at_eof else (read_end,))),
                 start_new_session=True,  # Ctrl-C stops the run, which still needs its children.
             )

@@ -1,0 +1,313 @@
+"""The agent loop `external`: the user's own agent plays the episode, as a process or a function.
+
+The agent gets the address of an OpenAI-style API whose model is the policy:
+
+    OPENAI_BASE_URL     the gateway
+    OPENAI_API_KEY      a random key that names the episode's session
+    AGENTRL_SAMPLE      the row as JSON, without its ground truth
+    AGENTRL_REWARD_URL  where `agent.reward=post` expects {"reward": NUMBER}
+
+It needs no change but the address: `agentrl.gateway.session` finds out which tokens the policy
+sampled for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import shlex
+import shutil
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from agentrl.agent_loops import Episode, agent_loop
+from agentrl.config import AgentConfig
+from agentrl.errors import ConfigError, UserCodeError
+from agentrl.gateway.session import Session
+from agentrl.http.pool import paused_time_limits
+from agentrl.registry import load_function
+from agentrl.signatures import find_argument_problems
+from agentrl.trajectory import Sample
+from agentrl.workers import PerLoop, Threads
+from agentrl.workers.child_process import ChildProcess
+
+OVER_SECONDS = 5.0
+"""The time that an agent has to end after its episode is over. Then it is killed."""
+PASSED = (
+    "PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX",
+    "LD_LIBRARY_PATH", "PYTHONPATH", "SSL_CERT_FILE",
+)  # fmt: skip
+"""The variables of this process that every agent gets; `agent.env` names further ones."""
+SHOWN_LINES = 8
+"""The last lines of a failed agent's output that a message contains."""
+MODEL = "policy"
+
+
+def describe_sample(sample: Sample) -> dict[str, Any]:
+    """Return a row as its agent sees it: without the ground truth, also where it has a copy."""
+    truth = sample.ground_truth
+    extra = {k: v for k, v in sample.extra.items() if truth is None or str(v) != str(truth)}
+    return {
+        "id": sample.id,
+        "row": sample.row,
+        "data_source": sample.data_source,
+        "prompt": [message.as_dict() for message in sample.prompt],
+        "extra_info": extra,
+    }
+
+
+class Agent(ABC):
+    """A user's agent that plays one episode."""
+
+    @abstractmethod
+    async def run(self) -> None:
+        """Run the agent until it ends. If this is cancelled, the agent is ended.
+
+        Raises:
+            UserCodeError: the agent failed.
+        """
+
+    def outcome(self) -> float | None:
+        """Return the reward that the end of the agent says, or None."""
+        return None
+
+    def last_lines(self) -> str:
+        """Return the end of the agent's output, for messages; "" if there is none."""
+        return ""
+
+
+class Command(Agent):
+    """An agent in a process of its own (`agent.command`)."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]):
+        self._command, self._environment = command, environment
+        self._child: ChildProcess | None = None
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+
+        def on_end(child: ChildProcess) -> None:
+            loop.call_soon_threadsafe(ended.set)
+
+        try:
+            self._child = child = ChildProcess(
+                self._command,
+                environment=self._environment,
+                inherits_environment=False,
+                on_end=on_end,
+            )
+        except OSError as e:
+            raise UserCodeError(f"agent.command: {self._command[0]!r} cannot be run: {e}") from None
+        try:
+            child.close_input()  # An agent that reads its input must not wait for it.
+            await ended.wait()
+        finally:
+            child.kill()
+            await asyncio.shield(_host.get().threads.run(child.stop))
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code; None if the process was ended by us."""
+        return self._child.exit_code if self._child else None
+
+    def last_lines(self) -> str:
+        lines = [*self._child.tail][-SHOWN_LINES:] if self._child else []
+        return "".join(f"\n  {line}" for line in lines)
+
+
+class Function(Agent):
+    """An agent that is a function of the user's (`agent.python`).
+
+    An async function runs on an event loop of its own, in a thread that all of them share, so that
+    one which blocks delays no other part of the run.
+    """
+
+    PARAMETERS: ClassVar[tuple[str, ...]] = ("sample", "base_url", "api_key", "model")
+
+    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]):
+        accepted = inspect.signature(function).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+        self._call = partial(
+            function, **{k: v for k, v in arguments.items() if takes_all or k in accepted}
+        )
+        self._is_async = inspect.iscoroutinefunction(function)
+        self._returned: Any = None
+
+    async def run(self) -> None:
+        try:
+            if self._is_async:
+                work = asyncio.run_coroutine_threadsafe(self._call(), _host.get().agent_loop())
+                self._returned = await asyncio.wrap_future(work)
+            else:
+                self._returned = await _host.get().threads.run(self._call)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as e:
+            raise UserCodeError.of("agent.python", e) from e
+
+    def outcome(self) -> float | None:
+        return self._returned
+
+
+class _Host:
+    """What the agents of an event loop share: the gateway, threads, and free slots."""
+
+    def __init__(self):
+        from agentrl.gateway.serve import Gateway  # FastAPI takes long to import.
+
+        self.gateway = Gateway()
+        self.threads = Threads(1024, "agent")
+        self._slots: asyncio.Semaphore | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def slots(self, number: int) -> asyncio.Semaphore:
+        """Return the semaphore of the agents that may run at the same time."""
+        self._slots = self._slots or asyncio.Semaphore(number)
+        return self._slots
+
+    def agent_loop(self) -> asyncio.AbstractEventLoop:
+        """Return the event loop on which async functions run."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
+        return self._loop
+
+    def close(self) -> None:
+        """End the threads."""
+        self.threads.close()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+_host: PerLoop[_Host] = PerLoop(_Host, _Host.close)
+
+
+@agent_loop("external", uses_tools=False, uses_interaction=False, awaited=False)
+async def external(ep: Episode) -> None:
+    """Let the user's agent (`agent.command` or `agent.python`) play the episode."""
+    config, host = ep.config.agent, _host.get()
+    is_async = config.python and inspect.iscoroutinefunction(_function(config))
+    slots = None if is_async else host.slots(config.slots)
+    if slots is not None:
+        with paused_time_limits():
+            await slots.acquire()
+    try:
+        session = Session(ep)
+        async with host.gateway.session(session) as (url, key):
+            agent = _make_agent(config, ep.sample, url, key)
+            try:
+                await _run(agent, session)
+            finally:
+                await session.close()
+        _finish(ep, session, agent, config)
+    finally:
+        if slots is not None:
+            slots.release()
+
+
+async def _run(agent: Agent, session: Session) -> None:
+    """Run an agent to its end, or until `OVER_SECONDS` after its episode is over."""
+    running = asyncio.create_task(agent.run())
+    over = asyncio.create_task(session.over.wait())
+    try:
+        await asyncio.wait([running, over], return_when=asyncio.FIRST_COMPLETED)
+        if not running.done() and session.failure is None:
+            await asyncio.wait([running], timeout=OVER_SECONDS)
+        if running.done() and not session.over.is_set():
+            running.result()  # raises UserCodeError
+    finally:
+        over.cancel()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def _finish(ep: Episode, session: Session, agent: Agent, config: AgentConfig) -> None:
+    """Set the outcome of an episode whose agent has ended.
+
+    Raises:
+        Infrastructure: the engine failed.
+        UserCodeError: the agent failed, sent no request, or reported no reward.
+    """
+    if session.failure is not None:
+        raise session.failure
+    is_over = session.is_over_budget
+    code = agent.exit_code if isinstance(agent, Command) else 0
+    if code and not is_over and (config.reward != "exit" or code != 1):
+        raise UserCodeError(f"the agent exited with code {code}; its last lines:"
+                            f"{agent.last_lines() or ' none'}")  # fmt: skip
+    if not ep.turns and not is_over:
+        raise UserCodeError(
+            "the agent ended without a request to OPENAI_BASE_URL"
+            + (f"; its last lines:{lines}" if (lines := agent.last_lines()) else "")
+        )
+    if config.reward == "exit":
+        ep.set_outcome(float(code == 0))
+    elif config.reward == "post":
+        if not session.has_outcome and (outcome := agent.outcome()) is not None:
+            session.set_outcome(outcome)
+        if not session.has_outcome:
+            raise UserCodeError(
+                'the agent ended without its reward: send {"reward": NUMBER} to'
+                " AGENTRL_REWARD_URL (agent.reward=post)"
+            )
+
+
+def check_agent(config: AgentConfig) -> None:
+    """Check that the agent of a config can be started.
+
+    Raises:
+        ConfigError: there is none, its program does not exist, or the function does not fit.
+        UserError: its file does not load.
+    """
+    if not config.command and not config.python:
+        raise ConfigError(
+            "rows with agent_name external need an agent: set agent.command='python my_agent.py',"
+            " or agent.python=my_agent.py:FUNCTION"
+        )
+    if config.command:
+        program = shlex.split(config.command)[0]
+        if shutil.which(program) is None:
+            raise ConfigError(
+                f"agent.command={config.command!r}: there is no program {program!r} (PATH is"
+                f" {os.environ.get('PATH', '')})"
+            )
+        return
+    function = _function(config)
+    accepted = inspect.signature(function).parameters
+    given = {name: None for name in Function.PARAMETERS if name in accepted}
+    if problems := find_argument_problems(function, given):
+        choices = ", ".join(Function.PARAMETERS)
+        raise ConfigError(
+            f"agent.python={config.python}: {problems[0]}. agentrl passes any of: {choices}"
+        )
+
+
+def _function(config: AgentConfig) -> Callable[..., Any]:
+    path, _, name = config.python.rpartition(":")
+    return load_function(path, name, "agent.python")
+
+
+def _make_agent(config: AgentConfig, sample: Sample, url: str, key: str) -> Agent:
+    described = describe_sample(sample)
+    if config.python:
+        arguments = {"sample": described, "base_url": url, "api_key": key, "model": MODEL}
+        return Function(_function(config), arguments)
+    passed = {name: os.environ[name] for name in (*PASSED, *config.env) if name in os.environ}
+    return Command(
+        shlex.split(config.command),
+        passed
+        | {
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_BASE": url,  # The name in litellm, and in versions of openai before 1.
+            "OPENAI_API_KEY": key,
+            "OPENAI_MODEL": MODEL,
+            "AGENTRL_SAMPLE": json.dumps(described, ensure_ascii=False, default=str),
+            "AGENTRL_REWARD_URL": f"{url}/reward",
+        },
+    )

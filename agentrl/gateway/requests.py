@@ -1,0 +1,119 @@
+"""What a client asks and what it is answered, in no particular API's form.
+
+    Request ─► Session ─► Answer
+
+A `Dialect` (`agentrl.gateway.dialects`) translates both from and to the JSON of an API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from agentrl.errors import AgentRLError
+from agentrl.trajectory import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call as clients see it.
+
+    Attributes:
+        id: identifies the call within the session.
+        name: the name of the tool.
+        arguments: the text of a JSON object.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """A message as a client sends it.
+
+    Attributes:
+        role: system, user, assistant or tool.
+        text: its text, without tool calls and thinking.
+        calls: the calls of an assistant message.
+        call_id: in a tool message, the id of the call that it answers.
+        reasoning: the thinking of an assistant message; "" if the client does not send it.
+    """
+
+    role: Role
+    text: str
+    calls: tuple[Call, ...] = ()
+    call_id: str = ""
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request for the next assistant message.
+
+    Attributes:
+        messages: the whole conversation so far.
+        tools: the schemas of the tools, as chat templates take them.
+        model: the name that the client gave the model.
+        max_tokens: the most tokens of the answer; None: no limit but the run's.
+        stop: texts that end the answer.
+        stream: whether the client wants the answer as events.
+        stream_usage: whether the last event contains the numbers of tokens.
+        is_retry: whether the client says that it sends the request again.
+        ignored: what the client asked for and does not get, because the run decides it: the names
+            of fields (`temperature`).
+        body: the bytes of the request. Equal requests have equal bytes.
+    """
+
+    messages: tuple[ChatMessage, ...]
+    tools: Sequence[Mapping[str, Any]] = ()
+    model: str = ""
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    stream_usage: bool = False
+    is_retry: bool = False
+    ignored: tuple[str, ...] = ()
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The policy's message as clients see it.
+
+    Attributes:
+        id: unique for each answer.
+        text: its text, without tool calls and thinking.
+        reasoning: its thinking; "" if there is none.
+        calls: its well-formed calls. A malformed call stays in the text.
+        finish_reason: "length" if a limit cut it; "tool_calls" if it has calls; else "stop".
+        prompt_tokens: the tokens of the prompt.
+        cached_tokens: those of them that were in the engine's prefix cache.
+        completion_tokens: the sampled tokens.
+    """
+
+    id: str
+    text: str
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+    finish_reason: Literal["stop", "length", "tool_calls"] = "stop"
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Refusal(AgentRLError):
+    """A request that gets an error as its answer.
+
+    Args:
+        status: the HTTP status.
+        code: a short name of the reason (`episode_over`).
+        message: what is wrong, and what to do.
+        field: the field of the request that is wrong; "" if it is none.
+    """
+
+    def __init__(self, status: int, code: str, message: str, field: str = ""):
+        super().__init__(message)
+        self.status, self.code, self.field = status, code, field

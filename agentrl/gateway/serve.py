@@ -1,0 +1,242 @@
+"""The HTTP server of the gateway: an OpenAI-style API whose model is the policy.
+
+    POST /v1/chat/completions     the policy's next message
+    GET  /v1/models               its name
+    POST /v1/reward               {"reward": number}: the outcome of the episode
+
+The key of a request (`Authorization: Bearer KEY`) names its session, so one server serves all
+episodes. It listens on loopback only, runs on the event loop of the episodes, and exists as long as
+there are sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import orjson
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
+
+from agentrl.errors import UserCodeError
+from agentrl.gateway.dialects import DIALECTS, ChatCompletions, Dialect
+from agentrl.gateway.requests import Answer, Refusal
+from agentrl.gateway.requests import Request as ChatRequest
+from agentrl.gateway.session import Session
+from agentrl.tools.serving.bind import bind, url_of
+
+MAX_BODY = 2**26
+"""The longest body of a request, in bytes."""
+PLAIN_SECONDS = 2.0
+"""A stream whose answer comes within this time begins with it, so that an error has its status."""
+PING_SECONDS = 10.0
+"""The time between two pings of a stream that waits for its answer. They keep proxies and clients
+from closing the connection."""
+PING = b": ping\n\n"
+NO_RETRY = {"x-should-retry": "false"}
+"""OpenAI's clients read this header."""
+MODEL = "policy"
+"""The name of the policy as a model. Requests may use any other name, too."""
+
+SessionOf = Callable[[str], Session | None]
+
+
+def create_app(session_of: SessionOf) -> FastAPI:
+    """Create the application.
+
+    Args:
+        session_of: returns the session of a key; None if there is none.
+    """
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    def find_session(request: Request) -> Session:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        session = session_of(key.strip()) if scheme.lower() == "bearer" else None
+        if session is None:
+            raise Refusal(
+                401, "unknown_key", "no session has this key: use OPENAI_API_KEY of this process"
+            )
+        return session
+
+    def make_endpoint(dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            try:
+                session = find_session(request)
+                chat = dialect.read(await _body(request), request.headers)
+                answering = asyncio.create_task(session.answer(chat))
+                if chat.stream:
+                    return await _stream(dialect, chat, answering)
+                answer = await _until_disconnect(request, answering)
+                return Response(dialect.write(answer, chat), media_type="application/json")
+            except Refusal as e:
+                return _error(dialect, e)
+
+        return endpoint
+
+    async def list_models(request: Request) -> Response:
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "agentrl"}
+        return _json({"object": "list", "data": [model]})
+
+    async def set_reward(request: Request) -> Response:
+        try:
+            session = find_session(request)
+            body = orjson.loads(await _body(request))
+            session.set_outcome(body["reward"])
+        except (orjson.JSONDecodeError, TypeError, KeyError, UserCodeError) as e:
+            why = f'send {{"reward": NUMBER}} ({type(e).__name__}: {e})'
+            return _error(ChatCompletions(), Refusal(400, "reward", why, "reward"))
+        except Refusal as e:
+            return _error(ChatCompletions(), e)
+        return _json({})
+
+    # Plain routes: FastAPI's dependency injection would cost more than the rest of a request.
+    for prefix in ("/v1", ""):
+        for dialect in DIALECTS:
+            path = prefix + dialect.path
+            app.router.routes.append(Route(path, make_endpoint(dialect), methods=["POST"]))
+        app.router.routes.append(Route(f"{prefix}/models", list_models, methods=["GET"]))
+        app.router.routes.append(Route(f"{prefix}/reward", set_reward, methods=["POST"]))
+    return app
+
+
+class Gateway:
+    """The server of an event loop. It starts with the first session and stops after the last.
+
+    Args:
+        host: the IP address to bind.
+        port: the port to bind; 0 takes a free one.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0):
+        self._host, self._port = host, port
+        self._sessions: dict[str, Session] = {}
+        self._users = 0
+        self._lock = asyncio.Lock()
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._url = ""
+
+    @contextlib.asynccontextmanager
+    async def session(self, session: Session, key: str = "") -> AsyncIterator[tuple[str, str]]:
+        """Serve a session within this block; yield the base URL and the key.
+
+        Args:
+            session: the session.
+            key: its key; "" makes a random one.
+        """
+        key = key or secrets.token_urlsafe(24)
+        async with self._lock:
+            if not self._users:
+                await self._start()
+            self._users += 1
+        self._sessions[key] = session
+        try:
+            yield f"{self._url}/v1", key
+        finally:
+            del self._sessions[key]
+            async with self._lock:
+                self._users -= 1
+                if not self._users:
+                    await self._stop()
+
+    async def _start(self) -> None:
+        bound = bind(self._host, self._port, "sessions have keys")
+        self._url = url_of(bound)
+        config = uvicorn.Config(
+            create_app(self._sessions.get),
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_keep_alive=60,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _EmbeddedServer(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[bound]))
+        while not self._server.started:
+            if self._serving.done():
+                self._serving.result()
+            await asyncio.sleep(0.001)
+
+    async def _stop(self) -> None:
+        assert self._server and self._serving
+        self._server.should_exit = True
+        await self._serving
+        self._server = self._serving = None
+
+
+class _EmbeddedServer(uvicorn.Server):
+    """A server on the event loop of a run, which handles signals itself."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+
+async def _stream(dialect: Dialect, chat: ChatRequest, answering: asyncio.Task[Answer]) -> Response:
+    """Return a streaming response. An error within `PLAIN_SECONDS` is a plain response."""
+    done, _ = await asyncio.wait([answering], timeout=PLAIN_SECONDS)
+    if done:
+        answering.result()  # raises Refusal
+
+    async def events() -> AsyncIterator[bytes]:
+        try:
+            while not answering.done():
+                await asyncio.wait([answering], timeout=PING_SECONDS)
+                if not answering.done():
+                    yield PING
+            for event in dialect.events(answering.result(), chat):
+                yield event
+        except Refusal as e:
+            yield dialect.error_event(e)
+        finally:
+            answering.cancel()
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers=NO_CACHE)
+
+
+NO_CACHE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+async def _until_disconnect(request: Request, answering: asyncio.Task[Answer]) -> Answer:
+    """Wait for an answer. If the client disconnects, nobody waits for it any more."""
+    leaving = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            answering.cancel()
+            raise Refusal(499, "disconnected", "the client has closed the connection")
+        return answering.result()
+    finally:
+        leaving.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(request: Request) -> bytes:
+    """Return the body of a request, of bounded length."""
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > MAX_BODY:
+            raise Refusal(413, "too_long", f"the body is longer than {MAX_BODY} bytes")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _error(dialect: Dialect, refusal: Refusal) -> Response:
+    return Response(
+        dialect.error(refusal), refusal.status, headers=NO_RETRY, media_type="application/json"
+    )
+
+
+def _json(content: Any) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")
