@@ -34,6 +34,8 @@ BEHAVIOUR_SCHEMA = pa.schema(
         ("tool_calls", pa.int32()),
         ("failed_calls", pa.int32()),
         ("repeated_calls", pa.int32()),
+        ("failed_turn", pa.int32()),
+        ("repeated_turn", pa.int32()),
         ("sampled_tokens", pa.int32()),
         ("answer", pa.string()),
         ("ground_truth", pa.string()),
@@ -47,9 +49,10 @@ BEHAVIOUR_SCHEMA = pa.schema(
 )
 """The columns of `Run.behaviour`. `prompt` is the last message of the prompt and `answer` the last
 one of the policy, of each the last `MAX_TEXT` characters. `repeated_calls` counts calls that an
-earlier call of the same conversation equals in name, arguments and result. The seconds of an
-episode are sums over its turns; `queue_seconds` and `reward_seconds` are null in files of older
-versions."""
+earlier call of the same conversation equals in name, arguments and result. `failed_turn` and
+`repeated_turn` are the indexes of the first turns with such calls, null if there is none. The
+seconds of an episode are sums over its turns; `queue_seconds` and `reward_seconds` are null in
+files of older versions."""
 
 MAX_TEXT = 2000
 """The characters of a text that are kept: a long run has hundreds of thousands of episodes."""
@@ -104,13 +107,17 @@ def _derive(
     for span in spans:
         seconds[span["name"]] += span["end"] - span["start"]
     results = [result for turn in turns for result in turn["tool_results"]]
+    failed = [i for i, turn in enumerate(turns) for r in turn["tool_results"] if not r["ok"]]
+    repeated = _find_repeated(turns)
     return {
         "prompt": sample["prompt"][-1]["content"][-MAX_TEXT:] if sample["prompt"] else "",
         "has_tools": bool(sample["tools"]),
         "turns": len(turns),
         "tool_calls": len(results),
-        "failed_calls": sum(not result["ok"] for result in results),
-        "repeated_calls": _count_repeated(turns),
+        "failed_calls": len(failed),
+        "repeated_calls": len(repeated),
+        "failed_turn": failed[0] if failed else None,
+        "repeated_turn": repeated[0] if repeated else None,
         "sampled_tokens": sum(turn["end"] - turn["start"] for turn in turns),
         "answer": _answer(turns, parse_json(messages_json))[-MAX_TEXT:],
         "ground_truth": str(truth)[-MAX_TEXT:] if isinstance(truth, str | int | float) else None,
@@ -121,19 +128,23 @@ def _derive(
     }
 
 
-def _count_repeated(turns: Sequence[dict]) -> int:
-    """Count calls whose name, arguments and result an earlier call of the conversation had."""
+def _find_repeated(turns: Sequence[dict]) -> list[int]:
+    """Return the turn of each call that repeats an earlier one of its conversation.
+
+    Both have the same name, arguments and result.
+    """
     if sum(len(turn["tool_results"]) for turn in turns) < 2:
-        return 0
+        return []
     seen: set[tuple[int, bytes]] = set()
-    repeated = 0
-    for turn in turns:
+    repeated = []
+    for index, turn in enumerate(turns):
         for call, result in zip(turn["tool_calls"], turn["tool_results"], strict=False):
             content = orjson.dumps(
                 (call["name"], call["arguments"], result["content"]), option=orjson.OPT_SORT_KEYS
             )
             key = turn.get("thread", 0), content
-            repeated += key in seen
+            if key in seen:
+                repeated.append(index)
             seen.add(key)
     return repeated
 

@@ -58,9 +58,11 @@ class Finding:
         severity: "error", "warning", "audit" or "note"; see `SEVERITIES`.
         subject: the part of the run that is concerned, such as an agent loop or a kind of rows;
             "" for the whole run. A run warns once for each name and subject.
+        turns: for each of `episodes` the index of the turn that shows it; empty, or None for one of
+            them: the whole episode shows it.
 
     Raises:
-        ValueError: the severity is unknown.
+        ValueError: the severity is unknown, or `turns` has another length than `episodes`.
     """
 
     step: int
@@ -72,12 +74,15 @@ class Finding:
     name: str = ""
     severity: Severity = "warning"
     subject: str = ""
+    turns: Sequence[int | None] = ()
 
     def __post_init__(self):
         if self.severity not in SEVERITIES:
             raise ValueError(
                 f"unknown severity {self.severity!r}. Severities: {', '.join(SEVERITIES)}"
             )
+        if self.turns and len(self.turns) != len(self.episodes):
+            raise ValueError(f"{len(self.turns)} turns for {len(self.episodes)} episodes")
 
 
 Diagnosis = Callable[[Run], Iterable[Finding]]
@@ -125,6 +130,7 @@ def findings_table(findings: Sequence[Finding]) -> pa.Table:
             ("step", pa.int64()),
             *((name, pa.string()) for name in texts),
             *((name, pa.list_(pa.string())) for name in lists),
+            ("turns", pa.list_(pa.int32())),
         ]
     )
     rows = [asdict(f) | {"evidence": json.dumps(dict(f.evidence), default=float)} for f in findings]

@@ -289,7 +289,7 @@ def _html_finding(finding: Finding, report: Report) -> str:
             listed = "".join(f"<li>{_escape(item)}</li>" for item in items)
             parts.append(f"<p>{label}:</p><ol>{listed}</ol>")
     if finding.episodes:
-        ids = ", ".join(f"<code>{_escape(i)}</code>" for i in finding.episodes)
+        ids = "; ".join(f"<code>{_escape(i)}</code>" for i in _cite(finding))
         parts.append(f"<details><summary>Episodes</summary><p>{ids}</p>")
         parts += [f"<pre>{_escape(text)}</pre>" for text in _episode_texts(finding, report)]
         parts.append("</details>")
@@ -311,6 +311,15 @@ def _episode_texts(finding: Finding, report: Report) -> Iterable[str]:
                 f"prompt: {_cut(row['prompt'])}\nanswer: {_cut(row['answer'])}"
                 + (f"\nground truth: {_cut(row['ground_truth'])}" if row["ground_truth"] else "")
             )
+
+
+def _cite(finding: Finding) -> list[str]:
+    """Return the ids of a finding's episodes, each with the turn that shows it if there is one."""
+    turns = finding.turns or [None] * len(finding.episodes)
+    return [
+        name if turn is None else f"{name}, turn {turn}"
+        for name, turn in zip(finding.episodes, turns, strict=True)
+    ]
 
 
 def _cut(text: str) -> str:
@@ -354,7 +363,7 @@ def to_markdown(report: Report) -> str:
                     lines += ["", f"{label}:", ""]
                     lines += [f"{i}. {_markdown(item)}" for i, item in enumerate(items, 1)]
             if finding.episodes:
-                lines += ["", f"Episodes: {_markdown(', '.join(finding.episodes))}"]
+                lines += ["", f"Episodes: {_markdown('; '.join(_cite(finding)))}"]
                 for text in _episode_texts(finding, report):
                     # An indented block shows its text as it is.
                     lines += ["", *(f"    {line}" for line in printable(text).splitlines())]

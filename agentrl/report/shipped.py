@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -157,10 +158,21 @@ def column(table: pa.Table, name: str) -> np.ndarray:
     return table.column(name).to_numpy()
 
 
-def examples(table: pa.Table, mask: np.ndarray) -> list[str]:
-    """Return the ids of the last episodes that a mask selects."""
-    ids = table.column("episode_id").filter(pa.array(mask)).to_pylist()
-    return ids[-EXAMPLES:]
+def examples(table: pa.Table, mask: np.ndarray, turn: str = "") -> dict[str, Any]:
+    """Return `episodes` and `turns` of a finding: the last episodes that a mask selects.
+
+    Args:
+        table: rows of `Run.behaviour`.
+        mask: which of its rows show the problem.
+        turn: the turn that shows it: "last", a column with its index, or "" for the whole episode.
+    """
+    chosen = table.take(np.flatnonzero(mask)[-EXAMPLES:])
+    found: dict[str, Any] = {"episodes": chosen.column("episode_id").to_pylist()}
+    if turn == "last":
+        found["turns"] = [n - 1 if n else None for n in chosen.column("turns").to_pylist()]
+    elif turn:
+        found["turns"] = chosen.column(turn).to_pylist()
+    return found
 
 
 def group_keys(episodes: pa.Table) -> list[str]:
@@ -421,9 +433,9 @@ def unrewarded(run: Run) -> Iterator[Finding]:
         f" than the smallest reward ({low:.3g}) in steps {steps.min()} to"
         f" {steps.max()}{described}; the other rows earn {reward[~mask].mean():.3g}",
         {"rollouts": float(mask.sum()), "others": float(reward[~mask].mean()), **evidence},
-        examples(episodes, mask),
-        [*causes, "these rows are too hard for the policy, or their prompt is unclear"],
-        [
+        **examples(episodes, mask),
+        causes=[*causes, "these rows are too hard for the policy, or their prompt is unclear"],
+        tries=[
             *tries,
             f"read some episodes: agentrl show {run.folder}",
             "other rewards for the same episodes: agentrl rescore",
@@ -642,9 +654,9 @@ def _explain_dead_steps(run: Run, first: int, last: int, dead: int, steps: int) 
         f" groups{masked}, and the most frequent stop reason is {reason or 'unknown'!r}"
         f" ({stops.get(reason, 0.0):.0%} of the rollouts)",
         {"dead_steps": float(dead), "dead_groups": equal, "reward": reward},
-        examples(episodes, of_step),
-        causes,
-        tries,
+        **examples(episodes, of_step),
+        causes=causes,
+        tries=tries,
         severity="error",
     )
 
@@ -712,7 +724,7 @@ def truncation(run: Run) -> Iterator[Finding]:
             start,
             f"since step {start} the budget {reason!r} cuts {mean:.0%} of the rollouts{earned}",
             {"share": mean, **rewards},
-            examples(episodes, is_cut),
+            **examples(episodes, is_cut, "last"),
             causes=[
                 f"{key} ({config_value(run, key)}) is too small for this task",
                 "the policy does not learn to stop: long or endless answers, repeated calls",
@@ -780,7 +792,7 @@ def tool_errors(run: Run) -> Iterator[Finding]:
             start,
             f"since step {start} {mean:.0%} of the tool calls fail ({error})",
             {"share": mean},
-            examples(episodes, column(episodes, "failed_calls") > 0),
+            **examples(episodes, column(episodes, "failed_calls") > 0, "failed_turn"),
             causes=[
                 "the tool is slow or has a bug"
                 if is_broken
@@ -857,7 +869,7 @@ def tool_use(run: Run) -> Iterator[Finding]:
                 f" step {rate.steps[best]}, {last:.0%} in the last {rate.window} steps{earned}"
                 f"{clause}",
                 {"best_rate": float(means[best]), "last_rate": last, **common},
-                shown,
+                **shown,
                 causes=[
                     *reasons,
                     "an answer without the tool earns as much: the policy learned to guess"
@@ -876,7 +888,7 @@ def tool_use(run: Run) -> Iterator[Finding]:
                 f"{agent} never calls the tools of its rows ({rate.values.mean():.1%} of the"
                 " rollouts)",
                 {"last_rate": last},
-                shown,
+                **shown,
                 causes=[
                     "the model does not know the format of calls, or the prompt does not ask for"
                     " them",
@@ -942,7 +954,7 @@ def repeated_calls(run: Run) -> Iterator[Finding]:
         f"since step {start} {mean:.0%} of the tool calls repeat an earlier call of the"
         f" conversation and get the same result{compared}",
         evidence,
-        examples(episodes, recent & (repeats > 0)),
+        **examples(episodes, recent & (repeats > 0), "repeated_turn"),
         causes=causes,
         tries=[
             "read the episodes: does the result contain what the call asked for?",
@@ -1164,7 +1176,7 @@ def reward_falls(run: Run) -> Iterator[Finding]:
         f" {reward.steps[best] + reward.window - 1}) to {last:.3g}; half of it was lost by step"
         f" {start}{suffix}",
         evidence,
-        examples(episodes, column(episodes, "step") >= start),
+        **examples(episodes, column(episodes, "step") >= start),
         causes=[
             "updates are too large: the policy left the region where its samples teach it"
             if rises
@@ -1210,7 +1222,7 @@ def length(run: Run) -> Iterator[Finding]:
             f"responses grew from {before:.0f} to {last:.0f} tokens since step"
             f" {size.steps[start]}, and the reward did not rise ({gain:+.3g})",
             {"before": before, "last": last, "reward_gain": gain},
-            examples(episodes, long),
+            **examples(episodes, long),
             causes=[
                 "nothing in the reward makes the policy stop",
                 "the loss favours long responses: algorithm.loss_agg_mode, whose token mean gives"
@@ -1373,7 +1385,7 @@ def audit(run: Run) -> Iterator[Finding]:
             f"{count / best.sum():.0%} of the rollouts with the best rewards end with the same"
             f" message ({shown!r}), over {shared} rows",
             {"share": float(count / best.sum()), "rows": float(shared)},
-            examples(episodes, of_answer),
+            **examples(episodes, of_answer, "last"),
             causes=["the reward accepts an answer that does not depend on the row"],
             tries=["read these episodes: is the answer right for each row?"],
             severity="audit",
@@ -1401,7 +1413,7 @@ def _find_what_pays(episodes: pa.Table) -> Iterator[Finding]:
                 int(column(episodes, "step").min()),
                 f"within a row the reward follows the {what} (correlation {correlation:.2f})",
                 {"correlation": correlation},
-                examples(episodes, x >= np.quantile(x, 0.9)),
+                **examples(episodes, x >= np.quantile(x, 0.9)),
                 causes=[f"the reward pays for the {what}, whether or not the answer is right"],
                 tries=["read these episodes", "score them without this part: agentrl rescore"],
                 severity="audit",

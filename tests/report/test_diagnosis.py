@@ -42,6 +42,7 @@ def test_a_diagnosis_that_raises_is_a_warning_and_the_others_go_on():
             "name": "grave",
             "severity": "error",
             "subject": "",
+            "turns": [],
             "text": "it burns",
             "evidence": '{"heat": 0.5}',
             "episodes": ["e1"],
@@ -77,7 +78,7 @@ def test_the_behaviour_of_an_old_run_agrees_with_its_rollouts():
 
 
 def test_repeated_calls_have_equal_arguments_and_results():
-    from agentrl.report.behaviour import _count_repeated
+    from agentrl.report.behaviour import _find_repeated
 
     def turn(*calls, thread=0):
         return {
@@ -88,11 +89,18 @@ def test_repeated_calls_have_equal_arguments_and_results():
 
     same = ("f", {"a": 1, "b": 2}, "3")
     swapped = ("f", {"b": 2, "a": 1}, "3")
-    assert _count_repeated([turn(same), turn(swapped), turn(same)]) == 2
-    assert _count_repeated([turn(same, same)]) == 1
-    assert _count_repeated([turn(same), turn(("f", {"a": 1, "b": 2}, "4"))]) == 0
-    assert _count_repeated([turn(same), turn(same, thread=1)]) == 0
-    assert _count_repeated([turn(same), turn(("g", *same[1:]))]) == 0
+    assert _find_repeated([turn(same), turn(swapped), turn(same)]) == [1, 2]
+    assert _find_repeated([turn(same, same)]) == [0]
+    assert _find_repeated([turn(same), turn(("f", {"a": 1, "b": 2}, "4"))]) == []
+    assert _find_repeated([turn(same), turn(same, thread=1)]) == []
+    assert _find_repeated([turn(same), turn(("g", *same[1:]))]) == []
+
+
+def test_a_finding_cites_turns_of_its_episodes():
+    finding = Finding(1, "x", episodes=("a", "b"), turns=(2, None))
+    assert findings_table([finding])["turns"].to_pylist() == [[2, None]]
+    with pytest.raises(ValueError, match="1 turns for 2 episodes"):
+        Finding(1, "x", episodes=("a", "b"), turns=(2,))
 
 
 def test_numbers_of_numpy_are_recorded(tmp_path):

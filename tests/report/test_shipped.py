@@ -392,7 +392,12 @@ def test_tools_that_are_never_called():
 
 def calls(repeated: int) -> list[dict[str, Any]]:
     return [
-        {"step": s, "tool_calls": 4, "repeated_calls": repeated if s > 20 else 0}
+        {
+            "step": s,
+            "tool_calls": 4,
+            "repeated_calls": repeated if s > 20 else 0,
+            "repeated_turn": 1,
+        }
         for s in range(1, N + 1)
         for _ in range(4)
     ]
@@ -402,6 +407,7 @@ def test_repeated_calls():
     finding = the_alarm(make_run(learning(), calls(2)))
     assert (finding.name, finding.step) == ("repeated_calls", 16)  # the first window that has 25 %
     assert finding.evidence["share"] == 0.5
+    assert set(finding.turns) == {1} and len(finding.turns) == len(finding.episodes) > 0
     assert alarms(make_run(learning(), calls(0))) == []
 
 
