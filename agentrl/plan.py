@@ -673,6 +673,12 @@ def describe_run(plan: Plan) -> str:
             f" {plural(plan.total_steps, 'step')}"
         )
         lines += _describe_extra_rollouts(config)
+    if any(kind.sample.agent_name == EXTERNAL for kind in plan.kinds):
+        agent = config.agent.command or config.agent.python
+        lines.append(
+            f"external: each episode is played by {agent} (at most {config.agent.slots} at the same"
+            " time); such a run cannot be repeated bit for bit"
+        )
     return "\n".join(lines)
 
 

@@ -58,10 +58,15 @@ def without_effect(c: Config) -> list[str]:
         "" if a.ppo_epochs > 1 or a.mini_batch_size else "there is one optimizer step per batch"
     )
     on_cpu = "trainer.device is cpu" if t.device == "cpu" else ""
+    agent = "" if c.agent.command or c.agent.python else "agent.command and agent.python are empty"
     unfiltered = "" if a.filter_groups else "algorithm.filter_groups is false"
     local = "" if c.rollout.name != "local" else "rollout.name is local"
     own_servers = local or ("rollout.urls names servers that run already" if c.rollout.urls else "")
     reasons = {
+        "agent.reward": agent,
+        "agent.env": agent
+        or ("" if c.agent.command else "a function has this process's variables"),
+        "agent.slots": agent,
         "rollout.urls": local,
         "rollout.sync": local
         or ("LoRA weights are sent as an adapter" if c.rollout.lora == "adapter" else ""),

@@ -415,14 +415,6 @@ class AgentConfig(Section):
             raise ValueError(f"{python!r} must name a file and its function")
         return python
 
-    @model_validator(mode="after")
-    def _check_reward(self) -> AgentConfig:
-        if self.command and self.python:
-            raise ValueError("agent.command and agent.python: set one of them")
-        if self.reward == "exit" and self.python:
-            raise ValueError("agent.reward=exit needs agent.command: a function has no exit code")
-        return self
-
 
 class InteractionConfig(Section):
     """Settings of interactions."""
@@ -720,6 +712,15 @@ GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "turn_rloo")
 def contradictions(c: Config) -> Iterator[str]:
     """Yield a message for each combination of values that is refused, with the fix."""
     a, t, r = c.algorithm, c.trainer, c.reward
+    if c.agent.command and c.agent.python:
+        yield (
+            f"agent.command={c.agent.command!r} and agent.python={c.agent.python}: set one of them"
+        )
+    if c.agent.python and c.agent.reward == "exit":
+        yield (
+            f"agent.reward=exit with agent.python={c.agent.python}: a function has no exit code."
+            " Set agent.reward=post and return the reward, or use agent.command"
+        )
     if a.kl_loss_coef > 0 and a.kl_reward_coef > 0:
         yield (
             f"algorithm.kl_loss_coef={a.kl_loss_coef} and algorithm.kl_reward_coef="

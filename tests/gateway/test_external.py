@@ -1,0 +1,298 @@
+"""The loop `external`: the user's own agent plays episodes, as a process or as a function."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.failing_engine import FailingEngine
+
+from agentrl import registry
+from agentrl.agent_loops.attempt import Runtime, make_template
+from agentrl.agent_loops.play import play, play_episode
+from agentrl.config import AgentConfig, Config, RolloutConfig, load_config
+from agentrl.engine.base import Sampling
+from agentrl.engine.scripted import Scripted
+from agentrl.errors import ConfigError, EngineError, UserCodeError, UserError
+from agentrl.gateway import agent as agent_module
+from agentrl.gateway.agent import check_agent, describe_sample
+from agentrl.plan import make_plan
+from agentrl.testing import byte_tokenizer, call
+from agentrl.tools import LocalToolbox
+from agentrl.trajectory import Message, Sample
+
+TOKENIZER = byte_tokenizer()
+SAMPLE = Sample(
+    "r0",
+    (Message("user", "How much is 3*4?"),),
+    agent_name="external",
+    data_source="openai/gsm8k",
+    ground_truth="12",
+    extra={"level": 1, "answer": "12"},
+)
+TURNS = [call("calculator", expression="3*4"), "#### 12"]
+# An agent with a calculator, by the standard library alone. `%s` is what it does at the end.
+AGENT = """
+import json, os, sys, time, urllib.error, urllib.request
+
+def post(url, body):
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request, timeout=30))
+
+def ask(messages):
+    tool = {"name": "calculator", "parameters": {"type": "object", "properties": {}}}
+    body = {"messages": messages, "tools": [{"type": "function", "function": tool}]}
+    answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+    return answer["choices"][0]["message"]
+
+def solve():
+    messages = json.loads(os.environ["AGENTRL_SAMPLE"])["prompt"]
+    while True:
+        messages.append(ask(messages))
+        calls = messages[-1].get("tool_calls")
+        if not calls:
+            return messages[-1]["content"]
+        for c in calls:
+            text = str(eval(json.loads(c["function"]["arguments"])["expression"]))
+            messages.append({"role": "tool", "tool_call_id": c["id"], "content": text})
+
+%s
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Return a function that writes an agent and returns the section `agent` that runs it."""
+
+    def write(end: str = "solve()", **keys) -> AgentConfig:
+        (tmp_path / "my_agent.py").write_text(AGENT % end)
+        return AgentConfig(command=f"{sys.executable} {tmp_path}/my_agent.py", **keys)
+
+    return write
+
+
+@pytest.fixture
+def function(tmp_path):
+    """Return a function that writes a file and returns the section `agent` that calls its `run`."""
+
+    def write(code: str, **keys) -> AgentConfig:
+        path = tmp_path / f"functions_{len(list(tmp_path.iterdir()))}.py"
+        path.write_text(code)
+        return AgentConfig(python=f"{path}:run", **keys)
+
+    return write
+
+
+def run(agent: AgentConfig, turns=TURNS, *, engine=None, sample=SAMPLE, **rollout):
+    config = Config(agent=agent, rollout=RolloutConfig(**rollout))
+    return play(sample, engine or Scripted(turns, TOKENIZER), TOKENIZER, config=config)
+
+
+def test_a_command_plays_an_episode(script):
+    t = run(script())
+    assert t.final_text == "#### 12" and t.stop_reason == "done" and t.outcome is None
+    assert [m.role for m in t.messages] == ["user", "assistant", "tool", "assistant"]
+    assert t.messages[0] is SAMPLE.prompt[0] and t.messages[2].content == "12"
+    (segment,) = t.segments
+    sampled = [i for i, m in zip(segment.response_ids, segment.response_mask, strict=True) if m]
+    assert TOKENIZER.decode(sampled) == "<|im_end|>".join([*TURNS, ""])
+    assert [r.content for r in t.turns[0].tool_results] == ["12"]
+
+
+ASYNC = """
+import httpx
+
+async def run(sample, base_url, api_key, model):
+    headers = {"authorization": f"Bearer {api_key}"}
+    async with httpx.AsyncClient(headers=headers) as client:
+        body = {"model": model, "messages": sample["prompt"]}
+        answer = await client.post(base_url + "/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+"""
+SYNC = ASYNC.replace("async ", "").replace("await ", "").replace("AsyncClient", "Client")
+
+
+@pytest.mark.parametrize("code", [ASYNC, SYNC], ids=["async", "sync"])
+def test_a_function_plays_an_episode(function, code):
+    assert run(function(code), ["#### 12"]).final_text == "#### 12"
+
+
+def test_the_environment_of_an_agent_is_an_allow_list(script, monkeypatch, tmp_path):
+    monkeypatch.setenv("SECRET", "s")
+    monkeypatch.setenv("SEARCH_KEY", "k")
+    end = f"solve(); open({str(tmp_path / 'env')!r}, 'w').write(json.dumps(dict(os.environ)))"
+    run(script(end, env=["SEARCH_KEY", "MISSING"]))
+    seen = json.loads((tmp_path / "env").read_text())
+    assert "SECRET" not in seen and seen["SEARCH_KEY"] == "k" and seen["PATH"] == os.environ["PATH"]
+    assert seen["OPENAI_BASE_URL"].startswith("http://127.0.0.1:")
+    assert json.loads(seen["AGENTRL_SAMPLE"]) == describe_sample(SAMPLE)
+
+
+def test_an_agent_does_not_see_the_ground_truth():
+    assert "12" not in json.dumps(describe_sample(SAMPLE))
+    assert describe_sample(SAMPLE)["extra_info"] == {"level": 1}
+
+
+@pytest.mark.parametrize(
+    ("end", "outcome"), [("solve(); sys.exit(0)", 1.0), ("solve(); sys.exit(1)", 0.0)]
+)
+def test_the_exit_code_is_the_reward(script, end, outcome):
+    assert run(script(end, reward="exit")).outcome == outcome
+
+
+def test_an_agent_posts_its_reward(script):
+    end = 'solve(); post(os.environ["AGENTRL_REWARD_URL"], {"reward": 0.25})'
+    assert run(script(end, reward="post")).outcome == 0.25
+
+
+def test_a_function_returns_its_reward(function):
+    code = SYNC + "        return 0.75\n"
+    assert run(function(code, reward="post"), ["a"]).outcome == 0.75
+
+
+@pytest.mark.parametrize(
+    ("end", "keys", "message"),
+    [
+        ("solve()", {"reward": "post"}, "without its reward"),
+        ("solve(); sys.exit(2)", {"reward": "exit"}, "exited with code 2"),
+        ("solve(); print('no key'); sys.exit(1)", {}, r"exited with code 1(.|\n)*no key"),
+        ("print('hello')", {}, r"without a request to OPENAI_BASE_URL(.|\n)*hello"),
+        ("sys.stdin.read(); os.abort()", {}, "exited with code -6"),
+    ],
+)
+def test_an_agent_that_fails_gets_no_reward(script, end, keys, message):
+    with pytest.raises(UserCodeError, match=message):
+        run(script(end, **keys))
+
+
+def test_a_function_that_raises_fails(function):
+    with pytest.raises(UserCodeError, match="ZeroDivisionError"):
+        run(function("def run(): 1 / 0"))
+
+
+def test_an_engine_failure_is_no_failure_of_the_agent(script):
+    engine = FailingEngine(TURNS, failures=1)
+    with pytest.raises(EngineError, match="is down"):
+        run(script("\ntry: solve()\nexcept Exception: sys.exit(7)"), engine=engine)
+
+
+def test_an_agent_ends_after_its_budget(script, monkeypatch, tmp_path):
+    """It reads why, and is killed with its children if it does not end."""
+    monkeypatch.setattr(agent_module, "OVER_SECONDS", 0.5)
+    end = f"""
+try:
+    solve()
+except urllib.error.HTTPError as e:
+    error = json.load(e)["error"]
+    text = json.dumps([e.code, error["code"], e.headers["x-should-retry"], error["message"]])
+    child = os.fork()
+    open({str(tmp_path)!r} + f"/{{bool(child)}}", "w").write(f"{{text}}\\n{{os.getpid()}}")
+    time.sleep(60)
+"""
+    start = time.monotonic()
+    t = run(script(end), max_turns=1)
+    assert time.monotonic() - start < 10 and t.stop_reason == "turns" and len(t.turns) == 1
+    for name in ("True", "False"):
+        text, pid = (tmp_path / name).read_text().splitlines()
+        assert json.loads(text)[:3] == [400, "episode_over", "false"] and "turns" in text
+        assert not _is_running(int(pid))
+
+
+def _is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_the_time_of_an_agent_is_limited(script):
+    start = time.monotonic()
+    t = run(script("solve(); time.sleep(60)"), timeout_s=2.0)
+    assert t.stop_reason == "time" and len(t.turns) == 2 and time.monotonic() - start < 10
+
+
+def test_a_turn_that_a_budget_cuts_is_answered(script):
+    t = run(script("assert solve() == '#### 1'"), ["#### 12"], max_turn_tokens=6)
+    assert t.stop_reason == "turn_tokens" and t.final_text == "#### 1"
+
+
+def test_agents_wait_for_free_slots(function, tmp_path):
+    """The wait is not part of an episode's time."""
+    code = SYNC + "    import time; time.sleep(0.4)\n"
+    agent = function(code, slots=1)
+    config = Config(agent=agent, rollout=RolloutConfig(timeout_s=1.2))
+    engine = Scripted(["a"], TOKENIZER)
+    runtime = Runtime(engine, make_template(TOKENIZER, config), LocalToolbox(), config)
+
+    async def play_all():
+        plays = []
+        for i in range(4):
+            engine.begin(f"e{i}")
+            plays.append(
+                play_episode(
+                    runtime, SAMPLE, episode_id=f"e{i}", rollout=i, seed=0, sampling=Sampling()
+                )
+            )
+        return await asyncio.gather(*plays)
+
+    start = time.monotonic()
+    trajectories = asyncio.run(play_all())
+    assert time.monotonic() - start > 1.5
+    assert [t.stop_reason for t in trajectories] == ["done"] * 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "set agent.command"),
+        ({"command": "no-such-program x"}, "there is no program 'no-such-program'"),
+        ({"python": "missing.py:run"}, "missing.py"),
+    ],
+)
+def test_an_agent_that_cannot_be_started_is_refused(keys, message):
+    with pytest.raises(UserError, match=message):
+        check_agent(AgentConfig(**keys))
+
+
+def test_functions_must_fit(function):
+    with pytest.raises(ConfigError, match=r"missing argument 'url'.*sample, base_url, api_key"):
+        check_agent(function("def run(url): ..."))
+    check_agent(function("def run(**everything): ..."))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["agent.command=a", "agent.python=b.py:f"], "set one of them"),
+        (["agent.python=b.py"], "must name a file and its function"),
+        (["agent.python=b.py:f", "agent.reward=exit"], "has no exit code"),
+        (["agent.command='a"], "agent.command"),
+    ],
+)
+def test_mistakes_in_the_config(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(overrides=["data.train=x.jsonl", "model.path=m", *overrides])
+
+
+def test_rows_are_checked_with_their_agent(tmp_path, function):
+    rows = tmp_path / "rows.jsonl"
+    row = {"prompt": [{"role": "user", "content": "Q"}], "agent_name": "external"}
+    rows.write_text(json.dumps(row) + "\n")
+
+    def plan(*overrides):
+        return make_plan(load_config(overrides=[f"data.train={rows}", "model.path=m", *overrides]))
+
+    with pytest.raises(UserError, match=r"set agent.command(.|\n)*no data_source"):
+        plan()
+    with pytest.raises(UserError, match="cannot be repeated bit for bit"):
+        plan("agent.command=ls -l", "rollout.deterministic=true")
+    assert len(plan("agent.command=ls -l", "agent.reward=post").train) == 1
+
+
+def test_the_loop_is_known_before_it_is_imported():
+    assert "external" in registry.agent_loops.names()
+    assert not registry.agent_loops.get("external").awaited
