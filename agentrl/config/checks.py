@@ -64,8 +64,7 @@ def without_effect(c: Config) -> list[str]:
     own_servers = local or ("rollout.urls names servers that run already" if c.rollout.urls else "")
     reasons = {
         "agent.reward": agent,
-        "agent.env": agent
-        or ("" if c.agent.command else "a function has this process's variables"),
+        "agent.env": "" if c.agent.command else agent or "a function has all variables",
         "agent.slots": agent,
         "rollout.urls": local,
         "rollout.sync": local

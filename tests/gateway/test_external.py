@@ -290,6 +290,8 @@ def test_rows_are_checked_with_their_agent(tmp_path, function):
         plan()
     with pytest.raises(UserError, match="cannot be repeated bit for bit"):
         plan("agent.command=ls -l", "rollout.deterministic=true")
+    with pytest.raises(UserError, match=r"no such file|missing.py"):
+        plan("agent.python=missing.py:run")
     assert len(plan("agent.command=ls -l", "agent.reward=post").train) == 1
 
 
