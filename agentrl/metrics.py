@@ -124,11 +124,14 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/control_token_attempts": control_token_attempts,
         DEAD_GROUPS: mean([len({s.reward for s in g.scored}) <= 1 for g in groups]),
     }
+    for name in sorted({name for t in trajectories for name in t.counts}):
+        metrics[name] = float(sum(t.counts.get(name, 0) for t in trajectories))
     for agent in sorted({t.sample.agent_name for t in trajectories}):
         of_agent = [s for s in scored if s.trajectory.sample.agent_name == agent]
         calls_tools = [count_calls(s.trajectory) > 0 for s in of_agent]
         metrics[f"rollout/{agent}/reward"] = mean([s.reward for s in of_agent])
         metrics[f"rollout/{agent}/tool_call_rate"] = mean(calls_tools)
+    metrics |= _episode_seconds(trajectories)
     # The share of tool calls with each kind of error.
     for error, count in sorted(Counter(r.error for r in results if r.error).items()):
         metrics[f"tool_error/{error}"] = count / len(results)
@@ -143,6 +146,20 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         metrics[f"grader/{name}"] = mean([s.metrics[name] for s in scored if name in s.metrics])
     if greedy := [g.greedy.reward for g in groups if g.greedy]:
         metrics["reward/greedy"] = mean(greedy)
+    return metrics
+
+
+def _episode_seconds(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the seconds that episodes spent on each thing, by the name of the `Span`."""
+    seconds = [Counter[str]() for _ in trajectories]
+    for trajectory, sums in zip(trajectories, seconds, strict=True):
+        for span in trajectory.spans:
+            sums[span.name] += span.end - span.start
+    verls_names = {"generate": "generate_sequences", "tools": "tool_calls"}
+    metrics = {}
+    for name in sorted({name for sums in seconds for name in sums}):
+        prefix = f"timing_s/agent_loop/{verls_names.get(name, name)}"
+        metrics |= summarize(prefix, [sums[name] for sums in seconds])
     return metrics
 
 

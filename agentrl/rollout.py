@@ -84,6 +84,28 @@ class _Dropped:
     """Why it was dropped: the type and the message of the exception."""
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the episodes that are being played are, and the one that waits longest.
+
+    Attributes:
+        ended: the number of episodes that have ended.
+        total: the number of all episodes.
+        sample_id: the row of the episode whose state has not changed for the longest time; "" if no
+            episode is in flight.
+        rollout: the number of that episode among the rollouts of its row.
+        state: what it waits for.
+        seconds: for how long.
+    """
+
+    ended: int
+    total: int
+    sample_id: str = ""
+    rollout: int = 0
+    state: str = ""
+    seconds: float = 0.0
+
+
 class _ErrorLog:
     """Logs errors of episodes; equal ones within `REPEATED_SECONDS` are counted.
 
@@ -135,6 +157,7 @@ class Rollouts:
         self._attempts = itertools.count()
         self._has_shown_bug = False
         self._errors = _ErrorLog()
+        self._ended = self._total = 0
         self._watchdog = Watchdog(runtime.config.trainer.watchdog_s, causes=waiting_requests)
         self._loop = _new_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
@@ -258,6 +281,18 @@ class Rollouts:
                 if not self._thread.is_alive():
                     raise RunStopped("the thread that runs the episodes died") from None
 
+    def progress(self) -> Progress | None:
+        """Return how far `collect` is; None if it does not run. Any thread may call it."""
+        ended, total = self._ended, self._total
+        if not total:
+            return None
+        if (slowest := self._watchdog.longest_wait()) is None:
+            return Progress(ended, total)
+        seconds = time.monotonic() - slowest.since
+        return Progress(
+            ended, total, slowest.sample.id, slowest.rollout, slowest.state, max(0.0, seconds)
+        )
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the event loop of the rollouts and wait for it. Ctrl-C cancels it."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -321,8 +356,12 @@ class Rollouts:
 
     async def _play_all(self, plays: Sequence[_Play], per_sample: int) -> list[Scored | _Dropped]:
         """Play and score all rollouts. Each run of `per_sample` rollouts belongs to one sample."""
-        with self._watchdog.armed():
-            return await self._play_parts(plays, per_sample)
+        self._ended, self._total = 0, len(plays)
+        try:
+            with self._watchdog.armed():
+                return await self._play_parts(plays, per_sample)
+        finally:
+            self._total = 0
 
     async def _play_parts(self, plays: Sequence[_Play], per_sample: int) -> list[Scored | _Dropped]:
         """Play and score rollouts; those of a sample together if a reward needs all of them."""
@@ -341,6 +380,7 @@ class Rollouts:
         outcomes = await run_all([self._play(play) for play in plays])
         trajectories = [p for p in outcomes if isinstance(p, Trajectory)]
         scored = iter(await self._score(trajectories, plays[0]) if trajectories else [])
+        self._ended += len(plays)
         return [p if isinstance(p, _Dropped) else next(scored) for p in outcomes]
 
     async def _play(self, play: _Play) -> Trajectory | _Dropped:

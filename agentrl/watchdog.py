@@ -51,6 +51,10 @@ class Watchdog:
         """Stop watching an episode that ended."""
         self._episodes.pop(episode_id, None)
 
+    def longest_wait(self) -> Attempt | None:
+        """Return the episode whose state has not changed for the longest time; None without any."""
+        return min([*self._episodes.values()], key=lambda e: e.since, default=None)
+
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
         """Activate the watchdog within this block."""

@@ -165,6 +165,7 @@ class LiveDiagnosis:
         folder: Path,
         *,
         warn: Callable[[str], None] = log.warning,
+        found: Callable[[Finding], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         """Read what the run has recorded, so that no warning is repeated.
@@ -173,9 +174,11 @@ class LiveDiagnosis:
             folder: the run's folder. Warnings of steps that its `metrics.jsonl` does not have are
                 removed: a resumed run repeats these steps.
             warn: prints a warning.
+            found: called with each new finding; None: `warn` prints it.
             clock: returns the seconds.
         """
         self.folder, self._warn, self._clock = folder, warn, clock
+        self._found = found or (lambda finding: warn(describe(finding)))
         record = read_metrics(folder / METRICS)
         self._metrics = metrics_table(record)
         self._new: list[tuple[int, Mapping[str, Any]]] = []
@@ -235,7 +238,7 @@ class LiveDiagnosis:
             key = finding.name, finding.subject
             if finding.severity in ALARMS and key not in self._known:
                 self._known.add(key)
-                self._warn(describe(finding))
+                self._found(finding)
                 self._write(finding)
 
     def _read_episodes(self) -> pa.Table:

@@ -165,7 +165,8 @@ def _time_of_a_step(run: Run) -> Iterable[Row]:
     total, number = step.last.mean(), len(step.last)
     parts = []
     for name in run.metrics.column_names:
-        series = read_series(run, name) if name.startswith("timing_s/") else step
+        is_part = name.startswith("timing_s/") and not name.startswith("timing_s/agent_loop/")
+        series = read_series(run, name) if is_part else step
         if series is not step and name not in ("timing_s/step", "timing_s/testing") and len(series):
             of_last = series.values[series.steps >= step.steps[-number]].sum()
             parts.append((name.removeprefix("timing_s/"), of_last / number))
