@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from statistics import NormalDist
 
@@ -151,7 +151,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def _episode_seconds(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the seconds that episodes spent on each thing, by the name of the `Span`."""
-    seconds = [Counter[str]() for _ in trajectories]
+    seconds = [defaultdict[str, float](float) for _ in trajectories]
     for trajectory, sums in zip(trajectories, seconds, strict=True):
         for span in trajectory.spans:
             sums[span.name] += span.end - span.start

@@ -285,6 +285,7 @@ class Trajectory:
             versions.
         outcome: the outcome reward, if the agent itself reports it (`agent.reward`). None: a reward
             function computes it. It is not stored with the trajectory, but with its rewards.
+        counts: what a loop counted, by the names of metrics; not stored.
     """
 
     sample: Sample
@@ -301,6 +302,7 @@ class Trajectory:
     started: float | None = None
     spans: tuple[Span, ...] = ()
     outcome: float | None = None
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def assistant_text(self) -> str:

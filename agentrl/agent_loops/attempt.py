@@ -9,6 +9,7 @@ import math
 import time
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -128,6 +129,8 @@ class Attempt:
     """The conversation that becomes number 0 in the trajectory."""
     outcome: float | None = None
     """The reward that the agent itself reports; None: a reward function computes it."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """What the loop counted, by the names of metrics."""
     reserved_tokens: int = 0
     """The tokens that requests in flight may still sample."""
     tool_calls: int = 0

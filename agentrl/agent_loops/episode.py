@@ -509,6 +509,10 @@ class Episode:
             raise UserCodeError(f"the reward must be a finite number, not {reward!r}")
         self._attempt.outcome = float(reward)
 
+    def count(self, metric: str, number: int = 1) -> None:
+        """Add a number to a metric of the step, which is the sum over its rollouts."""
+        self._attempt.counts[metric] += number
+
     def split_thinking(self, turn: Turn) -> tuple[str, str]:
         """Return the thinking of a turn, and its other text without its well-formed tool calls.
 
@@ -550,6 +554,7 @@ class Episode:
             started=time.time() - (time.monotonic() - attempt.created),
             spans=tuple(spans),
             outcome=attempt.outcome,
+            counts=dict(attempt.counts),
         )
 
     # -- helpers ----------------------------------------------------------------------------------

@@ -197,6 +197,10 @@ class Session:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for event in self.events:
+            self._episode.count(f"gateway/{event.kind}")
+        for name, number in self.counts.items():
+            self._episode.count(f"gateway/ignored/{name}", number)
         if self._chains:
             # Of several with as many turns, the latest: an agent may summarize and begin again.
             main = max(reversed(self._chains), key=lambda chain: chain.turns)
