@@ -131,8 +131,12 @@ class Attempt:
     """The reward that the agent itself reports; None: a reward function computes it."""
     counts: Counter[str] = field(default_factory=Counter)
     """What the loop counted, by the names of metrics."""
+    turns_in_flight: int = 0
+    """The turns that the engine is sampling: several, if it takes concurrent requests."""
+    turn_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the next of these turns has ended, and replaced by a new event then."""
     reserved_tokens: int = 0
-    """The tokens that requests in flight may still sample."""
+    """The tokens that these turns may add to their rows, at most."""
     tool_calls: int = 0
     spawned: int = 0
     control_token_attempts: int = 0

@@ -19,6 +19,7 @@ are trained in their own rows only.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from bisect import bisect_left
@@ -189,9 +190,18 @@ class Episode:
         requested: int | None,
     ) -> Message:
         attempt, template = self._attempt, self._runtime.template
+        row, delta = self._context.next_row(strip=rollout.history_thinking == "strip")
+        # Turns in flight may use up the budgets that this one needs, or may not.
+        wanted = min(rollout.max_turn_tokens, requested or rollout.max_turn_tokens)
+        while attempt.turns_in_flight and (
+            len(attempt.turns) + attempt.turns_in_flight >= rollout.max_turns
+            or attempt.remaining_tokens(row, len(delta)) < wanted
+        ):
+            with attempt.waiting_for("queue", self._conversation):
+                await attempt.turn_ended.wait()
+            attempt.check()
         if len(attempt.turns) >= rollout.max_turns:
             raise attempt.end_with("turns")
-        row, delta = self._context.next_row(strip=rollout.history_thinking == "strip")
         remaining = attempt.remaining_tokens(row, len(delta))
         if remaining < 1:
             raise attempt.end_with("trajectory_tokens")
@@ -201,11 +211,15 @@ class Episode:
         seed = (self._n_turns, *([self._seed] if self._seed else []))
         start_time = time.monotonic()
         attempt.reserved_tokens += len(delta) + max_tokens
+        attempt.turns_in_flight += 1
         try:
             with attempt.waiting_for("generate", self._conversation):
                 generation, text = await attempt.sample_turn(prompt, sampling, seed)
         finally:
             attempt.reserved_tokens -= len(delta) + max_tokens
+            attempt.turns_in_flight -= 1
+            attempt.turn_ended.set()
+            attempt.turn_ended = asyncio.Event()
         seconds = time.monotonic() - start_time
         # The prompt may end with an opened thinking tag, which belongs to the text for parsers.
         opening = "" if parse else template.thinking.opening(prompt)

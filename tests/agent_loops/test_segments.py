@@ -332,6 +332,41 @@ def test_budgets_hold_for_conversations_at_once_and_nothing_is_played_after_the_
     assert t.sampled_tokens <= 8 and t.stop_reason == "trajectory_tokens"
 
 
+def test_budgets_hold_for_an_engine_that_takes_concurrent_requests():
+    """A turn that the budget may not suffice for waits for those in flight."""
+    most = 0
+
+    class Concurrent(Slow):
+        is_concurrent = True
+        in_flight = 0
+
+        async def generate(self, *args, **kwargs):
+            nonlocal most
+            self.in_flight += 1
+            most = max(most, self.in_flight)
+            try:
+                return await super().generate(*args, **kwargs)
+            finally:
+                self.in_flight -= 1
+
+    @registered
+    async def floods_at_once(ep):
+        await ep.generate()
+        await asyncio.gather(*(ep.spawn(f"critic {i}").generate() for i in range(5)))
+
+    def play_with(**budgets):
+        engine = Concurrent(lambda prompt, turn: "ab", TOKENIZER)
+        return played(floods_at_once, engine, config=limits(**budgets))
+
+    t = play_with(max_turns=4)
+    assert (len(t.turns), t.stop_reason, most) == (4, "turns", 3)
+    t = play_with()
+    assert (len(t.turns), t.stop_reason, most) == (6, "done", 5)
+    most = 0
+    t = play_with(max_trajectory_tokens=10, max_turn_tokens=4)
+    assert (t.sampled_tokens, t.stop_reason, most) == (10, "trajectory_tokens", 1)
+
+
 def test_a_frozen_trajectory_does_not_change():
     left = []
 
