@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from agentrl.errors import UserError
+
 
 def view(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="The folders of runs.")],
@@ -18,17 +20,33 @@ def view(
         str,
         typer.Option(help="Environment variable with the token; if empty, one is made."),
     ] = "AGENTRL_VIEW_TOKEN",
+    export: Annotated[
+        Path | None, typer.Option(help="Write one HTML file instead; it opens without a server.")
+    ] = None,
+    query: Annotated[
+        str, typer.Option(help="The episodes to export, as in `agentrl show`; by default all.")
+    ] = "",
 ) -> None:
     """Show recorded runs in a browser: curves, findings, steps, episodes, tokens.
 
     Prints the address, which contains a token: only who has it can read the runs. Runs may still be
     training. Several runs are shown side by side. Ctrl-C ends it.
 
+    With --export it starts no server. It writes the page with the episodes that --query finds into
+    a file, which everybody who gets the file can read.
+
     Examples:
         agentrl view runs/demo
 
         agentrl view runs/a runs/b --port 8899
+
+        agentrl view runs/demo --export run.html --query 'step>=50 reward<0.5'
     """
+    if query and export is None:
+        raise UserError(f"--query {query!r} chooses what --export FILE writes; add --export FILE")
+    if export is not None:
+        _write(export, runs, query)
+        return
     from agentrl.view.app import ViewServer, describe_tunnel
 
     token = os.environ.get(token_env) or secrets.token_urlsafe(16)
@@ -37,3 +55,14 @@ def view(
         typer.echo(f"on your machine: {tunnel}")
     typer.echo(f"open {server.address}")
     server.serve_forever()
+
+
+def _write(file: Path, runs: list[Path], query: str) -> None:
+    from agentrl.view.export import export_page
+
+    page = export_page(runs, query).encode()
+    try:
+        file.write_bytes(page)
+    except OSError as e:
+        raise UserError(f"cannot write {file}: {e.strerror}") from e
+    typer.echo(f"wrote {file} ({len(page) / 1e6:.1f} MB); open it in a browser")

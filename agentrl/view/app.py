@@ -3,11 +3,16 @@
     GET /api/runs                                       the runs
     GET /api/state                                      changes when a run gets new files
     GET /api/runs/{r}/metrics, /findings                of one run
-    GET /api/runs/{r}/episodes?q=&after=&limit=         what `find_episodes` returns
+    GET /api/runs/{r}/curves?by=                        what `rollout_curves` returns
+    GET /api/runs/{r}/episodes?q=&after=&limit=         what a query finds, as lines of JSON
+    GET /api/runs/{r}/step?step=                        what `describe_step` returns
     GET /api/runs/{r}/gaps?step=                        the largest gaps between trainer and engine
     GET /api/runs/{r}/episode?id=&step=                 an episode without tokens
     GET /api/runs/{r}/message?id=&step=&index=          the whole text of one message
     GET /api/runs/{r}/tokens?id=&step=&segment=&from=&to=
+
+A search sends the episodes that it has found until now, file by file. It stops when the client
+closes the connection.
 
 The folder of a run is readable by its owner alone, so all data needs the bearer token; the page
 gets it in the fragment of its address, which browsers do not send. The page itself has no data.
@@ -18,49 +23,59 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
+import anyio
 import orjson
 import uvicorn
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import FastAPI, Request, Response
+from fastapi import Query as Parameter
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import StreamingResponse
 from starlette.routing import Match
-from starlette.types import Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl.errors import DataError, UserError
 from agentrl.record import METRICS
 from agentrl.report.run import Run, load_run
 from agentrl.tools.serving.bind import bind, host_names_of, url_of
 from agentrl.tools.serving.guard import Guard, error_response
+from agentrl.view.curves import Part, rollout_curves
 from agentrl.view.episode import EpisodeView, largest_gaps
-from agentrl.view.query import find_episodes, parse_query
+from agentrl.view.older import find_lacking
+from agentrl.view.query import Query, find_choices, parse_query, search_files
+from agentrl.view.step import describe_step
 
 PAGE = Path(__file__).parent / "page"
-FILES = {
-    "/": ("index.html", "text/html"),
-    "/view.css": ("view.css", "text/css"),
-    "/view.js": ("view.js", "text/javascript"),
-}
+_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+FILES = {"/" if f.name == "index.html" else f"/{f.name}": f for f in sorted(PAGE.iterdir())}
+"""The files of the page by their path."""
 MAX_LIMIT = 2000
 """The most episodes or tokens of one answer."""
 MAX_TEXT = 2**16
 """The characters of a message that an episode contains; /message returns the rest."""
 GAPS = 5
+PROGRESS_SECONDS = 0.2
+"""How often a search that finds nothing reports its progress."""
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:;"
+    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self';"
-    " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
-    " frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "cross-origin-resource-policy": "same-origin",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-store",
+    b"content-security-policy": POLICY.encode(),
+    b"x-content-type-options": b"nosniff",
+    b"cross-origin-resource-policy": b"same-origin",
+    b"referrer-policy": b"no-referrer",
+    b"cache-control": b"no-store",
 }
 
-Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT)]
-Index = Annotated[int, Query(ge=0, lt=2**31)]
-Step = Annotated[int | None, Query(ge=0, lt=2**31)]
+Limit = Annotated[int, Parameter(ge=1, le=MAX_LIMIT)]
+Index = Annotated[int, Parameter(ge=0, lt=2**31)]
+Step = Annotated[int | None, Parameter(ge=0, lt=2**31)]
 
 
 def create_app(folders: Sequence[Path], token: str, names: frozenset[str]) -> FastAPI:
@@ -81,11 +96,7 @@ def create_app(folders: Sequence[Path], token: str, names: frozenset[str]) -> Fa
         public=frozenset(FILES),
     )
 
-    @app.middleware("http")
-    async def add_headers(request: Request, call_next: Callable[..., Any]) -> Response:
-        response = await call_next(request)
-        response.headers.update(HEADERS)
-        return response
+    app.add_middleware(_Headers)
 
     @app.exception_handler(UserError)
     async def answer_mistake(request: Request, error: UserError) -> Response:
@@ -103,15 +114,22 @@ def create_app(folders: Sequence[Path], token: str, names: frozenset[str]) -> Fa
     def open_view(r: int, episode: str, step: int | None) -> EpisodeView:
         return cached_view(r, episode, step, _version(folders[r]) if r < len(folders) else None)
 
-    for path, (name, kind) in FILES.items():
-        content = (PAGE / name).read_bytes()
+    for path, file in FILES.items():
+        content, kind = file.read_bytes(), _KINDS[file.suffix]
         app.add_api_route(path, lambda c=content, k=kind: Response(c, media_type=k))
 
     @app.get("/api/runs")
     def list_runs() -> Response:
         runs = [load_run(folder) for folder in folders]
         return _json(
-            [{"name": run.folder.resolve().name, "steps": run.store.all_steps()} for run in runs]
+            [
+                {
+                    "name": run.folder.resolve().name,
+                    "steps": run.store.all_steps(),
+                    "lacking": find_lacking(run),
+                }
+                for run in runs
+            ]
         )
 
     @app.get("/api/state")
@@ -122,15 +140,26 @@ def create_app(folders: Sequence[Path], token: str, names: frozenset[str]) -> Fa
     def metrics(r: int) -> Response:
         return _json(open_run(r).metrics.to_pydict())
 
+    @lru_cache(4)
+    def cached_findings(r: int, version: object) -> list[dict[str, Any]]:
+        return open_run(r).findings.to_pylist()
+
     @app.get("/api/runs/{r}/findings")
     def findings(r: int) -> Response:
-        return _json(open_run(r).findings.to_pylist())
+        return _json(cached_findings(r, _version(open_run(r).folder)))
+
+    @app.get("/api/runs/{r}/curves")
+    def curves(r: int, by: Part = "all") -> Response:
+        return _json(rollout_curves(open_run(r), by))
 
     @app.get("/api/runs/{r}/episodes")
     def episodes(r: int, q: str = "", after: Index = 0, limit: Limit = 100) -> Response:
-        found = find_episodes(open_run(r), parse_query(q), after, limit)
-        content = {"rows": found.rows.to_pylist(), "total": found.total, "limit": limit}
-        return _json(content | {"choices": {k: v[:50] for k, v in found.choices.items()}})
+        lines = _search(open_run(r), parse_query(q), after, limit)
+        return StreamingResponse(lines, media_type="application/x-ndjson")
+
+    @app.get("/api/runs/{r}/step")
+    def step(r: int, step: Index) -> Response:
+        return _json(describe_step(open_run(r), step))
 
     @app.get("/api/runs/{r}/gaps")
     def gaps(r: int, step: Index) -> Response:
@@ -155,8 +184,8 @@ def create_app(folders: Sequence[Path], token: str, names: frozenset[str]) -> Fa
     def tokens(
         r: int,
         id: str,
-        start: Annotated[int, Query(alias="from", ge=0)] = 0,
-        to: Annotated[int, Query(ge=0)] = MAX_LIMIT,
+        start: Annotated[int, Parameter(alias="from", ge=0)] = 0,
+        to: Annotated[int, Parameter(ge=0)] = MAX_LIMIT,
         segment: Index = 0,
         step: Step = None,
     ) -> Response:
@@ -207,6 +236,48 @@ def describe_tunnel(port: int) -> str:
     return f"ssh -L {port}:127.0.0.1:{port} {user}@{socket.gethostname()}"
 
 
+async def _search(run: Run, query: Query, after: int, limit: int) -> AsyncIterator[bytes]:
+    """Yield lines of JSON: the rows of each file that has some, and what was searched until now.
+
+    The last line has `choices` and no rows, or the `message` of an error. If the client closes the
+    connection, this generator is cancelled, and the files that follow are not read.
+    """
+    search = search_files(run, query, after, limit)
+    total, sent = 0, 0.0
+    try:
+        while (progress := await run_in_threadpool(next, search, None)) is not None:
+            total = progress.total
+            if len(progress.rows) or time.monotonic() - sent > PROGRESS_SECONDS:
+                sent = time.monotonic()
+                numbers = {"searched": progress.searched, "files": progress.files, "limit": limit}
+                yield _line({"rows": progress.rows.to_pylist(), "total": total} | numbers)
+        choices = {} if total else await run_in_threadpool(find_choices, run, query)
+        yield _line({"total": total, "choices": {k: v[:50] for k, v in choices.items()}})
+    except UserError as e:  # the status is sent already
+        yield _line({"message": str(e)})
+    finally:
+        with anyio.CancelScope(shield=True):
+            await run_in_threadpool(search.close)
+
+
+class _Headers:
+    """ASGI middleware that adds `HEADERS` to each response.
+
+    Starlette's own middleware for functions hides it from a response when the client leaves.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *HEADERS.items()]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
 def _has_route(app: FastAPI, scope: Scope) -> bool:
     return any(route.matches(scope)[0] is Match.FULL for route in app.router.routes)
 
@@ -223,3 +294,7 @@ def _json(content: Any) -> Response:
     """Return data as JSON, in which a number that is not finite is null."""
     body = orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)
     return Response(body, media_type="application/json")
+
+
+def _line(content: Any) -> bytes:
+    return orjson.dumps(content) + b"\n"

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,10 @@ from agentrl.store import LEARNED
 from agentrl.trajectory import Trajectory, Turn
 
 pc: Any = pyarrow.compute  # its functions are made at run time, unknown to type checkers
+
+
+QUANTITIES = ("logprob", "gap", "advantage", "clipped", "entropy", "version")
+"""The numbers of `EpisodeView.segments` by which tokens can be coloured."""
 
 
 class EpisodeView:
@@ -91,7 +96,12 @@ class EpisodeView:
             "started": t.started,
             "spans": [asdict(span) for span in t.spans],
             "segments": [
-                {"prompt": len(s.prompt_ids), "response": len(s.response_ids)} for s in t.segments
+                {
+                    "prompt": len(s.prompt_ids),
+                    "response": len(s.response_ids),
+                    "ranges": {name: _range(numbers[name]) for name in QUANTITIES},
+                }
+                for s, numbers in zip(t.segments, self.segments, strict=True)
             ],
             "messages": [
                 {"role": m.role, "content": m.content, "turn": turn_of.get(i)}
@@ -122,8 +132,10 @@ class EpisodeView:
             "calls": _describe_calls(turn),
         }
 
-    def tokens(self, segment: int, start: int, end: int) -> list[dict[str, Any]]:
-        """Return some response tokens of a segment, one dictionary for each.
+    def tokens(self, segment: int, start: int, end: int) -> dict[str, list[Any]]:
+        """Return the columns of some response tokens of a segment: one list for each number.
+
+        The columns are those of `segments`, and `text`: None if the run has no tokenizer.
 
         Raises:
             DataError: the episode has no such segment.
@@ -134,25 +146,28 @@ class EpisodeView:
                 f" {len(self.segments)}, counted from 0"
             )
         chosen = {n: v[max(0, start) : max(0, end)] for n, v in self.segments[segment].items()}
-        columns = {n: [None if x != x else x for x in v.tolist()] for n, v in chosen.items()}
-        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        for position, row in enumerate(rows, max(0, start)):
-            row["position"] = position
-            row["text"] = self._decode(row["token_id"])
-        return rows
+        columns: dict[str, list[Any]] = {
+            n: [None if x != x else x for x in v.tolist()] for n, v in chosen.items()
+        }
+        tokenizer = read_tokenizer(self.run.folder)
+        columns["text"] = [tokenizer and decode(tokenizer, t) for t in columns["token_id"]]
+        return columns
 
-    def _decode(self, token: int) -> str | None:
-        """Return the text of a token; None if the run has no tokenizer."""
-        return self._tokenizer and self._tokenizer.decode([token], skip_special_tokens=False)
 
-    @cached_property
-    def _tokenizer(self) -> Tokenizer | None:
-        # Without transformers, whose import takes longer than all else here. Older runs have the
-        # tokenizer only beside their trained model.
-        for folder in ("tokenizer", "model"):
-            if (path := self.run.folder / folder / "tokenizer.json").is_file():
-                return Tokenizer.from_file(str(path))
-        return None
+def decode(tokenizer: Tokenizer, token: Any) -> str:
+    """Return the text of a token."""
+    return tokenizer.decode([token], skip_special_tokens=False)
+
+
+@lru_cache(8)
+def read_tokenizer(folder: Path) -> Tokenizer | None:
+    """Return the tokenizer of a run's folder; None if it has none."""
+    # Without transformers, whose import takes longer than all else here. Older runs have the
+    # tokenizer only beside their trained model.
+    for name in ("tokenizer", "model"):
+        if (path := folder / name / "tokenizer.json").is_file():
+            return Tokenizer.from_file(str(path))
+    return None
 
 
 def largest_gaps(run: Run, step: int, n: int = 1) -> list[dict[str, Any]]:
@@ -164,8 +179,9 @@ def largest_gaps(run: Run, step: int, n: int = 1) -> list[dict[str, Any]]:
         n: the number of tokens.
 
     Returns:
-        `episode`, `segment`, `position`, `token_id` and `gap` (`old_logprob - logprob`, in nats) of
-        each; empty if the run has no logprobs of the trainer for the step.
+        `episode`, `segment`, `position`, `token_id`, `gap` (`old_logprob - logprob`, in nats) and
+        `text` (None without a tokenizer) of each; empty if the run has no logprobs of the trainer
+        for the step.
     """
     tokens = Run(run.folder, [step]).tokens
     gap = pc.subtract(tokens["old_logprob"], tokens["logprob"])
@@ -180,7 +196,9 @@ def largest_gaps(run: Run, step: int, n: int = 1) -> list[dict[str, Any]]:
         }
     ).filter(pc.is_valid(gap))
     chosen = pc.select_k_unstable(table, n, [("size", "descending")])
-    return table.take(chosen).drop_columns("size").to_pylist()
+    rows = table.take(chosen).drop_columns("size").to_pylist()
+    tokenizer = read_tokenizer(run.folder)
+    return [row | {"text": tokenizer and decode(tokenizer, row["token_id"])} for row in rows]
 
 
 def _describe_tokens(segment: Any, learned: Mapping[str, pa.Array]) -> dict[str, np.ndarray]:
@@ -199,6 +217,12 @@ def _describe_tokens(segment: Any, learned: Mapping[str, pa.Array]) -> dict[str,
             unknown if values is None else values.cast(pa.float64()).to_numpy(False)
         )
     return numbers | {"gap": np.where(sampled, numbers["old_logprob"] - numbers["logprob"], np.nan)}
+
+
+def _range(values: np.ndarray) -> list[float] | None:
+    """Return the smallest and the largest known value; None if none is known."""
+    known = values[~np.isnan(values)]
+    return [float(known.min()), float(known.max())] if len(known) else None
 
 
 def _message_indexes(t: Trajectory) -> list[int]:

@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,7 +199,7 @@ def find_episodes(run: Run, query: Query, after: int = 0, limit: int | None = No
 
 def search_files(
     run: Run, query: Query, after: int = 0, limit: int | None = None
-) -> Iterator[Progress]:
+) -> Generator[Progress, None, None]:
     """Yield what a query finds file by file, in the order of steps.
 
     A few files are searched ahead. If the iterator is closed, the files that follow are not read.

@@ -14,6 +14,7 @@ from agentrl.trajectory import (
     Sample,
     Scored,
     Segment,
+    Span,
     ToolCall,
     ToolResult,
     Trajectory,
@@ -28,6 +29,9 @@ HOSTILE = (
 )
 
 
+SAMPLE = Sample("row0", (Message("user", "2+2?"),), "tool_agent", "quiz", "4")
+
+
 def play(
     step: int,
     group: int,
@@ -39,8 +43,13 @@ def play(
     text: str = "four",
     source: str = "quiz",
     name: str = "",
+    masked: bool = False,
 ) -> Scored:
-    """Return a rollout of one turn; `calls` has the tool and the kind of error of each call."""
+    """Return a rollout of one turn; `calls` has the tool and the kind of error of each call.
+
+    Rollout r of a group starts r seconds after the first and takes 2 s: it waits half a second,
+    generates for 1 s, and calls its tools for the rest.
+    """
     turn = Turn(
         segment=0,
         start=0,
@@ -68,8 +77,10 @@ def play(
         sampling={"temperature": 1.0},
         stop_reason=stop,
         seconds=1.5,
+        started=1000.0 + rollout,
+        spans=(Span("queue", 0.0, 0.5), Span("generate", 0.5, 1.5), Span("tools", 1.5, 2.0)),
     )
-    return Scored(trajectory, {"outcome": reward}, reward)
+    return Scored(trajectory, {"outcome": reward}, reward, masked=masked)
 
 
 def write_run(folder: Path) -> Path:
@@ -84,7 +95,8 @@ def write_run(folder: Path) -> Path:
     ]
     second = [[play(2, 0, 0, text=HOSTILE, name="../../x"), play(2, 0, 1, calls=(("calc", ""),))]]
     for step, groups in ((1, first), (2, second)):
-        found = [Group(g[0].trajectory.sample, tuple(g)) for g in groups]
+        causes = ("EngineError: http://engine is down",) * (step == 2)
+        found = [Group(g[0].trajectory.sample, tuple(g), step - 1, None, causes) for g in groups]
         store.write(step, found)
     store.write(2, [Group(Sample("v", ()), (play(2, 0, 0, name="v2"),))], "val")
     known = {

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import threading
+import time
 from pathlib import Path
 
+import httpx
+import pyarrow.parquet as pq
 import pytest
 from fastapi.testclient import TestClient
-from support.recorded import HOSTILE, write_run
+from support.recorded import HOSTILE, SAMPLE, play, write_run
 
 from agentrl import load_run
 from agentrl.errors import DataError, UserError
+from agentrl.store import TrajectoryStore
+from agentrl.trajectory import Group
 from agentrl.view.app import FILES, MAX_TEXT, PAGE, ViewServer, create_app, describe_tunnel
 from agentrl.view.query import find_episodes, parse_query
+from agentrl.view.step import describe_step
 
 OLD = Path(__file__).parent.parent / "fixtures/old_run/run"
 TOKEN = {"authorization": "Bearer secret"}
@@ -36,35 +44,118 @@ def get(client, path, **params):
     return answer.json()
 
 
+def search(client, path, **params):
+    """Return the rows of all lines of a search, and its last line."""
+    answer = client.get(path, params=params, headers=TOKEN)
+    assert answer.status_code == 200, answer.text
+    *lines, last = map(json.loads, answer.text.splitlines())
+    return [row for line in lines for row in line["rows"]], last
+
+
 def test_the_numbers_are_those_of_load_run(client, folder):
     run = load_run(folder)
     assert get(client, "/api/runs/0/metrics") == run.metrics.to_pydict()
     assert get(client, "/api/runs/0/findings") == run.findings.to_pylist()
-    found = get(client, "/api/runs/0/episodes", q="step=1", after=1, limit=2)
+    found, last = search(client, "/api/runs/0/episodes", q="step=1", after=1, limit=2)
     rows = find_episodes(run, parse_query("step=1")).rows.to_pylist()
-    assert found["rows"] == rows[1:3] and found["total"] == 4
+    assert found == rows[1:3] and last == {"total": 4, "choices": {}}
+    [*_, last] = search(client, "/api/runs/0/episodes", q="tool=serch")
+    assert last == {"total": 0, "choices": {"tool": ["calc", "search"]}}
     table = [row for row in run.tokens.to_pylist() if row["episode_id"] == "e2-0-1"]
     tokens = get(client, "/api/runs/0/tokens", id="e2-0-1")
-    names = ("position", "logprob", "advantage", "clipped", "entropy", "version")
-    assert [[t[n] for n in names] for t in tokens] == [[t[n] for n in names] for t in table]
-    assert tokens[0]["advantage"] == 0.0 and tokens[2]["advantage"] is None
-    assert get(client, "/api/runs/0/tokens", id="e2-0-1", **{"from": 1, "to": 2}) == tokens[1:2]
+    names = ("logprob", "advantage", "clipped", "entropy", "version")
+    assert {n: tokens[n] for n in names} == {n: [row[n] for row in table] for n in names}
+    assert tokens["advantage"] == [0.0, 2.0, None]
+    part = get(client, "/api/runs/0/tokens", id="e2-0-1", **{"from": 1, "to": 2})
+    assert part == {name: values[1:2] for name, values in tokens.items()}
     assert get(client, "/api/runs/0/gaps", step=2)[0]["position"] == 1
 
 
 def test_an_old_run_opens(client):
-    [*_, row] = get(client, "/api/runs/1/episodes")["rows"]
+    [*_, row] = search(client, "/api/runs/1/episodes")[0]
     episode = get(client, "/api/runs/1/episode", id=row["episode"], step=row["step"])
     assert episode["reward"] == row["reward"] and episode["group"] is None
     assert get(client, "/api/runs/1/gaps", step=row["step"]) == []
+    step = get(client, "/api/runs/1/step", step=row["step"])
+    assert step["time"] is None and row["episode"] in [r["episode"] for r in step["rollouts"]]
+    [first, old] = get(client, "/api/runs")
+    assert len(first["lacking"]) == 1 and "the tokenizer" in first["lacking"][0]
+    assert [text.split()[0] for text in old["lacking"]] == ["what", "the", "why", "what"]
+
+
+def test_a_run_without_the_newest_columns_and_files_opens(tmp_path):
+    """The record of an older version is one of today without some columns and files."""
+    folder = write_run(tmp_path)
+    expected = describe_step(load_run(folder), 2)
+    added = ["group", "started", "spans", "drop_causes", "as_text", "control_token_attempts"]
+    for path in (folder / "trajectories").iterdir():
+        pq.write_table(pq.read_table(path).drop_columns(added), path)
+    shutil.rmtree(folder / "learned")
+    with TestClient(create_app([folder], "", frozenset())) as own:
+        [run] = get(own, "/api/runs")
+        assert len(run["lacking"]) == 5
+        step = get(own, "/api/runs/0/step", step=2)
+        assert expected["time"]["seconds"] == 3.0 and step["time"] is None
+        [lost] = step["untrained"]
+        assert (lost["count"], lost["why"], lost["groups"]) == (1, None, [])
+        for row, before in zip(step["rollouts"], expected["rollouts"], strict=True):
+            assert row["group"] is None and row["spans"] == [] and row["end"] is None
+            assert row["reward"] == before["reward"]
+        episode = get(own, "/api/runs/0/episode", id="e2-0-1")
+        assert episode["turns"][0]["advantage"] is None and episode["spans"] == []
+        tokens = get(own, "/api/runs/0/tokens", id="e2-0-1")
+        assert tokens["advantage"] == [None] * 3 and tokens["logprob"] == [-0.5, -0.25, None]
+        assert get(own, "/api/runs/0/curves", by="tool")["curves"]
+        assert get(own, "/api/runs/0/findings") is not None
+
+
+def test_a_search_stops_when_the_client_goes_away(tmp_path, monkeypatch):
+    """A real client closes its connection to a real server while the search is under way."""
+    store = TrajectoryStore(tmp_path / "trajectories")
+    first = store.write(1, [Group(SAMPLE, (play(1, 0, 0, text="needle"),))])
+    for step in range(2, 401):
+        (store.folder / f"train-{step:08d}.parquet").symlink_to(first)
+    searched: list[str] = []
+    read_columns = TrajectoryStore.read_columns
+
+    def read_slowly(self, path, names):
+        if names == ["messages"]:
+            searched.append(path.name)
+            time.sleep(0.01)
+        return read_columns(self, path, names)
+
+    monkeypatch.setattr(TrajectoryStore, "read_columns", read_slowly)
+    server = ViewServer([tmp_path], "127.0.0.1", 0, "secret")
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.port}/api/runs/0/episodes"
+        with httpx.stream("GET", url, params={"q": "needle"}, headers=TOKEN) as answer:
+            line = json.loads(next(answer.iter_lines()))
+            assert len(line["rows"]) == 1 and line["files"] == 400 > line["searched"]
+        deadline = time.monotonic() + 5
+        count = -1
+        while count != len(searched):  # until no file follows for a tenth of a second
+            assert time.monotonic() < deadline
+            count = len(searched)
+            time.sleep(0.1)
+        assert 0 < count < 200
+        rows = httpx.get(url, params={"q": "needle"}, headers=TOKEN).text.splitlines()
+        assert json.loads(rows[-1])["total"] == 400 and len(searched) == count + 400
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def test_a_damaged_file_ends_a_search_with_its_name(tmp_path):
+    folder = write_run(tmp_path)
+    (folder / "trajectories/train-00000002.parquet").write_bytes(b"PAR1")
+    with TestClient(create_app([folder], "", frozenset())) as own:
+        rows, last = search(own, "/api/runs/0/episodes", q="step>0")
+        assert len(rows) == 4 and "train-00000002.parquet is not a readable file" in last["message"]
 
 
 def test_a_long_message_is_cut_until_it_is_asked_for(client, folder, tmp_path):
-    from support.recorded import play
-
-    from agentrl.store import TrajectoryStore
-    from agentrl.trajectory import Group
-
     long = play(1, 0, 0, text=HOSTILE * (10**7 // len(HOSTILE)))
     TrajectoryStore(tmp_path / "trajectories").write(1, [Group(long.trajectory.sample, (long,))])
     app = create_app([tmp_path], "secret", frozenset())
@@ -87,7 +178,7 @@ def test_a_long_message_is_cut_until_it_is_asked_for(client, folder, tmp_path):
 )
 def test_who_may_read(client, headers, status):
     paths = [route.path for route in client.app.routes if route.path.startswith("/api")]
-    assert len(paths) == 9
+    assert len(paths) == 11
     for path in paths:
         answer = client.get(path.replace("{r}", "0"), headers=headers)
         assert answer.status_code in ((status,) if status != 200 else (200, 422))
@@ -100,7 +191,7 @@ def test_the_page_has_no_data_and_forbids_other_scripts(client):
         assert answer.status_code == 200
         policy = answer.headers["content-security-policy"]
         assert "default-src 'none'; script-src 'self'" in policy and "unsafe" not in policy
-    script = (PAGE / "view.js").read_text()
+    script = "".join(file.read_text() for file in PAGE.glob("*.js"))
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", script)
 
 

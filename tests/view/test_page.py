@@ -3,68 +3,179 @@
 from __future__ import annotations
 
 import threading
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from support.browser import Browser
 from support.needs import needs_browser
 from support.recorded import write_run
 
+from agentrl import load_run
+from agentrl.cli import main
+from agentrl.report import Finding, diagnosis
+from agentrl.report.diagnosis import diagnoses
 from agentrl.view.app import ViewServer
 
 pytestmark = [pytest.mark.browser, needs_browser]
+OLD = Path(__file__).parent.parent / "fixtures/old_run/run"
+
+
+def late_search(run):
+    """Cite the first turn of an episode, and another one as a whole."""
+    if "first" in run.folder.name:
+        yield Finding(2, "a search is late", {}, ("e1-0-0", "e1-0-1"), turns=(0, None))
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    folders = [write_run(tmp_path_factory.mktemp(name)) for name in ("first", "second")]
-    server = ViewServer(folders, "127.0.0.1", 0, "secret")
+def folders(tmp_path_factory):
+    return [write_run(tmp_path_factory.mktemp(name)) for name in ("first", "second")]
+
+
+@pytest.fixture(scope="module")
+def page(folders, tmp_path_factory):
+    server = ViewServer([*folders, OLD], "127.0.0.1", 0, "secret")
     thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    browser.send("Page.navigate", url=server.address)
-    browser.wait("document.body && document.body.dataset.ready === 'yes'")
-    yield browser
-    browser.close()
-    server.should_exit = True
-    thread.join(10)
+    with diagnoses.isolated(keep=[]):
+        diagnosis("late_search")(late_search)
+        thread.start()
+        browser = Browser(tmp_path_factory.mktemp("profile"))
+        browser.send("Page.navigate", url=server.address)
+        browser.wait("document.body && document.body.dataset.ready === 'yes'")
+        yield browser
+        browser.close()
+        server.should_exit = True
+        thread.join(10)
 
 
 def visit(page: Browser, address: str) -> str:
     """Open a page by its address and return its text."""
-    page.run(f"document.body.dataset.ready = ''; location.hash = {address!r}; 0")
+    page.run(
+        f"document.body.dataset.ready = ''; location.hash === {address!r}"
+        f" ? draw() : location.hash = {address!r}; 0"
+    )
     page.wait("document.body.dataset.ready === 'yes'")
     return page.run("document.getElementById('main').innerText")
 
 
+def use_colors(page: Browser, scheme: str) -> None:
+    feature = {"name": "prefers-color-scheme", "value": scheme}
+    page.send("Emulation.setEmulatedMedia", features=[feature])
+
+
+def press(page: Browser, key: str) -> None:
+    """Press a key as a user does: the browser moves the focus, scrolls and follows links."""
+    codes = {"Tab": 9, "Enter": 13, "Home": 36, "End": 35, "ArrowLeft": 37, "ArrowRight": 39}
+    event = {"key": key, "windowsVirtualKeyCode": codes.get(key, ord(key[0].upper()))}
+    text = {"Enter": "\r"}.get(key, key if len(key) == 1 else "")
+    page.send("Input.dispatchKeyEvent", type="keyDown", text=text, **event)
+    page.send("Input.dispatchKeyEvent", type="keyUp", **event)
+
+
 PAGES = (
     "#/?",
+    "#/?by=tool",
     "#/run/0?q=calls%3E0",
     "#/run/0/step/2",
     "#/run/0/episode?id=e2-0-1",
+    "#/run/0/episode?id=e2-0-1&layout=table",
     "#/run/0/episode?id=..%2F..%2Fx",
+    "#/run/2/step/1",
 )
 
 
+def test_the_run_page_shows_curves_and_findings(page, folders):
+    text = visit(page, "#/?")
+    assert "3 runs" in text and "critic/score/mean" in text
+    assert "0.75 ± 0.25, n = 2 last steps" in text
+    # The only alarm marks the step at which it begins in each chart.
+    assert "a search is late" in text and "e1-0-0, turn 0" in text
+    assert page.run("document.querySelectorAll('.mark title')[0].textContent").startswith("step 2:")
+    assert "An older version recorded this run. It lacks: what the time" in text
+    # Of step 2, two rollouts of one row: their mean, and n. One row has no standard error.
+    rollouts = load_run(folders[0]).behaviour.to_pylist()
+    rewards = [r["reward"] for r in rollouts if (r["step"], r["split"]) == (2, "train")]
+    assert rewards == [1.0, 1.0]
+    assert f"{folders[0].name}: step 2: 1, n = 2 of 1 row" in text
+    by_tool = visit(page, "#/?by=tool")
+    assert "calc: step 2: 0.5, n = 2 of 1 row" in by_tool and "seconds of a call" in by_tool
+    assert f"{folders[0].name} · tool_agent: step 2" in visit(page, "#/?by=agent")
+
+
 def test_questions_are_answered(page):
-    runs = visit(page, "#/?")
-    assert "2 runs" in runs and "0.75 ± 0.25" in runs and "critic/score/mean" in runs
     # Which rollout of group 1 called no tool, and which one timed out?
-    assert "2 episodes; 1 to 2" in visit(page, "#/run/0?q=step%3D1 group%3D1 calls%3D0")
+    assert "2 episodes" in visit(page, "#/run/0?q=step%3D1 group%3D1 calls%3D0")
     timed_out = visit(page, "#/run/0?q=tool%3Dsearch error%3Dtimeout")
     assert "e1-0-0" in timed_out and "e1-0-1" not in timed_out
     assert "tool is one of: calc, search" in visit(page, "#/run/0?q=tool%3Dserch")
-    # Which token of step 2 had the largest gap?
-    assert "-1 nats: token 1 of e2-0-1" in visit(page, "#/run/0/step/2")
-    # What did it learn from? Unknown is not 0.
-    visit(page, "#/run/0/episode?id=e2-0-1&token=1")
-    rows = page.run("[...document.querySelectorAll('#tokens .row')].map(r => r.innerText)")
-    cells = [row.split() for row in rows]
-    assert " ".join(cells[0]) == "turn 0 0 ? 1 -0.5 -0.5 0 0 0 ? 1"
-    assert " ".join(cells[1]) == "turn 0 1 ? 2 -0.25 -1.25 -1 2 1 ? 1"
-    assert " ".join(cells[2]) == "not sampled 2 ? 3 ? ? ? ? ? ? ?"
-    assert page.run("document.querySelector('#tokens .chosen').innerText").split()[2] == "1"
+    step = visit(page, "#/run/0/step/2")
+    # Which token had the largest gap? Which call was slowest? What was dropped, and why?
+    assert "-1 nats: token 1 of e2-0-1" in step
+    assert "500 ms: calc, turn 0 of e2-0-1" in step
+    assert "1 rollout dropped after an error: EngineError: http://engine is down" in step
+    assert "Findings that begin here" in step and "a search is late" in step
+    # What waited for what? Rollout 1 starts a second after rollout 0 and ends a second after it.
+    assert "The rollouts took 3 s. The last 1 rollout of 2 (5 %) kept the step waiting" in step
+    assert "waiting for 1 s after all others had ended" in step
+    assert "group 0, rollout 1 ended at 3 s, meanwhile: generate 500 ms, tools 500 ms" in step
+    widths = page.run(
+        "[...document.querySelectorAll('.bar')].map(b => [...b.children]"
+        ".map(s => [s.className, s.style.left, s.style.width]))"
+    )
+    assert widths[0][0] == ["span-queue", "33.3333%", "16.6667%"]
+    assert widths[1][1] == ["span-generate", "16.6667%", "33.3333%"]
     calls = visit(page, "#/run/0/episode?id=e1-0-0")
     assert "timeout, 500 ms" in calls and "advantage ?" in calls
+
+
+def test_a_finding_is_at_the_turn_that_it_cites(page):
+    visit(page, "#/run/0/episode?id=e1-0-0")
+    where = "document.querySelector('article.assistant article.finding').innerText"
+    assert "a search is late" in page.run(where)
+    visit(page, "#/run/0/episode?id=e1-0-1")
+    assert page.run("document.querySelector('article.assistant article.finding')") is None
+    assert "a search is late" in page.run("document.querySelector('main > section').innerText")
+
+
+def test_the_numbers_on_the_screen_are_those_of_load_run(page, folders):
+    run = load_run(folders[0])
+    visit(page, "#/run/0?q=step%3D1")
+    rows = page.run(
+        "[...document.querySelectorAll('tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
+    )
+    shown = [(r[-1], float(r[4]), float(r[10])) for r in rows]
+    episodes = [row for row in run.episodes.to_pylist() if row["step"] == 1]
+    assert shown == [(r["episode_id"], r["reward"], r["seconds"]) for r in episodes]
+    visit(page, "#/run/0/episode?id=e2-0-1&layout=table")
+    rows = page.run("[...document.querySelectorAll('#tokens .row')].map(r => r.innerText)")
+    table = [row for row in run.tokens.to_pylist() if row["episode_id"] == "e2-0-1"]
+    names = ("position", "token_id", "logprob", "old_logprob", "advantage", "clipped", "version")
+    at = (2, 4, 5, 6, 8, 9, 11)  # the words of a row: "turn", "0", position, text, ...
+    for row, expected in zip(rows[:2], table[:2], strict=True):
+        assert [float(row.split()[i]) for i in at] == [expected[name] for name in names]
+    assert rows[2].split() == ["not", "sampled", "2", "?", "3", *"???????"]
+    metric = visit(page, "#/?metrics=critic/score/mean")
+    scores = run.metrics["critic/score/mean"].to_pylist()
+    assert f"{sum(scores) / len(scores):g} ± 0.25, n = {len(scores)} last steps" in metric
+
+
+def test_the_colour_of_an_unknown_number_is_not_that_of_0(page):
+    visit(page, "#/run/0/episode?id=e2-0-1&color=advantage")
+    style = (
+        "(() => { const s = getComputedStyle(document.querySelector('[data-token=\"%d\"]'));"
+        " return [s.backgroundColor, s.backgroundImage.slice(0, 9)] })()"
+    )
+    zero, most, observed = (page.run(style % i) for i in range(3))
+    assert zero == ["rgba(240, 130, 20, 0)", "none"]
+    assert observed == ["rgba(0, 0, 0, 0)", "none"]
+    assert most == ["rgba(240, 130, 20, 0.6)", "none"]
+    visit(page, "#/run/0/episode?id=e2-0-1&color=entropy")
+    assert page.run(style % 0) == ["rgba(0, 0, 0, 0)", "repeating"]
+    assert page.run("document.querySelectorAll('#tokens .observed').length") == 1
+    legend = page.run("[...document.querySelectorAll('.tokenlegend span')].map(s => s.innerText)")
+    assert legend == ["unknown", "not sampled"]
+    text = page.run("document.getElementById('tokens').innerText")
+    assert text.split() == ["turn", "0", "1", "2", "not", "sampled", "3"]
 
 
 def test_nothing_of_a_hostile_run_executes(page):
@@ -74,7 +185,7 @@ def test_nothing_of_a_hostile_run_executes(page):
     assert page.run(
         "window.ran === undefined && document.querySelectorAll('main img').length === 0"
     )
-    assert page.run("document.scripts.length") == 1
+    assert page.run("[...document.scripts].every(s => s.src.startsWith(location.origin))")
     assert not page.errors
 
 
@@ -86,11 +197,103 @@ def test_no_page_is_wider_than_the_window(page, width):
         assert page.run("document.documentElement.scrollWidth") <= width, address
 
 
-def test_the_keyboard_reaches_search_and_links(page):
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_follow_the_scheme_and_axe_finds_nothing_serious(page, scheme):
+    spec = find_spec("axe_core_python")
+    assert spec and spec.submodule_search_locations, "pip install -e '.[dev]' has axe-core-python"
+    axe = (Path(spec.submodule_search_locations[0]) / "axe.min.js").read_text()
+    use_colors(page, scheme)
+    page.resize(1000)
+    for address in PAGES:
+        visit(page, address)
+        back = page.run("getComputedStyle(document.body).backgroundColor")
+        assert back == {"light": "rgb(255, 255, 255)", "dark": "rgb(15, 19, 24)"}[scheme]
+        page.run(f"{axe};0")
+        result = page.send(
+            "Runtime.evaluate",
+            expression="axe.run(document).then(r => r.violations.map("
+            "v => [v.impact, v.id, v.nodes.slice(0, 3).map(n => n.html)]))",
+            awaitPromise=True,
+            returnByValue=True,
+        )
+        grave = [v for v in result["result"]["value"] if v[0] in ("serious", "critical")]
+        assert grave == [], address
+
+
+def test_the_keyboard_reaches_everything(page):
+    """Tab reaches each link, button, field and scrolled box in turn, and Enter opens a link."""
+    focusable = "main a, main button, main input, main select, main [tabindex='0']"
+    for address in ("#/?", "#/run/0?q=step%3D1", "#/run/0/step/2", "#/run/0/episode?id=e2-0-1"):
+        visit(page, address)
+        count = page.run(f"document.querySelectorAll({focusable!r}).length")
+        page.run("window.reached = new Set(); document.getElementById('main').focus(); 0")
+        for _ in range(count):
+            press(page, "Tab")
+            page.run("window.reached.add(document.activeElement); 0")
+        missed = (
+            f"[...document.querySelectorAll({focusable!r})].filter(e => !window.reached.has(e))"
+            ".map(e => e.outerHTML)"
+        )
+        assert count > 3 and page.run(missed) == [], address
     visit(page, "#/run/0?q=step%3D1")
-    for key in ("/", "Escape"):
-        page.send("Input.dispatchKeyEvent", type="keyDown", key=key, text=key[:1])
+    press(page, "/")
     assert page.run("document.activeElement.id") == "query"
     page.run("document.activeElement.blur(); 0")
-    page.send("Input.dispatchKeyEvent", type="keyDown", key="j", text="j")
+    press(page, "j")
     assert page.run("document.activeElement.getAttribute('href')") == "#/run/0/step/1"
+    press(page, "Enter")
+    page.wait("document.body.dataset.ready === 'yes' && document.title.startsWith('Step 1')")
+
+
+def test_the_keys_choose_a_token_and_a_step(page):
+    visit(page, "#/run/0/episode?id=e2-0-1")
+    page.run("document.getElementById('tokens').focus(); 0")
+    for _ in range(2):
+        press(page, "ArrowRight")
+    page.wait("document.querySelector('.readout').textContent.startsWith('token 1')")
+    assert "gap -1 · advantage 2" in page.run("document.querySelector('.readout').textContent")
+    assert page.run("document.querySelector('#tokens .chosen').dataset.token") == "1"
+    assert "token=1" in page.run("location.hash")
+    visit(page, "#/?metrics=critic/score/mean")
+    page.run("[...document.querySelectorAll('.plot')].at(-1).focus(); 0")
+    press(page, "Home")
+    readout = page.run("[...document.querySelectorAll('figure output')].at(-1).textContent")
+    assert "step 1: 0.5" in readout
+    press(page, "Enter")
+    page.wait("document.body.dataset.ready === 'yes' && document.title.startsWith('Step 1')")
+
+
+def test_a_new_search_cancels_the_one_before(page):
+    visit(page, "#/run/0")
+    page.run("location.hash = '#/run/0?q=evil'; 0")
+    assert "needle" not in visit(page, "#/run/0?q=quoted")
+    assert page.run("document.querySelector('h1').textContent") == "Episodes: quoted"
+    assert page.run("document.querySelectorAll('tbody tr').length") == 1
+
+
+def test_an_exported_file_opens_without_a_server(folders, tmp_path):
+    file = tmp_path / "run.html"
+    with pytest.raises(SystemExit) as end:
+        main(["view", *map(str, folders), "--export", str(file), "--query", "step=2"])
+    assert end.value.code == 0
+    browser = Browser(tmp_path / "profile")
+    browser.send("Network.enable")
+    browser.send("Page.navigate", url=file.as_uri())
+    browser.wait("document.body && document.body.dataset.ready === 'yes'")
+    assert "0.75 ± 0.25" in browser.run("document.getElementById('main').innerText")
+    assert "3 episodes" in visit(browser, "#/run/0")
+    step = visit(browser, "#/run/0/step/2")
+    assert "-1 nats: token 1 of e2-0-1" in step and "EngineError" in step
+    episode = visit(browser, "#/run/0/episode?id=..%2F..%2Fx&step=2")
+    assert "<script>window.ran=1</script>" in episode and "\\x1b[31mred" in episode
+    visit(browser, "#/run/1/episode?id=e2-0-1&layout=table")
+    assert "-0.25" in browser.run("document.getElementById('tokens').innerText")
+    assert "does not contain that" in visit(browser, "#/run/0/episode?id=e1-0-0")
+    assert browser.run("window.ran === undefined && document.getElementById('search').hidden")
+    assert not browser.errors
+    # The policy of the file lets no other script run and sends nothing.
+    browser.run("document.body.append(Object.assign(document.createElement('script'),"
+                " {textContent: 'window.ran = 2'})); 0")  # fmt: skip
+    assert browser.run("window.ran") is None
+    assert any("Content Security Policy" in error for error in browser.errors)
+    browser.close()

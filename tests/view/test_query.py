@@ -109,12 +109,14 @@ def test_an_old_run_is_found_with_what_it_lacks_unknown():
 def test_numbers_of_an_episode_are_those_of_the_tables(folder):
     run = load_run(folder)
     view = EpisodeView(run, "e2-0-1")
-    rows = view.tokens(0, 0, 99)
+    columns = view.tokens(0, 0, 99)
     table = [row for row in run.tokens.to_pylist() if row["episode_id"] == "e2-0-1"]
-    shared = ("position", "token_id", "mask", "logprob", "old_logprob", "advantage", "clipped")
-    assert [[row[n] for n in shared] for row in rows] == [[row[n] for n in shared] for row in table]
-    assert [row["gap"] for row in rows] == [0.0, -1.0, None]
-    assert view.tokens(0, 1, 2) == rows[1:2]
+    shared = ("token_id", "mask", "logprob", "old_logprob", "advantage", "clipped")
+    assert {n: columns[n] for n in shared} == {n: [row[n] for row in table] for n in shared}
+    assert columns["gap"] == [0.0, -1.0, None]
+    assert view.tokens(0, 1, 2) == {name: values[1:2] for name, values in columns.items()}
+    [segment] = view.describe()["segments"]
+    assert segment["ranges"]["gap"] == [-1.0, 0.0] and segment["ranges"]["entropy"] is None
     [turn] = view.describe()["turns"]
     assert (turn["advantage"], turn["largest_gap"], turn["largest_gap_at"]) == (1.0, -1.0, 1)
     assert turn["clipped"] == 1
@@ -126,7 +128,8 @@ def test_numbers_of_an_episode_are_those_of_the_tables(folder):
 
 def test_the_largest_gap_of_a_step(folder):
     [gap] = largest_gaps(load_run(folder), 2)
-    assert gap == {"episode": "e2-0-1", "segment": 0, "position": 1, "token_id": 2, "gap": -1.0}
+    place = {"episode": "e2-0-1", "segment": 0, "position": 1, "token_id": 2, "text": None}
+    assert gap == place | {"gap": -1.0}
     assert largest_gaps(load_run(folder), 1) == []
 
 

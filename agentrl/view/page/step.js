@@ -1,0 +1,131 @@
+// A step: what took long, what did not train, and its groups with their rollouts side by side.
+"use strict";
+
+const KINDS = ["generate", "tools", "queue", "interaction", "reward", "open", "loop"];
+const MEANING = {
+  generate: "the engine samples", tools: "tool calls", queue: "waiting for the engine or a connection", interaction: "the simulated user", reward: "the reward function",
+  open: "opening the tools", loop: "the agent loop itself",
+};
+const TRACKS = 40; // rollouts that the timeline shows at first
+
+async function showStep(run, step) {
+  const data = await get(`/api/runs/${run}/step`, { step });
+  const names = new Map(data.rollouts.map((row) => [row.episode, nameRollout(row)]));
+  const findings = make("section", {});
+  const gaps = make("section", {}, make("h2", {}, "Largest gaps to the trainer"), make("p", {}, "…"));
+  const nextTo = [];
+  if (step > 0) nextTo.push(stepLink(run, step - 1, "previous step"), " ");
+  nextTo.push(stepLink(run, step + 1, "next step"));
+  if (!data.rollouts.length) return { nodes: [make("h1", {}, `Step ${step}`), make("p", {}, "no rollout of this step is stored ", ...nextTo)] };
+  return {
+    nodes: [make("h1", {}, `Step ${step}`), make("p", {}, describeRollouts(data.rollouts), " · ", ...nextTo), findings,
+      make("div", { class: "facts" }, gaps, slowCalls(run, data.slow_calls, names), untrained(run, data, names)),
+      ...timeOfStep(run, step, data, names), make("h2", {}, "Groups"), ...groups(run, step, data.rollouts)],
+    after: async () => {
+      const list = await get(`/api/runs/${run}/gaps`, { step });
+      const items = list.map((gap) => make("li", {}, `${format(gap.gap)} nats: `, episodeLink(run, `token ${gap.position} of ${gap.episode}`, { id: gap.episode, step, segment: gap.segment, token: gap.position }),
+        isMissing(gap.text) ? "" : make("code", {}, quote(gap.text)), ` ${names.get(gap.episode) ?? ""}`));
+      gaps.replaceChildren(make("h2", {}, "Largest gaps to the trainer"), items.length ? make("ol", {}, ...items) : make("p", { class: "unknown" }, "the trainer's logprobs of this step are not recorded"));
+      const own = (await get(`/api/runs/${run}/findings`)).filter((finding) => finding.step === step);
+      if (own.length) findings.replaceChildren(make("h2", {}, "Findings that begin here"), ...own.map((finding) => findingNote(run, finding, [])));
+    },
+  };
+}
+
+// Groups of each split are counted from 0, so all splits but training are named.
+const nameRollout = (row) => `${row.split === "train" ? "" : `${row.split} `}${isMissing(row.group) ? `row ${row.sample}` : `group ${row.group}`}, rollout ${row.rollout}`;
+const quote = (text) => JSON.stringify(text);
+
+function describeRollouts(rollouts) {
+  const splits = Map.groupBy(rollouts, (row) => row.split);
+  return [...splits].map(([split, rows]) => `${split}: ${plural(rows.length, "rollout")} of ${plural(new Set(rows.map((row) => row.group ?? row.sample)).size, "group")}`).join("; ");
+}
+
+function slowCalls(run, calls, names) {
+  const items = calls.map((call) => make("li", {}, `${seconds(call.seconds)}: ${call.tool || "?"}${call.error ? ` (${call.error})` : ""}, `,
+    episodeLink(run, `turn ${call.turn} of ${call.episode}`, { id: call.episode, turn: call.turn }), ` ${names.get(call.episode)}`));
+  return make("section", {}, make("h2", {}, "Slowest tool calls"), items.length ? make("ol", {}, ...items) : make("p", {}, "no tool was called"));
+}
+
+function untrained(run, data, names) {
+  const items = data.untrained.map((part) => {
+    const more = [];
+    if (part.groups.length) more.push(` Groups: ${part.groups.slice(0, 20).join(", ")}${part.groups.length > 20 ? ", …" : ""}.`);
+    for (const id of part.episodes) more.push(" ", episodeLink(run, names.get(id), { id }));
+    return make("li", {}, make("b", {}, `${plural(part.count, "rollout")} ${part.what}: `), isMissing(part.why) ? make("span", { class: "unknown" }, "the cause is not recorded") : part.why, ".", ...more);
+  });
+  return make("section", {}, make("h2", {}, "Dropped and not trained on"), items.length ? make("ul", {}, ...items) : make("p", {}, "nothing: all rollouts of this step trained"));
+}
+
+// --- Time ----------------------------------------------------------------------------------------
+
+function timeOfStep(run, step, data, names) {
+  const { time } = data;
+  const heading = make("h2", {}, "What waited for what");
+  if (!time) return [heading, make("p", { class: "unknown" }, "the times of this step's rollouts are not recorded")];
+  const total = Object.values(time.parts).reduce((a, b) => a + b, 0);
+  const shares = Object.entries(time.parts).filter(([, part]) => part / total >= 0.001);
+  const sums = shares.map(([name, part]) => make("li", {}, make("span", { class: `swatch span-${name}` }), `${name} ${Math.round((100 * part) / total)} %`, make("small", {}, ` ${MEANING[name] ?? ""}`)));
+  const wait = Math.max(0, time.seconds - time.others_end);
+  const last = time.last.slice(0, 5).map((row) => {
+    const parts = Object.entries(row.parts).filter(([, part]) => part >= 0.001).slice(0, 3).map(([name, part]) => `${name} ${seconds(part)}`);
+    return make("li", {}, episodeLink(run, names.get(row.episode), { id: row.episode, step }), ` ended at ${seconds(row.end)}${parts.length ? `, meanwhile: ${parts.join(", ")}` : ""}`);
+  });
+  const others = time.last.slice(5).flatMap((row) => [" ", episodeLink(run, names.get(row.episode), { id: row.episode, step })]);
+  const timed = data.rollouts.filter((row) => !isMissing(row.end)).sort((a, b) => b.end - a.end);
+  const tracks = make("div", { class: "tracks" });
+  const draw = (rows) => tracks.replaceChildren(...rows.map((row) => track(episodeLink(run, names.get(row.episode), { id: row.episode, step }), row.start, row.spans, time.seconds, row.end)), scale(time.seconds));
+  draw(timed.slice(0, TRACKS));
+  const nodes = [heading,
+    make("p", {}, `The rollouts took ${seconds(time.seconds)}. The last ${plural(time.last.length, "rollout")} of ${time.rollouts} (5 %) kept the step waiting for ${seconds(wait)} after all others had ended:`),
+    make("ol", {}, ...last), ...(others.length ? [make("p", {}, "and, ended before them:", ...others)] : []), make("p", {}, "All rollouts spent their time on:"), make("ul", { class: "legend" }, ...sums), tracks];
+  if (timed.length > TRACKS) {
+    const more = make("button", {}, `show all ${timed.length} rollouts; these are the last ${TRACKS}`);
+    more.addEventListener("click", () => { draw(timed); more.remove(); });
+    nodes.push(more);
+  }
+  return nodes;
+}
+
+// A row of the timeline: a label, and the spans that began `start` seconds after the step.
+function track(label, start, spans, total, end) {
+  const bar = make("div", { class: "bar" });
+  for (const [name, from, to] of spans ?? [["not loaded", 0, end - start]]) {
+    const part = make("span", { class: `span-${KINDS.includes(name) ? name : "loop"}`, title: visible(`${name}: ${seconds(to - from)}, from ${seconds(start + from)} on`) });
+    part.style.left = `${(100 * (start + from)) / total}%`;
+    part.style.width = `${(100 * Math.max(0, to - from)) / total}%`;
+    bar.append(part);
+  }
+  return make("div", { class: "track" }, make("div", { class: "label" }, label), bar);
+}
+
+function scale(total) {
+  const ends = make("div", { class: "scale" }, make("span", {}, "0 s"), make("span", {}, seconds(total / 2)), make("span", {}, seconds(total)));
+  return make("div", { class: "track" }, make("div", { class: "label" }), ends);
+}
+
+// --- Groups --------------------------------------------------------------------------------------
+
+const GROUP_COLUMNS = ["rollout", "reward", "stop", "turns", "calls", "failed", "tokens", "seconds"];
+
+function groups(run, step, rollouts) {
+  const order = ["train", "evicted", "baseline"];
+  const rank = (row) => (order.indexOf(row.split) + order.length + 1) % (order.length + 1);
+  const sorted = [...rollouts].sort((a, b) => rank(a) - rank(b));
+  const parts = Map.groupBy(sorted, (row) => row.split);
+  return [...parts].flatMap(([split, rows]) => {
+    const byGroup = Map.groupBy(rows, (row) => row.group ?? row.sample);
+    const sections = [...byGroup].map(([number, of]) => groupSection(run, step, isMissing(of[0].group) ? `Row ${number}` : `Group ${number}`, of));
+    return [...(parts.size > 1 ? [make("h3", {}, split)] : []), make("div", { class: "groups" }, ...sections)];
+  });
+}
+
+function groupSection(run, step, title, rows) {
+  const cell = (row, name) => (name === "rollout" ? episodeLink(run, String(row.rollout), { id: row.episode, step }) : known(row[name]));
+  const notes = [`row ${rows[0].sample}`, rows[0].agent, rows[0].source].filter(Boolean);
+  if (rows.length > 1 && new Set(rows.map((row) => row.reward)).size === 1) notes.push("all rewards are equal");
+  if (rows[0].dropped) notes.push(`${rows[0].dropped} dropped`);
+  const masked = rows.filter((row) => row.masked).length;
+  if (masked) notes.push(`${masked} masked`);
+  return make("section", {}, make("h3", {}, title, " ", make("small", {}, notes.join(" · "))), table(title, GROUP_COLUMNS, rows, cell));
+}
