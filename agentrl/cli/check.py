@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -261,8 +262,8 @@ def _is_on_shelf(entry: Any) -> bool:
     return Path(getattr(module, "__file__", None) or "?").parent == shelf_folder()
 
 
-def print_notes(plan: Plan) -> None:
-    """Print notes on settings that are valid but probably not intended."""
+def print_notes(plan: Plan, warn: Callable[[str], object] = partial(typer.echo, err=True)) -> None:
+    """Pass notes on settings that are valid but probably not intended to `warn`."""
     from agentrl.capacity import shared_connections
     from agentrl.config import file_names, without_effect
     from agentrl.config.checks import doubtful
@@ -278,7 +279,7 @@ def print_notes(plan: Plan) -> None:
     if shared := shared_connections(plan):
         notes.append(shared)
     for note in notes:
-        typer.echo(f"note: {note}", err=True)
+        warn(f"note: {note}")
 
 
 def _print_tool_format(name: str, template: ChatTemplate, python: str) -> None:

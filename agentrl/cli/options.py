@@ -9,7 +9,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -57,6 +57,10 @@ Files = Annotated[
         "-f",
         help="Files with tools, interactions, rewards, loops or diagnoses; or shelf:NAME (files).",
     ),
+]
+LogFormat = Annotated[
+    Literal["text", "json"],
+    typer.Option(help="json: one JSON object per line on standard output (docs/console.md)."),
 ]
 Deterministic = Annotated[
     bool,

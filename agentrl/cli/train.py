@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,7 @@ from agentrl.cli.options import (
     Dataset,
     Deterministic,
     Files,
+    LogFormat,
     Model,
     Output,
     Overrides,
@@ -21,6 +22,11 @@ from agentrl.cli.options import (
     read_config,
     with_model_folder,
 )
+from agentrl.errors import UserError
+
+if TYPE_CHECKING:
+    from agentrl.config import Config
+    from agentrl.trainer.console import Console
 
 
 def train(
@@ -40,6 +46,7 @@ def train(
             " trainer.resume; train nothing.",
         ),
     ] = False,
+    log_format: LogFormat = "text",
 ) -> None:
     """Train a policy on the rows of a dataset.
 
@@ -53,28 +60,41 @@ def train(
         agentrl train verl.yaml data.train_files=rows.parquet
 
         agentrl train --dataset rows.jsonl --model Qwen/Qwen2.5-0.5B-Instruct -f my_tools.py
+
+        agentrl train -c run.yaml --log-format json > log.jsonl
     """
-    settings = read_config(
-        config,
-        overrides,
-        dataset=dataset,
-        val_dataset=val_dataset,
-        model=model,
-        output=output,
-        file=file,
-        deterministic=deterministic,
-    )
-    if dry_run:
-        check_run(settings, checks_start=True)
-        return
+    from agentrl.trainer.console import open_console
+
+    if dry_run and log_format == "json":
+        raise UserError("--dry-run prints text: leave out --log-format json")
+    with nullcontext() if dry_run else open_console(log_format) as console:
+        settings = read_config(
+            config,
+            overrides,
+            dataset=dataset,
+            val_dataset=val_dataset,
+            model=model,
+            output=output,
+            file=file,
+            deterministic=deterministic,
+        )
+        if console is None:
+            check_run(settings, checks_start=True)
+        else:
+            _train(settings, console)
+
+
+def _train(settings: Config, console: Console) -> None:
     from agentrl.capacity import check_open_files
     from agentrl.config import TINY
     from agentrl.plan import check_policy_learns, make_plan
 
-    plan = make_plan(settings)
+    with console.phase("check the dataset"):
+        plan = make_plan(settings)
     check_policy_learns(plan)
     check_open_files(plan)
-    plan = replace(plan, config=with_model_folder(settings))
+    with console.phase("find the model"):
+        plan = replace(plan, config=with_model_folder(settings))
     from agentrl.cluster import open_placement
     from agentrl.trainer import Trainer
 
@@ -82,7 +102,7 @@ def train(
         from agentrl.demo import describe_preset
 
         if note := describe_preset(settings):
-            typer.echo(f"note: {note}", err=True)
-    print_notes(plan)
+            console.warning(f"note: {note}")
+    print_notes(plan, console.warning)
     with open_placement(plan.config) if plan.config.trainer.spread else nullcontext() as placement:
-        Trainer(plan.config, plan, placement).run()
+        Trainer(plan.config, plan, placement, console).run()

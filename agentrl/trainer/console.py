@@ -1,14 +1,22 @@
-"""The output of a training run: a live table in a terminal, otherwise one line per step."""
+"""The output of a command that trains or evaluates, as lines of text.
+
+`open_console` chooses between these lines, a display that redraws itself (`trainer/live.py`) and
+lines of JSON (`trainer/json_log.py`).
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from agentrl.config import Config
 from agentrl.plural import plural
@@ -16,8 +24,10 @@ from agentrl.record import METRICS
 from agentrl.trainer.curve import TRAINING, validation_series
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.live import Live
+    from agentrl.report.diagnosis import Finding
+    from agentrl.rollout import Progress
+
+log = logging.getLogger("agentrl")
 
 Metrics = Mapping[str, float]
 
@@ -33,8 +43,8 @@ COLUMNS = (
 )
 """Header, metric and format. A metric that a run does not have gets no column."""
 
-MAX_STEPS, MAX_VALIDATIONS = 16, 7
-"""The number of last steps, and of last validations after the first one, that the table shows."""
+PHASE_SECONDS = 2.0
+"""A phase that takes longer is shown."""
 
 TOKENIZER = "tokenizer"
 TRAJECTORIES = "trajectories"
@@ -51,57 +61,90 @@ OUTPUTS = (
 """The results in a run's folder, with the names that the user sees."""
 
 
-class Console:
-    """Prints the progress of a run to a stream. Close it, or use it in a `with`."""
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """The thing that a run does now.
 
-    def __init__(self, out: TextIO | None = None, live: bool | None = None):
-        """Choose the kind of output.
+    Attributes:
+        part: the part of the step, as in `timing_s/*`; "" between two of them.
+        seconds: the time since the part began.
+        progress: how far the episodes are, if some are being played.
+    """
+
+    part: str
+    seconds: float
+    progress: Progress | None
+
+
+class Console:
+    """Prints the progress of a run to a stream, as lines. Use it in a `with`."""
+
+    def __init__(self, out: TextIO | None = None):
+        """Create a console.
 
         Args:
             out: the stream; standard output by default.
-            live: True for a table that redraws itself, False for lines. By default True if `out` is
-                a terminal that supports such a table.
         """
         self._out = out or sys.stdout
-        supports_live = self._out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-        self._wants_live = supports_live if live is None else live
-        self._live: Live | None = None
-        self._steps: list[tuple[int, Metrics]] = []
-        self._validations: list[tuple[int, Metrics]] = []
-        self._first = self._last = self._total = 0
-        self._start = 0.0
-        self._is_closing = False
+
+    def begin(self, folder: Path, step: int, total: int, activity: Callable[[], Activity]) -> None:
+        """Show that training begins.
+
+        Args:
+            folder: the run's folder.
+            step: the number of steps that the run has made.
+            total: the number of steps of the whole run.
+            activity: returns what the run does now. Another thread calls it.
+        """
 
     def step(self, step: int, total: int, metrics: Metrics) -> None:
         """Show a finished step, one of `total`."""
-        if not self._steps:
-            self._first = step - 1
-            self._start = time.monotonic() - metrics.get("timing_s/step", 0.0)
-        # A new list, because the table's thread may be reading the old one.
-        self._steps = [*self._steps, (step, metrics)][-MAX_STEPS:]
-        self._last, self._total = step, total
-        if self._wants_live:
-            self._redraw()
-        else:
-            cells = [f"{name} {text}" for name, text in _format_cells(metrics).items()]
-            self._print("  ".join([f"step {step:>{len(str(total))}}/{total}", *cells]))
+        cells = [f"{name} {text}" for name, text in format_cells(metrics).items()]
+        self._print("  ".join([f"step {step:>{len(str(total))}}/{total}", *cells]))
 
     def validation(self, step: int, metrics: Metrics) -> None:
         """Show the validation after a step (0: before training)."""
-        shown = [*self._validations, (step, metrics)]
-        self._validations = shown[:1] + shown[1:][-MAX_VALIDATIONS:]
-        if self._wants_live:
-            self._redraw()
-        else:
-            cells = [f"{name} {text}" for name, text in _format_scores(metrics).items()]
-            self._print("  ".join([f"validation at step {step}:", *cells]))
+        cells = [f"{name} {text}" for name, text in format_scores(metrics).items()]
+        self._print("  ".join([f"validation at step {step}:", *cells]))
+
+    def checkpoint(self, step: int, folder: Path) -> None:
+        """Show that a checkpoint is complete. The phase of saving it is enough for a reader."""
+
+    def finding(self, finding: Finding) -> None:
+        """Warn about a finding of a diagnosis."""
+        from agentrl.report.diagnosis import describe
+
+        log.warning("%s", describe(finding))
 
     def note(self, text: str) -> None:
         """Print a line that stays visible."""
-        if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False)
-        else:
-            self._print(text)
+        self._print(text)
+
+    def warning(self, text: str) -> None:
+        """Print a line that stays visible, to standard error."""
+        print(text, file=sys.stderr, flush=True)
+
+    @contextmanager
+    def phase(
+        self, name: str, progress: Callable[[], Progress | None] | None = None
+    ) -> Iterator[None]:
+        """Show that the block runs, if it takes longer than `PHASE_SECONDS`.
+
+        Args:
+            name: what the block does, such as "load the model".
+            progress: returns how far the episodes are that the block plays. Another thread calls
+                it.
+        """
+        start = time.monotonic()
+        timer = threading.Timer(PHASE_SECONDS, self._print, [f"{name}: started"])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        if (seconds := time.monotonic() - start) >= PHASE_SECONDS:
+            self._print(f"{name}: {seconds:.1f} s")
 
     def finish(self, folder: Path, history: Sequence[tuple[int, Metrics]], config: Config) -> None:
         """Print the results, where they are, and the commands to run next.
@@ -112,7 +155,7 @@ class Console:
             config: the run's config.
         """
         self.close()
-        validated = [(step, _format_scores(metrics)) for step, metrics in history]
+        validated = [(step, format_scores(metrics)) for step, metrics in history]
         validated = [(step, scores) for step, scores in validated if scores]
         lines = [f"\ndone: {plural(history[-1][0], 'step')}"]
         if validated:
@@ -131,77 +174,35 @@ class Console:
         self._print("\n".join(lines))
 
     def close(self) -> None:
-        """Stop the live table; its last state stays visible. Closing twice does nothing."""
-        if self._live is not None:
-            self._is_closing = (
-                True  # nothing runs any more, so the last state has no remaining time
-            )
-            self._live.stop()
-            self._live = None
+        """End a display that redraws itself; what follows is printed below it. Idempotent."""
 
     def __enter__(self) -> Console:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close()
 
     def _print(self, text: str) -> None:
-        print(text, file=self._out, flush=True)
+        self._out.write(f"{text}\n")  # one call, because the timer of a phase prints, too
+        self._out.flush()
 
-    # -- the live table ---------------------------------------------------------------------------
 
-    def _redraw(self) -> None:
-        """Redraw the table, and start it on first use."""
-        if self._live is None:
-            import rich.console
-            from rich.live import Live
+def open_console(log_format: Literal["text", "json"] = "text") -> Console:
+    """Return a console for standard output.
 
-            self._live = Live(
-                get_renderable=self._render,
-                console=rich.console.Console(file=self._out),
-                refresh_per_second=2,
-                vertical_overflow="crop",
-            )
-            self._live.start()
-        self._live.refresh()
+    Args:
+        log_format: "text" for a display in a terminal and for lines elsewhere; "json" for lines of
+            JSON.
+    """
+    if log_format == "json":
+        from agentrl.trainer.json_log import JsonConsole
 
-    def _render(self) -> RenderableType:
-        """Return the table. A separate thread calls this twice a second, so it must not wait."""
-        from rich.console import Group
+        return JsonConsole()
+    if sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+        from agentrl.trainer.live import LiveConsole
 
-        parts: list[Any] = []
-        width, height = self._live.console.size if self._live else (80, 24)
-        # The first validation stays visible, to compare with.
-        validations = (
-            self._validations[:1]
-            + self._validations[1:][-max(1, min(MAX_VALIDATIONS, height // 4)) :]
-        )
-        steps = self._steps[-max(3, min(MAX_STEPS, height - len(validations) - 12)) :]
-        if steps:
-            rows = [(step, _format_cells(metrics)) for step, metrics in steps]
-            parts.append(_table("step", rows, width))
-        if validations:
-            rows = [(step, _format_scores(metrics)) for step, metrics in validations]
-            parts.append(_table("validation", rows, width))
-        if self._total:
-            parts.append(self._progress())
-        return Group(*parts)
-
-    def _progress(self) -> RenderableType:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-
-        finished, elapsed = self._last - self._first, time.monotonic() - self._start
-        remaining = elapsed / finished * (self._total - self._last)
-        text = f"{self._last}/{self._total}  elapsed {_format_duration(elapsed)}"
-        if not self._is_closing:
-            text += f", about {_format_duration(remaining)} left"
-        line = Table.grid(padding=(0, 1))
-        line.add_row(
-            ProgressBar(total=self._total, completed=self._last, width=32),
-            text,
-        )
-        return line
+        return LiveConsole()
+    return Console()
 
 
 def next_commands(folder: Path, config: Config) -> list[list[str]]:
@@ -226,35 +227,12 @@ def next_commands(folder: Path, config: Config) -> list[list[str]]:
     ]
 
 
-def _table(first: str, rows: Sequence[tuple[int, Mapping[str, str]]], width: int) -> RenderableType:
-    """Return a table of at most `width` characters: the last columns that do not fit are dropped.
-
-    The first two columns always remain.
-    """
-    from rich import box
-    from rich.table import Table
-
-    names = list(dict.fromkeys(name for _, cells in rows for name in cells))
-    used, fitting = max(len(first), *(len(str(step)) for step, _ in rows)), 0
-    for name in names:
-        used += 3 + max(len(name), *(len(cells.get(name, "-")) for _, cells in rows))
-        fitting += used < width  # one character of padding is at the right
-    names = names[: max(1, fitting)]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    table.add_column(first, justify="right", style="cyan", no_wrap=True)
-    for name in names:
-        strong = name in ("reward", "all")
-        table.add_column(name, justify="right", style="bold green" if strong else "", no_wrap=True)
-    for step, cells in rows:
-        table.add_row(str(step), *(cells.get(name, "-") for name in names))
-    return table
-
-
-def _format_cells(metrics: Metrics) -> dict[str, str]:
+def format_cells(metrics: Metrics) -> dict[str, str]:
+    """Return the numbers of a step as text, by header."""
     return {name: form.format(metrics[key]) for name, key, form in COLUMNS if key in metrics}
 
 
-def _format_scores(metrics: Metrics) -> dict[str, str]:
+def format_scores(metrics: Metrics) -> dict[str, str]:
     """Return validation rewards as text, by label; for loops with tools also the rate of calls."""
     scores = {}
     for label, key in validation_series(metrics).items():
@@ -265,9 +243,3 @@ def _format_scores(metrics: Metrics) -> dict[str, str]:
             f"{score} ({rate:.0%} call)" if loop and rate > 0 else score
         )
     return scores
-
-
-def _format_duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -63,7 +63,15 @@ from agentrl.trainer.checkpoint import (
     save_checkpoint,
 )
 from agentrl.trainer.collect import Collector, StepRollouts
-from agentrl.trainer.console import CURVE, FINAL, TOKENIZER, TRAJECTORIES, Console
+from agentrl.trainer.console import (
+    CURVE,
+    FINAL,
+    TOKENIZER,
+    TRAJECTORIES,
+    Activity,
+    Console,
+    open_console,
+)
 from agentrl.trainer.curve import write_curve
 from agentrl.trainer.dispatch import Placement, check_single_controller
 from agentrl.trainer.learner import Learner
@@ -105,7 +113,11 @@ class Trainer:
     """
 
     def __init__(
-        self, config: Config, plan: Plan | None = None, placement: Placement | None = None
+        self,
+        config: Config,
+        plan: Plan | None = None,
+        placement: Placement | None = None,
+        console: Console | None = None,
     ):
         """Check everything that can be checked without loading a model.
 
@@ -113,6 +125,7 @@ class Trainer:
             config: the run's config.
             plan: the run's plan, if its rows were loaded already.
             placement: where the ranks and the servers run. None: the learner runs in this process.
+            console: shows the progress; the caller closes it. None: one for standard output.
 
         Raises:
             UserError: the config, the files or the rows have mistakes; the message lists all.
@@ -124,7 +137,7 @@ class Trainer:
                 "model.path=tiny is a preset of the command line. In Python:"
                 " `from agentrl.demo import tiny_config; Trainer(tiny_config(overrides=[...]))`"
             )
-        self.config, self.placement = config, placement
+        self.config, self.placement, self._console = config, placement, console
         self.plan = plan or make_plan(config)
         check_policy_learns(self.plan)
         check_open_files(self.plan)
@@ -247,6 +260,7 @@ class Trainer:
             except (KeyboardInterrupt, Terminated, Exception) as e:
                 saved = self._save_after_error(e)
                 with suppress(OSError):  # the terminal is gone, or the disk of a log is full
+                    self.console.close()
                     self.console.note(saved)
                 raise
             return self._finish()
@@ -257,6 +271,7 @@ class Trainer:
 
     def _train(self) -> None:
         trainer = self.config.trainer
+        self.console.begin(self.folder, self.global_step, self.total_steps, self._activity)
         if self._unfinished is not None:
             self._complete(self._unfinished)
         elif (
@@ -271,6 +286,11 @@ class Trainer:
             self.interrupt.check()
             self._complete(self._advance())
 
+    def _activity(self) -> Activity:
+        """Return what the run does now. The console calls it in a thread of its own."""
+        part, start = self.clock.part
+        return Activity(part, time.perf_counter() - start, self.rollouts.progress())
+
     def _advance(self) -> dict[str, float]:
         """Run one step and publish the new policy. The caller validates and records the step."""
         saving = self.clock.seconds.get("save_checkpoint")
@@ -282,7 +302,8 @@ class Trainer:
         metrics["training/global_step"] = self.global_step
         metrics["training/epoch"] = self.position / self.plan.epoch_rows
         metrics |= self.clock.metrics(metrics)
-        metrics |= self.publisher.publish(self.global_step)
+        with self.clock.named("publish"):
+            metrics |= self.publisher.publish(self.global_step)
         metrics |= self.engine.metrics()
         metrics |= self.clock.metrics(metrics)
         return metrics
@@ -309,6 +330,7 @@ class Trainer:
         if validates:
             self.callbacks.validation(step, metrics)
         if saved := self._save_if_due(validates, is_best, last or self.best.is_over, metrics):
+            self.console.checkpoint(step, saved)
             self.callbacks.checkpoint(step, saved)
 
     def _save_if_due(
@@ -328,7 +350,7 @@ class Trainer:
             try:
                 return self._save()
             except RunStopped as e:
-                self.console.note(f"warning: {e} The run goes on (trainer.save_freq=auto).")
+                self.console.warning(f"warning: {e} The run goes on (trainer.save_freq=auto).")
         return None
 
     def _save_after_error(self, cause: BaseException) -> str:
@@ -350,6 +372,7 @@ class Trainer:
                 except RunStopped as e:
                     failure = f"{e}\n" if e is not cause else ""
                 checkpoint = self._save(has_all_trajectories=False)
+                self.console.checkpoint(self.global_step, checkpoint)
                 self.callbacks.checkpoint(self.global_step, checkpoint)
         except RunStopped as e:
             failure += f"{e}\n" if str(e) != str(cause) else ""
@@ -370,7 +393,11 @@ class Trainer:
 
     def _validate(self) -> dict[str, float]:
         self.clock.seconds.pop("testing", None)
-        with self.clock.timed("testing"), self.interrupt.abandonable():
+        with (
+            self.clock.timed("testing"),
+            self.console.phase("validation", self.rollouts.progress),
+            self.interrupt.abandonable(),
+        ):
             result = evaluate(self.rollouts, self.plan.val, self.config.val)
         self.store.write(self.global_step, result.groups, split="val")
         if result.greedy_groups:
@@ -389,12 +416,13 @@ class Trainer:
         """
         config = self.config
         recover(self.folder)
-        self.start = find_start(config, self.plan.fingerprint, self.plan.total_steps)
+        self.console = self._console or stack.enter_context(open_console())
+        with self.console.phase("look for a checkpoint"):
+            self.start = find_start(config, self.plan.fingerprint, self.plan.total_steps)
         self.total_steps = self.start.total_steps
         if not config.trainer.val_only:
             write_fork(self.folder, self.start)
         logging.disable_progress_bar()  # one bar per model folder is noise
-        self.console = stack.enter_context(Console())
         self.console.note(describe_run(self.plan))
         template = load_template(config)
         self.tokenizer = template.tokenizer
@@ -405,17 +433,22 @@ class Trainer:
         stack.callback(opening.close)
         start = partial(start_ranks, self.placement, config.model.path, config)
         starting = in_thread(start, "start-ranks") if self.placement else None
-        check_template_fits(self.plan, template)
-        # A rank in this process belongs to this thread, as all its later work does.
-        group = start() if starting is None else opening.wait_for(starting)
-        self.learner = Learner(config.model.path, config, total_steps=self.total_steps, group=group)
+        with self.console.phase("load the model"):
+            check_template_fits(self.plan, template)
+            # A rank in this process belongs to this thread, as all its later work does.
+            group = start() if starting is None else opening.wait_for(starting)
+            self.learner = Learner(
+                config.model.path, config, total_steps=self.total_steps, group=group
+            )
         mode, reason = self.learner.ranks.mode()
         if mode is not Mode.PACKED:
             self.console.note(describe_mode(mode, reason, config.rollout.n))
         if config.model.lora_rank and (line := describe_targets(config.model)):
             self.console.note(line)
-        canary = self._load(self.start)
-        self.engine = opening.finish()
+        with self.console.phase("load the checkpoint"):
+            canary = self._load(self.start)
+        with self.console.phase("start the engine"):
+            self.engine = opening.finish()
         self.console.note(f"threads: {self._describe_threads()}")
         check_rows_fit(self.plan, template, self.engine.max_length)
         self.rollouts = stack.enter_context(
@@ -430,11 +463,12 @@ class Trainer:
             noise=canary.get("noise"),
             canary_state=canary.get("canary"),
         )
-        self.publisher.publish(self.global_step)
+        with self.console.phase("send the weights"):
+            self.publisher.publish(self.global_step)
         self.guard = MismatchGuard(self.publisher.noise)
         keep = config.trainer.keep_trajectories
         store = TrajectoryStore(self.folder / TRAJECTORIES)
-        self.store = TrajectoryWriter(store, keep, self.console.note)
+        self.store = TrajectoryWriter(store, keep, self.console.warning)
         stack.callback(self.store.close)
         self.best = Best(config.trainer.keep_best, config.trainer.patience, config.val.n)
         self.interrupt = stack.enter_context(Interrupt())
@@ -484,7 +518,7 @@ class Trainer:
             self.config.trainer.logger,
             config=self.config.model_dump(),
             resumed_step=last_step,
-            warn=self.console.note,
+            warn=self.console.warning,
         )
         stack.callback(self.tracker.close)
         write_config(self.folder, self.config, self.start)
@@ -493,7 +527,9 @@ class Trainer:
         tokens = self.config.rollout.max_trajectory_tokens
         self.console.note(self.store.describe_size(self.total_steps, episodes, tokens))
         record = read_metrics(self.folder / METRICS)
-        self.diagnosis = LiveDiagnosis(self.folder)
+        self.diagnosis = LiveDiagnosis(
+            self.folder, warn=self.console.warning, found=self.console.finding
+        )
         for step, metrics in record:
             self.best.add(step, metrics)
         self._last_save = time.monotonic()
@@ -507,7 +543,7 @@ class Trainer:
         try:
             replace_folder(folder, self.tokenizer.save_pretrained)
         except Exception as e:
-            self.console.note(f"warning: cannot write {folder}: {e or type(e).__name__}")
+            self.console.warning(f"warning: cannot write {folder}: {e or type(e).__name__}")
 
     def _save(self, has_all_trajectories: bool = True) -> Path:
         """Save a checkpoint, and return its folder.
@@ -519,7 +555,7 @@ class Trainer:
         Raises:
             RunStopped: the trajectories or the checkpoint cannot be written.
         """
-        with self.clock.timed("save_checkpoint"):
+        with self.clock.timed("save_checkpoint"), self.console.phase("checkpoint"):
             if has_all_trajectories:
                 self.store.wait()
             trainer = self.config.trainer
@@ -550,8 +586,9 @@ class Trainer:
         if not history:
             raise RunStopped(f"{self.folder} is the folder of a finished run, but has no {METRICS}")
         try:
-            self.learner.ranks.save_pretrained(self.folder / FINAL)
-            self.tokenizer.save_pretrained(self.folder / FINAL)
+            with self.console.phase("export the model"):
+                self.learner.ranks.save_pretrained(self.folder / FINAL)
+                self.tokenizer.save_pretrained(self.folder / FINAL)
         except Exception as e:
             if not (isinstance(e, OSError) or is_disk_full(self.folder, e)):
                 raise
@@ -575,7 +612,7 @@ class Trainer:
             write_curve(self.folder / METRICS, self.folder / CURVE)
         except Exception as e:
             if not self._curve_failed:
-                self.console.note(f"warning: cannot write {self.folder / CURVE}: {e}")
+                self.console.warning(f"warning: cannot write {self.folder / CURVE}: {e}")
             self._curve_failed = True
 
 
@@ -593,15 +630,27 @@ class StepClock:
         self._start = time.perf_counter()
         self.seconds: dict[str, float] = {}
         """Seconds by part; a part that ran several times has the sum."""
+        self.part = "", self._start
+        """The part that runs now, and the `time.perf_counter()` of its start."""
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Measure the time of the block, even if it raises."""
         start = time.perf_counter()
         try:
-            yield
+            with self.named(name):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    @contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """Let `part` name the block."""
+        self.part = name, time.perf_counter()
+        try:
+            yield
+        finally:
+            self.part = "", time.perf_counter()
 
     def metrics(self, step: Mapping[str, float]) -> dict[str, float]:
         """Return `timing_s/*` until now, and `perf/throughput` in sampled tokens per second."""

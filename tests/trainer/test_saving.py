@@ -155,7 +155,7 @@ def test_an_automatic_checkpoint_may_fail(start, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(trainer_module.Learner, "update", update)
     start(tmp_path / "auto")
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().err
     assert printed.count("warning: cannot write the checkpoint of step 2") == 1
     assert "The run goes on (trainer.save_freq=auto)" in printed
     assert find_steps(tmp_path / "auto") == [4]
@@ -245,7 +245,7 @@ def test_the_folder_of_a_run_has_its_tokenizer(start, tmp_path, monkeypatch, cap
     (tmp_path / "tokenizer").write_text("a file")
     capsys.readouterr()
     start(tmp_path, "trainer.total_steps=4", "trainer.test_freq=0")
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().err
     assert printed.count(f"warning: cannot write {tmp_path / 'tokenizer'}: ") == 1
     assert not list(tmp_path.glob(".tmp-*"))
 
@@ -387,7 +387,7 @@ def test_a_picture_that_cannot_be_written_is_a_warning(start, tmp_path, monkeypa
 
     monkeypatch.setattr(trainer_module, "write_curve", write_curve)
     start(tmp_path, "trainer.total_steps=1")
-    assert "curve.svg: [Errno 28] No space left on device" in capsys.readouterr().out
+    assert "curve.svg: [Errno 28] No space left on device" in capsys.readouterr().err
 
 
 # --- a real disk, real kills, a long run ---------------------------------------------------------

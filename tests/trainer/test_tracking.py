@@ -8,6 +8,7 @@ import json
 import resource
 import weakref
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ import pytest
 from agentrl.config import Config, load_config
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.record import METRICS, read_metrics
-from agentrl.trainer.console import Console
+from agentrl.trainer.console import Activity, Console
+from agentrl.trainer.live import LiveConsole
 from agentrl.trainer.tracking import SINKS, Tracker, check_loggers
 
 
@@ -280,7 +282,8 @@ def test_plain_lines_without_a_terminal():
 def test_a_live_table(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     out = io.StringIO()
-    with Console(out, live=True) as console:
+    with LiveConsole(out) as console:
+        console.begin(Path("runs/a"), 0, 120, lambda: Activity("gen", 1.0, None))
         console.note("before")
         console.validation(0, VALIDATION)
         for step in range(1, 31):
@@ -308,14 +311,14 @@ def test_a_live_table(monkeypatch):
 def test_a_narrow_table_drops_columns_and_no_digits(monkeypatch, width, columns):
     monkeypatch.setenv("COLUMNS", width)
     out = io.StringIO()
-    with Console(out, live=True) as console:
+    with LiveConsole(out) as console:
         console.validation(0, VALIDATION)
         console.step(7, 120, STEP | {"actor/ppo_kl": 0.0012})
     lines = out.getvalue().splitlines()
     start = max(i for i, line in enumerate(lines) if "reward" in line)
     assert lines[start].split() == columns
     digits = ["7", "0.531", "1.20", "0.0012", "0.70", "5,123", "0.6"]
-    assert lines[start + 2].split() == digits[: len(columns)]
+    assert lines[start + 1].split() == digits[: len(columns)]
     assert "…" not in out.getvalue()
     assert max(map(len, lines[start:])) <= int(width)
 
@@ -336,7 +339,7 @@ def test_the_console_keeps_only_the_metrics_that_it_shows():
     class Metrics(dict):
         pass
 
-    console, kept = Console(io.StringIO()), []
+    console, kept = LiveConsole(io.StringIO()), []
     for step in range(100):
         for show, data in (
             (partial(console.step, total=100), STEP),

@@ -1,0 +1,450 @@
+"""The output of a run in a terminal: a display at the bottom that redraws itself.
+
+    tables of the last steps and validations
+    reward       a sparkline
+    time         where it goes
+    now          what the run does, and the episode that waits longest
+    12/120       elapsed, and about how much is left
+
+A thread draws it twice a second. The thread of the step only stores numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from rich.cells import cell_len
+from rich.console import Console as Terminal
+from rich.console import ConsoleOptions, ConsoleRenderable, Group, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.segment import ControlType, Segment
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from agentrl.plural import plural
+from agentrl.report.page import printable
+from agentrl.trainer.console import (
+    PHASE_SECONDS,
+    Activity,
+    Console,
+    Metrics,
+    format_cells,
+    format_scores,
+)
+from agentrl.trainer.curve import TRAINING
+
+if TYPE_CHECKING:
+    from agentrl.rollout import Progress
+
+MAX_STEPS, MAX_VALIDATIONS = 16, 7
+"""The number of last steps, and of last validations after the first one, that are shown."""
+MAX_WIDTH = 100
+"""The largest number of columns of the display."""
+MIN_LINES = 8
+"""The number of lines that the display may have in a terminal of few lines."""
+SPACIOUS = 16
+"""The number of lines of both tables from which on blank lines separate them."""
+MAX_REWARDS = 60
+"""The largest number of steps in the sparkline."""
+WAIT_SECONDS = 2.0
+"""An episode that waits longer is named."""
+BARS = "▁▂▃▄▅▆▇█"
+
+PARTS = {
+    "update": ("update_actor",),
+    "logprobs": ("old_log_prob", "ref", "values"),
+    "publish": ("update_weights", "canary"),
+    "validation": ("testing",),
+    "checkpoint": ("save_checkpoint",),
+}
+"""Where the time goes, apart from `timing_s/gen`: names, and their parts of `timing_s/*`."""
+OUTSIDE = ("testing", "save_checkpoint")
+"""The parts that `timing_s/step` does not contain."""
+DOING = {
+    "gen": "episodes",
+    "store": "waiting for the disk",
+    "metrics": "metrics",
+    "collate": "making the batch",
+    "adv": "advantages",
+    "ref": "logprobs of the reference",
+    "values": "values",
+    "old_log_prob": "logprobs",
+    "update_actor": "update",
+    "publish": "sending the weights",
+}
+"""The names of the parts of a step."""
+BOLD, CYAN, STRONG = Style(bold=True), Style(color="cyan"), Style(bold=True, color="green")
+STYLES = ("green", "yellow", "blue", "magenta", "cyan", "red", "bright_black")
+
+
+@dataclass(slots=True)
+class _Phase:
+    """A phase that runs."""
+
+    name: str
+    start: float
+    progress: Callable[[], Progress | None] | None
+
+
+class LiveConsole(Console):
+    """A display that redraws itself; lines that stay visible are printed above it."""
+
+    def __init__(self, out: TextIO | None = None):
+        """Create a console; its display starts with its `with`.
+
+        Args:
+            out: the terminal; standard output by default. A stream that is no terminal gets the
+                last state of the display.
+        """
+        super().__init__(out)
+        self._terminal = Terminal(file=self._out)
+        self._steps: list[tuple[int, Metrics, float]] = []
+        """The last steps: number, metrics and the `time.monotonic()` of the end."""
+        self._validations: list[tuple[int, Metrics]] = []
+        self._rewards: list[float] = []
+        self._last = self._total = 0
+        self._start = time.monotonic()
+        self._activity: Callable[[], Activity] | None = None
+        self._phases: list[_Phase] = []
+        self._tables: tuple[object, list[list[Segment]]] = (None, [])
+        """The tables as they were drawn last, and what they were drawn for."""
+        self.drawn = _Lines([])
+        """The display as it was drawn last."""
+        self._live = _Display(self)
+
+    # -- the thread of the run --------------------------------------------------------------------
+
+    # Each list is replaced, not changed, because the thread of the display may read the old one.
+
+    def begin(self, folder: Path, step: int, total: int, activity: Callable[[], Activity]) -> None:
+        self._last, self._total = step, total
+        self._start, self._activity = time.monotonic(), activity
+
+    def step(self, step: int, total: int, metrics: Metrics) -> None:
+        self._steps = [*self._steps, (step, metrics, time.monotonic())][-MAX_STEPS:]
+        if TRAINING in metrics:
+            self._rewards = [*self._rewards, metrics[TRAINING]][-MAX_REWARDS:]
+        self._last, self._total = step, total
+
+    def validation(self, step: int, metrics: Metrics) -> None:
+        shown = [*self._validations, (step, metrics)]
+        self._validations = shown[:1] + shown[1:][-MAX_VALIDATIONS:]
+
+    def note(self, text: str) -> None:
+        self._terminal.print(text, markup=False, highlight=False)
+
+    @contextmanager
+    def phase(
+        self, name: str, progress: Callable[[], Progress | None] | None = None
+    ) -> Iterator[None]:
+        phase = _Phase(name, time.monotonic(), progress)
+        self._phases = [*self._phases, phase]
+        try:
+            yield
+        finally:
+            self._phases = [other for other in self._phases if other is not phase]
+
+    def close(self) -> None:
+        # The last state does not say what runs or how much time is left: nothing runs any more.
+        self._activity, self._phases = None, []
+        self._live.stop()
+
+    def __enter__(self) -> LiveConsole:
+        self._live.start()
+        return self
+
+    # -- the thread of the display ----------------------------------------------------------------
+
+    def render(self) -> _Lines:
+        """Return the display.
+
+        It has at most `MAX_WIDTH` columns and half the lines of the terminal. So it still fits the
+        screen if the terminal becomes half as wide and breaks each of its lines into two. A line
+        that scrolls out of the screen cannot be erased.
+        """
+        width, height = self._terminal.size
+        width, height = min(width, MAX_WIDTH), max(height // 2, min(height - 1, MIN_LINES))
+        lines = self._summary(width, time.monotonic())
+        tables = self._draw_tables(width, height - 1 - len(lines))
+        lines = [*tables, *(self._terminal.render_lines(line, pad=False)[0] for line in lines)]
+        self.drawn = _Lines([[], *lines][:height] if lines else [])
+        return self.drawn
+
+    def _draw_tables(self, width: int, height: int) -> list[list[Segment]]:
+        """Return the lines of the tables, at most `height`. They change once per step only."""
+        key = width, height, self._steps, self._validations
+        if self._tables[0] == key:
+            return self._tables[1]
+        steps = [(step, format_cells(metrics)) for step, metrics, _ in self._steps]
+        validations = [(step, format_scores(metrics)) for step, metrics in self._validations]
+        gap = [[]] * (height >= SPACIOUS)  # a blank line behind each table
+        header = 1 + len(gap)
+        rows = height - header * bool(steps)
+        number = max(0, min(len(validations), max(1, rows // 3), rows - header - 1))
+        lines: list[list[Segment]] = []
+        if validations and number:
+            rows -= header + number
+        if steps and rows > 0:
+            table = _table("step", steps[-rows:], width)
+            lines += [*table, *gap]
+        if validations and number:
+            # The first validation stays visible, to compare with.
+            shown = [*validations[:1], *validations[1:][-(number - 1) :]] if number > 1 else []
+            table = _table("validation", shown or validations[-1:], width)
+            lines += [*table, *gap]
+        self._tables = key, lines
+        return lines
+
+    def _summary(self, width: int, now: float) -> list[ConsoleRenderable]:
+        """Return the lines below the tables."""
+        lines: list[ConsoleRenderable] = []
+        if len(self._rewards) > 1:
+            lines.append(_line("reward", [self._sparkline(width)], width))
+        if self._steps:
+            lines.append(_line("time", _shares([metrics for _, metrics, _ in self._steps]), width))
+        phases = [phase for phase in self._phases if now - phase.start >= PHASE_SECONDS]
+        for phase in phases:
+            progress = phase.progress() if phase.progress else None
+            lines += _doing(phase.name, now - phase.start, progress, width)
+        if not phases and self._activity is not None:
+            activity = self._activity()
+            part = DOING.get(activity.part, activity.part)
+            name = f"step {self._last + 1}{', ' * bool(part)}{part}"
+            lines += _doing(name, activity.seconds, activity.progress, width)
+        if self._total:
+            lines.append(self._bar(width, now))
+        return lines
+
+    def _sparkline(self, width: int) -> Text:
+        values = self._rewards[-max(8, width - 40) :]
+        low, high = min(values), max(values)
+        scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+        bars = "".join(BARS[round((value - low) * scale)] for value in values)
+        text = Text(bars, "green") if self._terminal.encoding.startswith("utf") else Text()
+        text.append(f"  {values[0]:.3f} to {values[-1]:.3f} in {plural(len(values), 'step')}", "")
+        return text
+
+    def _bar(self, width: int, now: float) -> ConsoleRenderable:
+        elapsed = f"elapsed {format_duration(now - self._start)}"
+        if self._steps and self._activity is not None:
+            first, last = self._steps[0], self._steps[-1]
+            spent = last[2] - first[2] + first[1].get("timing_s/step", 0.0)
+            left = spent / len(self._steps) * (self._total - self._last) - (now - last[2])
+            elapsed += f", about {format_duration(max(0.0, left))} left"
+        text = f"{self._last}/{self._total}  {elapsed}"
+        line = Table.grid(padding=(0, 1))
+        bar = min(40, width - len(text) - 2)
+        if bar < 5:
+            return Text(text[:width])
+        style = "green"
+        line.add_row(
+            ProgressBar(self._total, self._last, bar, complete_style=style, finished_style=style),
+            text,
+        )
+        return line
+
+
+class _Display(Live):
+    """A display on the last lines of the terminal, below the lines that stay visible.
+
+    The cursor rests behind these lines, so everything below it belongs to the display and can be
+    erased. A terminal that is resized breaks long lines anew, or cuts them, and the cursor stays
+    with its line. With the cursor at the end of the display, as rich has it, the number of lines
+    above would have to be guessed.
+    """
+
+    def __init__(self, console: LiveConsole):
+        super().__init__(
+            get_renderable=console.render,
+            console=console._terminal,
+            refresh_per_second=2,
+            redirect_stderr=sys.stderr.isatty(),  # a file keeps what is meant for it
+        )
+        self._source = console
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        if not self.console.is_terminal:
+            return super().process_renderables(renderables)
+        with self._lock:
+            printed = self.console.render_lines(Group(*renderables), pad=False)
+            printed = [line for line in printed if any(not segment.control for segment in line)]
+            display = self._source.drawn.lines  # by `refresh`: the same is not drawn twice
+            if self.is_started:
+                return [_Redraw(printed, display)]
+            return [_Redraw([*printed, *display], [])]  # the last state stays
+
+
+class _Redraw:
+    """Writes lines that stay, and a display on the last lines of the terminal.
+
+    Lines do not end in spaces, because a terminal that becomes narrower would break a line of
+    spaces into several. Lines are erased one by one, because tmux keeps a screen that is erased as
+    a whole in its history.
+    """
+
+    def __init__(self, printed: Sequence[list[Segment]], display: Sequence[list[Segment]]):
+        """Create the output.
+
+        Args:
+            printed: the lines that stay.
+            display: the lines of the display; none: the old display is erased.
+        """
+        self._printed, self._display = printed, display
+
+    def __rich_console__(self, console: Terminal, options: ConsoleOptions) -> RenderResult:
+        for line in self._printed:
+            yield _control(f"\r{ERASE_LINE}")
+            yield from _without_spaces_at_end(line)
+            yield Segment.line()
+        if not self._display:
+            yield _control(f"\r{ERASE_BELOW}")
+            return
+        rest = len(self._display) - 1
+        up = f"\x1b[{rest}A" * bool(rest)
+        # Line feeds make room for the display, and go back to the line where the cursor rests.
+        yield _control("\r" + f"{ERASE_LINE}\n" * rest + ERASE_BELOW + up + SAVE_CURSOR)
+        yield _control(f"{TO_LAST_LINE}{up}")
+        for i, line in enumerate(self._display):
+            yield from _without_spaces_at_end(line)
+            if i < rest:
+                yield Segment.line()
+        yield _control(RESTORE_CURSOR)
+
+
+ERASE_LINE, ERASE_BELOW = "\x1b[2K", "\x1b[J"
+SAVE_CURSOR, RESTORE_CURSOR = "\x1b7", "\x1b8"
+TO_LAST_LINE = "\x1b[9999B"
+
+
+def _control(codes: str) -> Segment:
+    return Segment(codes, None, [(ControlType.CARRIAGE_RETURN,)])
+
+
+def _without_spaces_at_end(line: Sequence[Segment]) -> Iterator[Segment]:
+    end = len(line)
+    while end and not line[end - 1].text.strip():
+        end -= 1
+    yield from line[: max(0, end - 1)]
+    if end:
+        yield Segment(line[end - 1].text.rstrip(), line[end - 1].style)
+
+
+class _Lines:
+    """Lines that were rendered already."""
+
+    def __init__(self, lines: Sequence[list[Segment]]):
+        self.lines = lines
+
+    def __rich_console__(self, console: Terminal, options: ConsoleOptions) -> RenderResult:
+        for i, line in enumerate(self.lines):
+            if i:
+                yield Segment.line()
+            yield from line
+
+
+def _table(
+    first: str, rows: Sequence[tuple[int, Mapping[str, str]]], width: int
+) -> list[list[Segment]]:
+    """Return the lines of a table of at most `width` columns.
+
+    The last columns that do not fit are dropped, but never the first two. (A `rich.table.Table`
+    would take 10 ms for each step.)
+    """
+    names = list(dict.fromkeys(name for _, cells in rows for name in cells))
+    widths = [
+        max(map(cell_len, [name, *(cells.get(name, "-") for _, cells in rows)])) for name in names
+    ]
+    steps = max(len(first), *(len(str(step)) for step, _ in rows))
+    ends = accumulate(3 + width for width in widths)
+    fitting = sum(steps + end <= width for end in ends)
+    columns = list(zip(names, widths, strict=True))[: max(1, fitting)]
+    header = f"{first:>{steps}}" + "".join(f"   {_right(name, w)}" for name, w in columns)
+    lines = [[Segment(header, BOLD)]]
+    for step, cells in rows:
+        line = [Segment(f"{step:>{steps}}", CYAN)]
+        for name, w in columns:
+            style = STRONG if name in ("reward", "all") else None
+            line.append(Segment(f"   {_right(cells.get(name, '-'), w)}", style))
+        lines.append(line)
+    return lines
+
+
+def _right(text: str, width: int) -> str:
+    """Return a text with spaces before it, `width` columns wide."""
+    return " " * (width - cell_len(text)) + text
+
+
+def _shares(steps: Sequence[Metrics]) -> list[Text]:
+    """Return the shares of the time of steps, validations and checkpoints, the largest first."""
+
+    def total(*parts: str) -> float:
+        return sum(metrics.get(f"timing_s/{part}", 0.0) for metrics in steps for part in parts)
+
+    playing = total("gen")
+    of_episodes = {
+        "generate": total("agent_loop/generate_sequences/mean"),
+        "tools": total("agent_loop/tool_calls/mean", "agent_loop/open/mean"),
+        "interaction": total("agent_loop/interaction/mean"),
+        "reward": total("agent_loop/reward/mean"),
+    }
+    # An episode's time is divided as its spans are; without spans it counts as generation.
+    whole = sum(of_episodes.values()) or 1.0
+    seconds = {name: playing * part / whole for name, part in of_episodes.items()}
+    if not any(of_episodes.values()):
+        seconds["generate"] = playing
+    seconds |= {name: total(*parts) for name, parts in PARTS.items()}
+    every = total("step", *OUTSIDE)
+    seconds["other"] = max(0.0, every - sum(seconds.values()))
+    if not every:
+        return []
+    styles = dict(zip(seconds, [*STYLES, *STYLES], strict=False))
+    largest = sorted(seconds, key=lambda name: -seconds[name])
+    shown = [name for name in largest if seconds[name] >= 0.005 * every]
+    return [
+        Text.assemble(("■ ", styles[name]), f"{name} {seconds[name] / every:.0%}") for name in shown
+    ]
+
+
+def _doing(name: str, seconds: float, progress: Progress | None, width: int) -> list[Text]:
+    """Return the lines about what the run does now."""
+    parts = [Text(name, "bold")]
+    if progress is not None:
+        parts.append(Text(f"{progress.ended}/{progress.total} ended"))
+        parts.append(Text(f"{progress.total - progress.ended} in flight"))
+    parts.append(Text(format_duration(seconds)))
+    lines = [_line("now", parts, width)]
+    if progress is not None and progress.state and progress.seconds >= WAIT_SECONDS:
+        row = printable(progress.sample_id).replace("\n", " ")[:24]
+        wait = Text.assemble(
+            f"row {row}, rollout {progress.rollout}: ",
+            (f"{progress.seconds:.0f} s, {printable(progress.state)}", "yellow"),
+        )
+        lines.append(_line("slowest", [wait], width))
+    return lines
+
+
+def _line(label: str, parts: Sequence[Text], width: int) -> Text:
+    """Return a line with a label; the last parts that do not fit are dropped."""
+    line = Text(no_wrap=True, overflow="ellipsis").append(f"{label:9}", "bright_black")
+    for i, part in enumerate(parts):
+        if i and line.cell_len + 2 + part.cell_len > width:
+            break
+        line.append(Text("  ") if i else Text())
+        line.append_text(part)
+    return line
+
+
+def format_duration(seconds: float) -> str:
+    """Return seconds as `m:ss` or `h:mm:ss`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
