@@ -147,6 +147,7 @@ class Session:
         self._by_call: dict[str, _Sampled] = {}
         self._answers: dict[bytes, asyncio.Task[Answer]] = {}
         self._waiting: Counter[bytes] = Counter()
+        self._openings: Counter[str] = Counter()
         # Requests come from the server's tasks, but their waits belong to the episode's time limit.
         self._context = copy_context()
 
@@ -282,6 +283,9 @@ class Session:
             return self._open(request, keys, tools, replace(event, kind="spawn", cause=cause))
         self._record_results(request)
         messages = self._messages(best, request, keys, shared)
+        sampled = {id(s.message) for s in self._sampled}
+        if event.kind != "branch" and any(id(m) in sampled for m in messages[shared:]):
+            event = Event("branch", "a turn of another conversation was added", shared)
         if event.kind == "branch" or not best.turns:
             best.episode.branch(messages, request.tools)
         else:
@@ -304,8 +308,11 @@ class Session:
             self._episode.branch(messages, request.tools)
             chain, event = _Chain(self._episode), Event("first")
         else:
-            opening = repr([key[:3] for key in keys]).encode()
-            seed = int.from_bytes(blake2b(opening, digest_size=7).digest(), "big")
+            # Independent of the order in which concurrent conversations begin.
+            opening = repr([key[:3] for key in keys])
+            self._openings[opening] += 1
+            text = f"{self._openings[opening]} {opening}".encode()
+            seed = int.from_bytes(blake2b(text, digest_size=7).digest(), "big")
             chain = _Chain(self._episode.spawn(messages, request.tools, seed=seed))
         chain.keys, chain.messages, chain.tools = keys, messages, tools
         self._chains.append(chain)
