@@ -11,6 +11,7 @@ import typer
 from agentrl.cli.options import (
     ConfigFile,
     Files,
+    LogFormat,
     Model,
     Overrides,
     PlayedDataset,
@@ -47,6 +48,7 @@ def eval_(
     reward_model_key: Annotated[
         str, typer.Option(help="With --responses: the column with the ground_truth.")
     ] = "reward_model",
+    log_format: LogFormat = "text",
 ) -> None:
     """Evaluate a model on fixed rows with fixed seeds, or score stored responses.
 
@@ -64,6 +66,8 @@ def eval_(
     import json
 
     if responses is not None:
+        if log_format == "json":
+            raise UserError("--responses prints a table: leave out --log-format json")
         if model or dataset:
             raise UserError("--responses scores stored responses: leave out --model and --dataset")
         settings = read_config(
@@ -75,28 +79,35 @@ def eval_(
     from agentrl.config import file_names
     from agentrl.evaluate import evaluate
     from agentrl.store import TrajectoryStore
+    from agentrl.trainer.console import open_console
 
-    settings = read_config_to_play(config, overrides, dataset, model, file)
-    val = settings.val
-    with open_session(settings) as (plan, rollouts):
-        sampling = describe_sampling(val.temperature)
-        greedy = ", and a greedy pass" if val.greedy and val.temperature else ""
-        rows = plural(len(plan.train), "row")
-        typer.echo(f"{file_names(settings.data.train)}: {rows} x {val.n} ({sampling}){greedy}")
-        result = evaluate(rollouts, plan.train, val)
-    typer.echo(
-        "\n".join(table(result.metrics, sorted({k.sample.agent_name for k in plan.kinds}), val.n))
-    )
-    if output is not None:
-        from agentrl.trainer.checkpoint import make_private_folder
+    with open_console(log_format) as console:
+        settings = read_config_to_play(config, overrides, dataset, model, file)
+        val = settings.val
+        with open_session(settings, console) as (plan, rollouts):
+            sampling = describe_sampling(val.temperature)
+            greedy = ", and a greedy pass" if val.greedy and val.temperature else ""
+            rows = plural(len(plan.train), "row")
+            names = file_names(settings.data.train)
+            console.note(f"{names}: {rows} x {val.n} ({sampling}){greedy}")
+            with console.phase("validation", rollouts.progress):
+                result = evaluate(rollouts, plan.train, val)
+        if log_format == "json":
+            console.validation(0, result.metrics)
+        else:
+            console.close()
+            agents = sorted({kind.sample.agent_name for kind in plan.kinds})
+            console.note("\n".join(table(result.metrics, agents, val.n)))
+        if output is not None:
+            from agentrl.trainer.checkpoint import make_private_folder
 
-        make_private_folder(output)
-        (output / "metrics.json").write_text(json.dumps(result.metrics, indent=2) + "\n")
-        store = TrajectoryStore(output / "trajectories")
-        store.write(0, result.groups, split="val")
-        if result.greedy_groups:
-            store.write(0, result.greedy_groups, split="greedy")
-        typer.echo(f"saved all metrics and the trajectories to {output}")
+            make_private_folder(output)
+            (output / "metrics.json").write_text(json.dumps(result.metrics, indent=2) + "\n")
+            store = TrajectoryStore(output / "trajectories")
+            store.write(0, result.groups, split="val")
+            if result.greedy_groups:
+                store.write(0, result.greedy_groups, split="greedy")
+            console.note(f"saved all metrics and the trajectories to {output}")
 
 
 def _score_stored(

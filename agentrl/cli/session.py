@@ -14,20 +14,27 @@ if TYPE_CHECKING:
     from agentrl.config import Config
     from agentrl.plan import Plan
     from agentrl.rollout import Rollouts
+    from agentrl.trainer.console import Console
 
 log = logging.getLogger("agentrl")
 
 
 @contextlib.contextmanager
-def open_session(config: Config) -> Iterator[tuple[Plan, Rollouts]]:
+def open_session(config: Config, console: Console | None = None) -> Iterator[tuple[Plan, Rollouts]]:
     """Check the rows, then load the model and start the tools.
+
+    Args:
+        config: the config.
+        console: shows what takes long; None: nothing does.
 
     Raises:
         UserError: config, rows or model are invalid.
     """
     from agentrl.plan import make_plan
 
-    plan = make_plan(config)
+    phase = console.phase if console else contextlib.nullcontext
+    with phase("check the dataset"):
+        plan = make_plan(config)
     plan = replace(plan, config=with_model_folder(config))
     from transformers.utils import logging as transformers_logging
 
@@ -43,7 +50,8 @@ def open_session(config: Config) -> Iterator[tuple[Plan, Rollouts]]:
         )
     transformers_logging.disable_progress_bar()
     template = load_template(plan.config)
-    engine = open_engine(plan.config, template.tokenizer)
+    with phase("start the engine"):
+        engine = open_engine(plan.config, template.tokenizer)
     try:
         check_model_fits(plan, template, engine.max_length)
         with (

@@ -117,8 +117,8 @@ class LiveConsole(Console):
         self._phases: list[_Phase] = []
         self._tables: tuple[object, list[list[Segment]]] = (None, [])
         """The tables as they were drawn last, and what they were drawn for."""
-        self.drawn = _Lines([])
-        """The display as it was drawn last."""
+        self._drawn = self._terminal.size, _Lines([])
+        """The display as it was drawn last, and the size of the terminal then."""
         self._live = _Display(self)
 
     # -- the thread of the run --------------------------------------------------------------------
@@ -176,8 +176,14 @@ class LiveConsole(Console):
         lines = self._summary(width, time.monotonic())
         tables = self._draw_tables(width, height - 1 - len(lines))
         lines = [*tables, *(self._terminal.render_lines(line, pad=False)[0] for line in lines)]
-        self.drawn = _Lines([[], *lines][:height] if lines else [])
-        return self.drawn
+        drawn = _Lines([[], *lines][:height] if lines else [])
+        self._drawn = self._terminal.size, drawn
+        return drawn
+
+    def latest(self) -> _Lines:
+        """Return the display as it was drawn last, unless the terminal has another size now."""
+        size, drawn = self._drawn
+        return drawn if size == self._terminal.size else self.render()
 
     def _draw_tables(self, width: int, height: int) -> list[list[Segment]]:
         """Return the lines of the tables, at most `height`. They change once per step only."""
@@ -277,7 +283,7 @@ class _Display(Live):
         with self._lock:
             printed = self.console.render_lines(Group(*renderables), pad=False)
             printed = [line for line in printed if any(not segment.control for segment in line)]
-            display = self._source.drawn.lines  # by `refresh`: the same is not drawn twice
+            display = self._source.latest().lines
             if self.is_started:
                 return [_Redraw(printed, display)]
             return [_Redraw([*printed, *display], [])]  # the last state stays

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-import io
 import json
 import resource
-import weakref
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from agentrl.config import Config, load_config
+from agentrl.config import load_config
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.record import METRICS, read_metrics
-from agentrl.trainer.console import Activity, Console
-from agentrl.trainer.live import LiveConsole
 from agentrl.trainer.tracking import SINKS, Tracker, check_loggers
 
 
@@ -242,87 +235,6 @@ def test_the_tracker_of_another_package(tmp_path, monkeypatch):
     assert (tmp_path / "run/other.txt").read_text() == "-1 p e ['t']\n1 {'a': 1.0}\n"
 
 
-# -- the console ----------------------------------------------------------------------------------
-
-STEP = {
-    "critic/score/mean": 0.53125,
-    "tool_call_counts/mean": 1.2,
-    "actor/grad_norm": 0.7,
-    "perf/throughput": 5123.4,
-    "timing_s/step": 0.61,
-    "other": 1.0,
-}
-VALIDATION = {
-    "val/reward/mean@2": 0.5,
-    "val/tool_call_rate": 0.4,
-    "val/react/reward/mean@2": 0.4,
-    "val/react/tool_call_rate": 0.98,
-    "val/single_turn/reward/mean@2": 0.6,
-    "val/single_turn/tool_call_rate": 0.0,
-    "val/react/acc/mean@2": 0.1,
-    "val_greedy/reward/mean@1": 0.7,
-    "val_greedy/react/reward/mean@1": 0.7,
-    "val-core/gsm8k/reward/mean@2": 0.5,
-}
-
-
-def test_plain_lines_without_a_terminal():
-    out = io.StringIO()
-    with Console(out) as console:
-        console.validation(0, VALIDATION)
-        console.step(7, 120, STEP)
-        console.note("a [bold]note[/bold]")
-    assert out.getvalue().splitlines() == [
-        "validation at step 0:  all 0.500  react 0.400 (98% call)  single_turn 0.600  greedy 0.700",
-        "step   7/120  reward 0.531  calls 1.20  grad 0.70  tokens/s 5,123  s 0.6",
-        "a [bold]note[/bold]",
-    ]
-
-
-def test_a_live_table(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    out = io.StringIO()
-    with LiveConsole(out) as console:
-        console.begin(Path("runs/a"), 0, 120, lambda: Activity("gen", 1.0, None))
-        console.note("before")
-        console.validation(0, VALIDATION)
-        for step in range(1, 31):
-            console.step(step, 120, STEP)
-        console.note("a [bold]note[/bold]")
-    console.close()
-    shown = out.getvalue()
-    assert shown.startswith("before\n")
-    assert "a [bold]note[/bold]" in shown
-    last = shown.splitlines()
-    assert any("reward" in line and "tokens/s" in line for line in last)
-    assert any("0.400 (98% call)" in line for line in last)
-    # Nothing runs any more, so no time is left.
-    assert "30/120" in last[-1] and "elapsed" in last[-1] and "left" not in shown
-
-
-@pytest.mark.parametrize(
-    ("width", "columns"),
-    [
-        ("36", ["step", "reward", "calls", "ppo_kl"]),
-        ("40", ["step", "reward", "calls", "ppo_kl", "grad"]),
-        ("80", ["step", "reward", "calls", "ppo_kl", "grad", "tokens/s", "s"]),
-    ],
-)
-def test_a_narrow_table_drops_columns_and_no_digits(monkeypatch, width, columns):
-    monkeypatch.setenv("COLUMNS", width)
-    out = io.StringIO()
-    with LiveConsole(out) as console:
-        console.validation(0, VALIDATION)
-        console.step(7, 120, STEP | {"actor/ppo_kl": 0.0012})
-    lines = out.getvalue().splitlines()
-    start = max(i for i, line in enumerate(lines) if "reward" in line)
-    assert lines[start].split() == columns
-    digits = ["7", "0.531", "1.20", "0.0012", "0.70", "5,123", "0.6"]
-    assert lines[start + 1].split() == digits[: len(columns)]
-    assert "…" not in out.getvalue()
-    assert max(map(len, lines[start:])) <= int(width)
-
-
 def test_metrics_are_selected_by_name(tmp_path):
     tracker = Tracker(tmp_path)
     for step in range(3):
@@ -333,42 +245,6 @@ def test_metrics_are_selected_by_name(tmp_path):
         (1, {"a": 1}),
         (2, {"a": 2}),
     ]
-
-
-def test_the_console_keeps_only_the_metrics_that_it_shows():
-    class Metrics(dict):
-        pass
-
-    console, kept = LiveConsole(io.StringIO()), []
-    for step in range(100):
-        for show, data in (
-            (partial(console.step, total=100), STEP),
-            (console.validation, VALIDATION),
-        ):
-            metrics = Metrics(data)
-            kept.append(weakref.ref(metrics))
-            show(step, metrics=metrics)
-    del metrics
-    gc.collect()
-    assert 8 <= sum(ref() is not None for ref in kept) <= 30
-
-
-def test_the_end_prints_the_result_and_the_next_commands(tmp_path):
-    folder = tmp_path / "runs" / "my demo"
-    folder.mkdir(parents=True)
-    (folder / METRICS).write_text("")
-    (folder / "global_step_00000010").mkdir()
-    config = Config.model_validate({"files": ["tools.py"], "data": {"val": "val.parquet"}})
-    history = [(0, VALIDATION), (1, STEP), (2, STEP | VALIDATION | {"val/reward/mean@2": 0.9})]
-    out = io.StringIO()
-    Console(out).finish(folder, history, config)
-    text = out.getvalue()
-    assert "all          0.500 -> 0.900" in text
-    assert f"{folder / 'global_step_00000010'}" in text
-    assert "trajectories" not in text  # not there, not named
-    run = f"-c '{folder / 'config.yaml'}' --dataset val.parquet --model '{folder / 'model'}'"
-    assert f"agentrl play {run} -n 3" in text
-    assert f"agentrl eval {run} val.n=4" in text
 
 
 def test_lines_are_json(tmp_path):
