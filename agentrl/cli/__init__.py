@@ -20,6 +20,7 @@ from agentrl.cli import (
     doctor,
     evaluate,
     export,
+    gateway,
     generate,
     init,
     play,
@@ -57,6 +58,7 @@ app.command("export")(export.export)
 app.command("init")(init.init)
 app.command("doctor")(doctor.doctor)
 app.add_typer(tools.app, name="tools")
+app.add_typer(gateway.app, name="gateway")
 app.add_typer(data.app, name="data")
 
 

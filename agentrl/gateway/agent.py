@@ -22,6 +22,7 @@ import shutil
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, ClassVar
 
@@ -185,6 +186,8 @@ class _Host:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
 
+open_session: ContextVar[Callable[[Episode], Session]] = ContextVar("open_session", default=Session)
+"""Opens the session of an episode."""
 _host: PerLoop[_Host] = PerLoop(_Host, _Host.close)
 
 
@@ -198,7 +201,7 @@ async def external(ep: Episode) -> None:
         with paused_time_limits():
             await slots.acquire()
     try:
-        session = Session(ep)
+        session = open_session.get()(ep)
         async with host.gateway.session(session) as (url, key):
             agent = _make_agent(config, ep.sample, url, key)
             try:

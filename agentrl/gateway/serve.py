@@ -65,15 +65,18 @@ def create_app(session_of: SessionOf) -> FastAPI:
 
     def make_endpoint(dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
+            session = None
             try:
                 session = find_session(request)
                 chat = dialect.read(await _body(request), request.headers)
                 answering = asyncio.create_task(session.answer(chat))
                 if chat.stream:
-                    return await _stream(dialect, chat, answering)
+                    return await _stream(dialect, chat, session, answering)
                 answer = await _until_disconnect(request, answering)
                 return Response(dialect.write(answer, chat), media_type="application/json")
             except Refusal as e:
+                if session is not None:
+                    session.refusals.append(e)
                 return _error(dialect, e)
 
         return endpoint
@@ -178,7 +181,9 @@ class _EmbeddedServer(uvicorn.Server):
         yield
 
 
-async def _stream(dialect: Dialect, chat: ChatRequest, answering: asyncio.Task[Answer]) -> Response:
+async def _stream(
+    dialect: Dialect, chat: ChatRequest, session: Session, answering: asyncio.Task[Answer]
+) -> Response:
     """Return a streaming response. An error within `PLAIN_SECONDS` is a plain response."""
     done, _ = await asyncio.wait([answering], timeout=PLAIN_SECONDS)
     if done:
@@ -193,6 +198,7 @@ async def _stream(dialect: Dialect, chat: ChatRequest, answering: asyncio.Task[A
             for event in dialect.events(answering.result(), chat):
                 yield event
         except Refusal as e:
+            session.refusals.append(e)
             yield dialect.error_event(e)
         finally:
             answering.cancel()

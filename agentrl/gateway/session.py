@@ -128,6 +128,7 @@ class Session:
         events: how each request was matched.
         counts: how often clients asked for something that the run decides, by the field's name, and
             how often volatile lines changed ("volatile").
+        refusals: the errors that requests got as their answers.
         over: set when the episode has ended: each further request is refused.
         is_over_budget: whether a budget has ended the episode.
         has_outcome: whether the agent has reported its reward.
@@ -141,6 +142,7 @@ class Session:
         self.over = asyncio.Event()
         self.failure: BaseException | None = None
         self.has_outcome = self.is_over_budget = False
+        self.refusals: list[Refusal] = []
         self._episode = episode
         self._chains: list[_Chain] = []
         self._sampled: list[_Sampled] = []

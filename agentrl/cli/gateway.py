@@ -1,0 +1,92 @@
+"""`agentrl gateway check`: play your own agent against a scripted policy."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from agentrl.cli.options import ConfigFile, PlayedDataset
+
+app = typer.Typer(help="Check agents of your own, which play rows with agent_name: external.")
+
+QUESTION = "How much is 3*4?"
+
+
+@app.callback()
+def _group() -> None:
+    """Make `check` a command of its own although it is the only one."""
+
+
+@app.command("check")
+def check(
+    command: Annotated[
+        list[str] | None, typer.Argument(help="After `--`: the command of the agent.")
+    ] = None,
+    python: Annotated[
+        str, typer.Option(help="Instead of a command: path.py:function (agent.python).")
+    ] = "",
+    dataset: PlayedDataset = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A model folder or hub name, for its chat template. Default: a ChatML template."
+        ),
+    ] = None,
+    config: ConfigFile = None,
+    n: Annotated[int, typer.Option("-n", help="How many rows to play.", min=1)] = 1,
+    rollouts: Annotated[int, typer.Option(help="Episodes per row.", min=1)] = 2,
+    reward: Annotated[str, typer.Option(help="grader, post or exit (agent.reward).")] = "grader",
+    env: Annotated[
+        list[str] | None,
+        typer.Option(help="A variable of this shell that the agent gets. It may be repeated."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="The time of an episode, in seconds.")] = 30.0,
+) -> None:
+    """Play your agent against a scripted policy, and report what would train.
+
+    Needs no model and no GPU. The policy calls each tool that the agent offers once, and then
+    answers. The report says which requests continue a conversation cleanly, and which begin a new
+    row of tokens and why; what the run decides instead of the agent; and which requests and
+    episodes are lost. Exit code 0 if everything trains cleanly, 1 if there are problems.
+
+    Examples:
+        agentrl gateway check -- python my_agent.py
+
+        agentrl gateway check --dataset rows.jsonl -n 3 --model Qwen/Qwen3-8B -- python my_agent.py
+    """
+    import asyncio
+    import shlex
+    from dataclasses import replace
+    from itertools import islice
+
+    from agentrl.agent_loops.attempt import load_template
+    from agentrl.cli.options import resolve_model
+    from agentrl.config import load_config
+    from agentrl.data import load_samples
+    from agentrl.gateway.agent import check_agent
+    from agentrl.gateway.check import check_agent_against_script
+    from agentrl.testing import byte_tokenizer
+    from agentrl.trajectory import Message, Sample
+
+    overrides = [f"agent.reward={reward}", f"rollout.timeout_s={timeout}"]
+    keys = {
+        "agent.command": shlex.join(command or []),
+        "agent.python": python,
+        "agent.env": env or [],
+        "model.path": resolve_model(model) if model else "",
+    }
+    settings = load_config(
+        str(config) if config else None, overrides, {k: v for k, v in keys.items() if v}
+    )
+    check_agent(settings.agent)
+    tokenizer = load_template(settings).tokenizer if settings.model.path else byte_tokenizer()
+    if dataset:
+        samples = [*islice((s for file in dataset for s in load_samples(file)), n)]
+    else:
+        samples = [Sample("question", (Message("user", QUESTION),))]
+    samples = [replace(s, agent_name="external", tools=(), interaction="") for s in samples]
+    report = asyncio.run(check_agent_against_script(settings, tokenizer, samples, rollouts))
+    for line in report.lines():
+        typer.echo(line)
+    raise typer.Exit(0 if report.is_clean else 1)

@@ -1,0 +1,299 @@
+"""Play a user's agent against a scripted policy, and report what would train.
+
+No model is needed: the policy calls each tool that the agent offers once, with arguments made from
+its schema, and then answers with a text. So a mistake of the agent that would cost training shows
+within seconds: history that changes, tools that change, unsupported fields, crashes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.agent_loops import Episode
+from agentrl.agent_loops.attempt import Runtime, make_template
+from agentrl.agent_loops.play import play_episode
+from agentrl.chat import ChatTemplate
+from agentrl.config import Config
+from agentrl.engine.base import Sampler, Sampling
+from agentrl.errors import AgentRLError
+from agentrl.gateway.agent import open_session
+from agentrl.gateway.requests import Answer, Refusal, Request
+from agentrl.gateway.session import Event, Session
+from agentrl.plural import plural
+from agentrl.tools import LocalToolbox
+from agentrl.trajectory import Generation, Sample, ToolCall, Trajectory, float_array, token_array
+
+CALLS_AT_ONCE = 2
+MAX_TOOLS = 6
+"""The scripted policy calls at most so many different tools."""
+ANSWER = "The answer is 42."
+SHOWN = 3
+"""The examples of each problem that a report shows."""
+
+ADVICE = {
+    "system message changed": "Put what changes into a later message, such as the user's.",
+    "user message changed": "Send earlier messages again as they were.",
+    "tool message changed": "Send the results of tools again as they were.",
+    "assistant message changed": "Send the policy's turns again as they were answered, with the ids"
+    " of their calls.",
+    "messages were removed": "Keep the history, or accept a new row of tokens at each compaction.",
+    "the tools changed": "Send the same tools in each request of a conversation.",
+    "an earlier request was sent again": "If it is a retry, send the header"
+    " x-stainless-retry-count; otherwise each request is a sample of its own.",
+}
+"""What to change in an agent, by the cause of a new row."""
+
+_request: ContextVar[Request] = ContextVar("request")
+
+
+@dataclass(slots=True)
+class Played:
+    """An episode of the check.
+
+    Attributes:
+        events: how its requests were matched.
+        refusals: the requests that got an error as their answer.
+        ignored: the fields that the run decides, with the number of requests.
+        trajectory: what would train; None if the episode was lost.
+        loss: why it was lost.
+    """
+
+    events: list[Event]
+    refusals: list[Refusal]
+    ignored: Counter[str]
+    trajectory: Trajectory | None = None
+    loss: str = ""
+
+
+@dataclass(slots=True)
+class Report:
+    """The result of a check.
+
+    Attributes:
+        played: the episodes within all budgets.
+        over: the episode in which the second turn is refused, to see whether the agent ends.
+    """
+
+    played: list[Played] = field(default_factory=list)
+    over: Played | None = None
+
+    @property
+    def is_clean(self) -> bool:
+        """True if each conversation is one row of tokens, and no request or episode was lost."""
+        return not any(self._problems())
+
+    def lines(self) -> Iterator[str]:
+        """Yield the report as text."""
+        events = [event for p in self.played for event in p.events]
+        kinds = Counter(event.kind for event in events)
+        shares = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+        yield f"{plural(len(self.played), 'episode')}: {plural(len(events), 'request')} ({shares})"
+        trajectories = [p.trajectory for p in self.played if p.trajectory]
+        turns = sum(len(t.turns) for t in trajectories)
+        segments = [s for t in trajectories for s in t.segments]
+        if segments:
+            sampled = sum(t.sampled_tokens for t in trajectories)
+            later = (s for t in trajectories for s in t.segments[1:])
+            repeated = sum(len(s.prompt_ids) for s in later)
+            yield (
+                f"would train: {plural(turns, 'turn')} in {plural(len(segments), 'row')} of tokens"
+                f" ({turns / len(segments):.1f} turns per row); {sampled} sampled tokens, each"
+                f" once; {repeated} tokens of prompts of further rows"
+            )
+        ignored = sum((p.ignored for p in self.played), Counter[str]())
+        for name, number in ignored.most_common():
+            yield f"decided by the run, not by the agent: {name} ({plural(number, 'request')})"
+        for event in _distinct(e for e in events if e.kind == "realigned"):
+            yield f"realigned, which costs nothing: {event.cause}"
+        if kinds["spawn"]:
+            yield f"further conversations (sub-agents train as well): {kinds['spawn']}"
+        problems = list(self._problems())
+        yield from problems
+        yield (
+            "the agent trains cleanly: each conversation is one row of tokens"
+            if not problems
+            else f"{plural(len(problems), 'problem')}: see above"
+        )
+
+    def _problems(self) -> Iterator[str]:
+        events = [event for p in self.played for event in p.events if event.kind == "branch"]
+        for cause, number in Counter(event.cause for event in events).most_common():
+            yield "\n".join(
+                [
+                    f"problem: a new row of tokens began {plural(number, 'time')}: {cause}",
+                    *_examples([e for e in events if e.cause == cause]),
+                    f"  {ADVICE.get(cause, 'Send the conversation as it was.')}",
+                ]
+            )
+        refusals = Counter((r.status, r.code, str(r)) for p in self.played for r in p.refusals)
+        for (status, _, text), number in refusals.most_common(SHOWN):
+            yield f"problem: {plural(number, 'request')} refused ({status}): {text}"
+        for loss, number in Counter(p.loss for p in self.played if p.loss).most_common(SHOWN):
+            yield f"problem: {plural(number, 'episode')} lost: {loss}"
+        after = [r for r in self.over.refusals if r.code == "episode_over"] if self.over else []
+        if len(after) > 1:
+            yield (
+                f"problem: {plural(len(after) - 1, 'request')} after the episode was over (400"
+                " episode_over). End the agent at this error; it is killed after 5 s"
+            )
+        elif self.over and self.over.loss:
+            yield f"problem: after the episode was over (400 episode_over): {self.over.loss}"
+
+
+async def check_agent_against_script(
+    config: Config, tokenizer: Any, samples: Sequence[Sample], rollouts: int = 2
+) -> Report:
+    """Play episodes of an agent against the scripted policy.
+
+    Args:
+        config: the sections `agent` and `rollout`.
+        tokenizer: a tokenizer with the policy's chat template.
+        samples: the rows.
+        rollouts: the number of episodes of each row.
+    """
+    report = Report()
+    plays = [(sample, k) for sample in samples for k in range(rollouts)]
+    report.played = [*await asyncio.gather(
+        *(_play(config, tokenizer, sample, f"check-{sample.row}-{k}", k) for sample, k in plays)
+    )]  # fmt: skip
+    if any(p.trajectory and len(p.trajectory.turns) > 1 for p in report.played):
+        limited = config.model_copy(
+            update={"rollout": config.rollout.model_copy(update={"max_turns": 1})}
+        )
+        report.over = await _play(limited, tokenizer, samples[0], "check-over", 0)
+    return report
+
+
+async def _play(
+    config: Config, tokenizer: Any, sample: Sample, episode_id: str, rollout: int
+) -> Played:
+    template = make_template(tokenizer, config)
+    runtime = Runtime(ScriptedPolicy(template), template, LocalToolbox(), config)
+    sessions: list[Session] = []
+
+    def open_checked(ep: Episode) -> Session:
+        sessions.append(_CheckedSession(ep))
+        return sessions[0]
+
+    open_session.set(open_checked)
+    try:
+        trajectory = await play_episode(
+            runtime, sample, episode_id=episode_id, rollout=rollout, sampling=Sampling(), seed=0
+        )
+        loss = ""
+        if trajectory.stop_reason == "time":
+            loss = f"the agent had not ended after {config.rollout.timeout_s:g} s"
+    except AgentRLError as e:
+        trajectory, loss = None, str(e)
+    finally:
+        runtime.close()
+    if not sessions:
+        return Played([], [], Counter(), trajectory, loss)
+    (session,) = sessions
+    return Played(session.events, session.refusals, session.counts, trajectory, loss)
+
+
+class ScriptedPolicy(Sampler):
+    """A policy that calls each tool once and then answers."""
+
+    max_length = 10**6
+
+    def __init__(self, template: ChatTemplate):
+        self._template = template
+
+    async def generate(
+        self,
+        prompt_ids: array[int],
+        sampling: Sampling,
+        *,
+        episode_id: str,
+        seed: int,
+        deadline: float,
+    ) -> Generation:
+        """Return the tokens of the next turn, as the chat template writes it."""
+        content, calls = next_turn(_request.get())
+        turn = [*self._thought(), *self._template.foreign_turn(content, calls)]
+        ids = token_array([*turn, sampling.stop_ids[0]][: sampling.max_tokens])
+        return Generation(
+            token_ids=ids,
+            logprobs=float_array([0.0] * len(ids)),
+            versions=token_array([0] * len(ids)),
+            finish_reason="stop" if len(ids) == len(turn) + 1 else "length",
+            prompt_tokens=len(prompt_ids),
+        )
+
+    def begin(self, episode_id: str, *, awaited: bool = True) -> None: ...
+
+    def end(self, episode_id: str) -> None: ...
+
+    async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
+        return float_array([0.0] * len(token_ids))
+
+    def _thought(self) -> array[int]:
+        """Return a thought, if the template has a token for it."""
+        thinking, encoder = self._template.thinking, self._template.encoder
+        begin = thinking.begin.strip()
+        if encoder.control_tokens_in(begin) != [begin] or thinking.new_turn_prefix:
+            return token_array()
+        return encoder.encode_trusted(f"{thinking.begin}I think.\n{thinking.end}{thinking.gap}")
+
+
+def next_turn(request: Request) -> tuple[str, list[ToolCall]]:
+    """Return the text and the calls of the scripted policy's next turn."""
+    called = {call.name for message in request.messages for call in message.calls}
+    functions = [tool["function"] for tool in request.tools]
+    uncalled = [f for f in functions[:MAX_TOOLS] if f["name"] not in called][:CALLS_AT_ONCE]
+    if not uncalled:
+        return ANSWER, []
+    calls = [ToolCall(f["name"], example_of(f["parameters"])) for f in uncalled]
+    return "Let me see.", calls
+
+
+def example_of(schema: Mapping[str, Any]) -> Any:
+    """Return a value that a JSON schema accepts, as far as it has the usual keywords."""
+    if "const" in schema:
+        return schema["const"]
+    for key in ("enum", "examples"):
+        if schema.get(key):
+            return schema[key][0]
+    if "default" in schema:
+        return schema["default"]
+    for key in ("anyOf", "oneOf", "allOf"):
+        if schema.get(key):
+            return example_of(schema[key][0])
+    kind = schema.get("type", "object" if "properties" in schema else "string")
+    kind = kind[0] if isinstance(kind, list) else kind
+    if kind == "object":
+        properties = schema.get("properties", {})
+        required = schema.get("required", properties)
+        return {name: example_of(properties.get(name, {})) for name in required}
+    if kind == "array":
+        return [example_of(schema["items"])] if schema.get("items") else []
+    return {"integer": schema.get("minimum", 1), "number": 1.5, "boolean": True}.get(kind, "1+1")
+
+
+class _CheckedSession(Session):
+    """A session whose requests the scripted policy can read."""
+
+    async def _sample(self, request: Request) -> Answer:
+        _request.set(request)
+        return await super()._sample(request)
+
+
+def _distinct(events: Iterator[Event]) -> list[Event]:
+    return [*{event.cause: event for event in events}.values()]
+
+
+def _examples(events: Sequence[Event]) -> Iterator[str]:
+    """Yield the differences of some events, once each."""
+    shown = dict.fromkeys((e.index, e.before, e.after) for e in events if e.before or e.after)
+    for index, before, after in [*shown][:1]:
+        where = f"message {index}" if index >= 0 else "tools"
+        yield f"  {where} was  {before!r}"
+        yield f"  {' ' * len(where)} now  {after!r}"

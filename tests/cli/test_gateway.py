@@ -1,0 +1,134 @@
+"""`agentrl gateway check` names what is wrong with an agent."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.cli import app
+
+# An agent by the standard library alone. `%s` changes it.
+AGENT = """
+import json, os, sys, time, urllib.error, urllib.request, uuid
+
+TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {
+    "type": "object", "properties": {"expression": {"type": "string"}}}}}
+URL, SYSTEM, MORE = os.environ["OPENAI_BASE_URL"], lambda: "You calculate.", lambda: {}
+keep = lambda messages: messages
+kept = lambda message: message
+calls = 0
+
+def ask(messages):
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    body = {"messages": messages, "tools": [TOOL], **MORE()}
+    request = urllib.request.Request(URL + "/chat/completions", json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request, timeout=30))["choices"][0]["message"]
+
+%s
+
+def main():
+    global calls
+    prompt = json.loads(os.environ["AGENTRL_SAMPLE"])["prompt"]
+    messages = [{"role": "system", "content": SYSTEM()}, *prompt]
+    while True:
+        messages[0] = {"role": "system", "content": SYSTEM()}
+        message = ask(keep(messages))
+        calls += 1
+        messages.append(kept(message))
+        if not message.get("tool_calls"):
+            return
+        for call in message["tool_calls"]:
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "12"})
+
+main()
+"""
+HANGS = "kept = lambda message: time.sleep(60)"
+IGNORES = """
+plain = ask
+def ask(messages):
+    for _ in range(3):
+        try:
+            return plain(messages)
+        except urllib.error.HTTPError:
+            time.sleep(0.05)
+    sys.exit()
+"""
+EDITS = "kept = lambda message: message | {'content': (message['content'] or '').upper()}"
+DROPS = "keep = lambda messages: messages if calls < 1 else [messages[0], *messages[2:]]"
+TWO = "MORE = lambda: {'n': 2}"
+TOOLS = "MORE = lambda: {'tools': [TOOL] * (1 + (calls > 0))}"
+FORMAT = "MORE = lambda: {'response_format': {'type': 'json_object'}}"
+
+
+@pytest.fixture
+def check(tmp_path):
+    """Return a function that checks an agent; it returns the exit code and the output."""
+
+    def run(change: str = "", *options: str) -> tuple[int, str]:
+        script = tmp_path / "my_agent.py"
+        script.write_text(AGENT % change)
+        command = ["gateway", "check", *options, "--", sys.executable, str(script)]
+        result = CliRunner().invoke(app, command)
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+        return result.exit_code, result.output
+
+    return run
+
+
+def test_an_agent_that_trains_cleanly(check):
+    code, text = check()
+    assert code == 0
+    assert "2 episodes: 4 requests (2 first, 2 clean)" in text
+    assert "4 turns in 2 rows of tokens (2.0 turns per row)" in text
+    assert "0 tokens of prompts of further rows\nthe agent trains cleanly" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "problems"),
+    [
+        ("SYSTEM = lambda: f'You calculate. {uuid.uuid4()}'", ["system message changed", "now  "]),
+        (EDITS, ["assistant message changed", "LET ME SEE"]),
+        (DROPS, ["messages were removed", "Keep the history"]),
+        (TOOLS, ["the tools changed"]),
+        (TWO, ["2 requests refused (400): n=2", "2 episodes lost: the agent exited with code 1"]),
+        (FORMAT, ["response_format is not supported"]),
+        ("URL = 'http://127.0.0.1:9'", ["2 episodes lost", "Connection refused"]),
+        ("sys.exit()", ["without a request to OPENAI_BASE_URL"]),
+        ("kept = lambda message: 1 / 0", ["ZeroDivisionError"]),
+        (IGNORES, ["2 requests after the episode was over"]),
+    ],
+    ids=["system", "edit", "drop", "tools", "n", "format", "url", "silent", "crash", "ignores"],
+)
+def test_a_fault_of_an_agent_is_named(check, change, problems):
+    code, text = check(change)
+    assert code == 1 and "problem: " in text
+    for problem in problems:
+        assert problem in text, text
+
+
+def test_an_agent_that_hangs(check):
+    code, text = check(HANGS, "--timeout", "2", "--rollouts", "1")
+    assert code == 1 and "1 episode lost: the agent had not ended after 2 s" in text
+
+
+def test_what_the_run_decides_is_counted(check):
+    code, text = check("MORE = lambda: {'temperature': 0, 'tool_choice': 'required'}")
+    assert code == 0
+    assert "decided by the run, not by the agent: temperature (4 requests)" in text
+    assert "tool_choice (4 requests)" in text
+
+
+def test_rows_of_a_file(check, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    row = {"prompt": [{"role": "user", "content": "Q"}], "agent_name": "external"}
+    rows.write_text("\n".join(json.dumps(row) for _ in range(3)))
+    code, text = check("", "--dataset", str(rows), "-n", "2", "--rollouts", "1")
+    assert code == 0 and "2 episodes" in text
+
+
+def test_an_agent_must_be_named():
+    result = CliRunner().invoke(app, ["gateway", "check"])
+    assert "agent.command" in str(result.exception)
