@@ -23,7 +23,7 @@ from agentrl.view.app import PAGE, create_app
 from agentrl.view.curves import Part
 from agentrl.view.query import find_episodes, parse_query
 
-MAX_EXPORT = 32 * 2**20
+MAX_EXPORT = 32_000_000
 """The most bytes of data in a file. Browsers open a larger one slowly."""
 MAX_EPISODES = 2000
 """The most episodes in a file, so that a query that finds too many is refused at once."""
@@ -61,7 +61,7 @@ class _Bundle:
         self.size += len(content)
         if self.size > MAX_EXPORT:
             raise UserError(
-                f"the page would have more than {MAX_EXPORT // 2**20} MB of data. {_FEWER}"
+                f"the page would have more than {MAX_EXPORT / 1e6:g} MB of data. {_FEWER}"
             )
         self.answers[key] = content
 

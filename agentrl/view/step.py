@@ -27,7 +27,7 @@ def describe_step(run: Run, step: int) -> dict[str, Any]:
     Returns:
         `rollouts` (the rows of `find_episodes`, each with `start` and `end` in seconds since the
         start of the step, and `spans`), `time` (see `_summarize_time`), `untrained` (see
-        `_find_untrained`) and `slow_calls`.
+        `_find_untrained`) and `slow_calls`, those of training if the step trained.
 
     Raises:
         DataError: a file is damaged.
@@ -51,6 +51,8 @@ def describe_step(run: Run, step: int) -> dict[str, Any]:
     time = _summarize_time(rollouts)
     untrained = _find_untrained(run, rollouts)
     _limit_spans(rollouts)
+    of_training = {row["episode"] for row in rollouts if row["split"] in TRAINING}
+    calls = [call for call in calls if not of_training or call["episode"] in of_training]
     calls.sort(key=lambda call: -call["seconds"])
     return {
         "rollouts": [

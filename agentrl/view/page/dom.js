@@ -130,7 +130,7 @@ function tableRow(names, row, cell) {
 function table(label, names, rows, cell) {
   const head = make("tr", {}, ...names.map((name) => make("th", NUMBERS.has(name) ? { scope: "col", class: "number" } : { scope: "col" }, name)));
   const body = make("tbody", {}, ...rows.map((row) => tableRow(names, row, cell)));
-  return make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": visible(label) }, make("table", {}, make("thead", {}, head), body));
+  return make("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": visible(label) }, make("table", {}, make("thead", {}, head), body));
 }
 
 function choice(label, options, chosen, onChange) {

@@ -12,7 +12,8 @@ async function showEpisode(run, parameters) {
   const tokens = tokenSection(run, at, episode, parameters);
   const findings = make("section", {});
   return {
-    nodes: [make("h1", {}, `Episode ${episode.episode}`), facts(run, episode), findings, ...tokens.nodes, make("h2", {}, "Messages"), ...messages, make("h2", {}, "Time"), ...timeOfEpisode(episode)],
+    nodes: [make("h1", {}, `Episode ${episode.episode}`), facts(run, episode), findings,
+      make("div", { class: "split" }, tokens.node, make("section", {}, make("h2", {}, "Messages"), ...messages)), make("h2", {}, "Time"), ...timeOfEpisode(episode)],
     after: async () => {
       await tokens.draw();
       const turn = parameters.get("turn");
@@ -90,6 +91,6 @@ function timeOfEpisode(episode) {
     const sum = episode.spans.filter((span) => span.name === name).reduce((a, span) => a + span.end - span.start, 0);
     return make("li", {}, make("span", { class: `swatch span-${name}` }), `${name} ${seconds(sum)}`);
   });
-  const tracks = [...threads].map(([thread, spans]) => track(thread ? `conversation ${thread}` : "main conversation", 0, spans.map((s) => [s.name, s.start, s.end]), total, total));
+  const tracks = [...threads].map(([thread, spans]) => track(thread ? `conversation ${thread}` : "main", 0, spans.map((s) => [s.name, s.start, s.end]), total, total));
   return [make("ul", { class: "legend" }, ...legend), make("div", { class: "tracks" }, ...tracks, scale(total))];
 }

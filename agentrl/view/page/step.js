@@ -6,10 +6,12 @@ const MEANING = {
   generate: "the engine samples", tools: "tool calls", queue: "waiting for the engine or a connection", interaction: "the simulated user", reward: "the reward function",
   open: "opening the tools", loop: "the agent loop itself",
 };
+const SINGLES = 50; // rollouts of groups of one that are listed
 const TRACKS = 40; // rollouts that the timeline shows at first
 
 async function showStep(run, step) {
   const data = await get(`/api/runs/${run}/step`, { step });
+  data.rollouts.sort((a, b) => rank(a) - rank(b));
   const names = new Map(data.rollouts.map((row) => [row.episode, nameRollout(row)]));
   const findings = make("section", {});
   const gaps = make("section", {}, make("h2", {}, "Largest gaps to the trainer"), make("p", {}, "…"));
@@ -34,6 +36,7 @@ async function showStep(run, step) {
 
 // Groups of each split are counted from 0, so all splits but training are named.
 const nameRollout = (row) => `${row.split === "train" ? "" : `${row.split} `}${isMissing(row.group) ? `row ${row.sample}` : `group ${row.group}`}, rollout ${row.rollout}`;
+const shortName = (row) => `${row.split === "train" ? "" : `${row.split} `}${row.group ?? row.sample} / ${row.rollout}`;
 const quote = (text) => JSON.stringify(text);
 
 function describeRollouts(rollouts) {
@@ -74,11 +77,12 @@ function timeOfStep(run, step, data, names) {
   const others = time.last.slice(5).flatMap((row) => [" ", episodeLink(run, names.get(row.episode), { id: row.episode, step })]);
   const timed = data.rollouts.filter((row) => !isMissing(row.end)).sort((a, b) => b.end - a.end);
   const tracks = make("div", { class: "tracks" });
-  const draw = (rows) => tracks.replaceChildren(...rows.map((row) => track(episodeLink(run, names.get(row.episode), { id: row.episode, step }), row.start, row.spans, time.seconds, row.end)), scale(time.seconds));
+  const draw = (rows) => tracks.replaceChildren(...rows.map((row) => track(episodeLink(run, shortName(row), { id: row.episode, step }), row.start, row.spans, time.seconds, row.end)), scale(time.seconds));
+  const heads = make("div", { class: "track" }, make("div", { class: "label" }, make("small", {}, "group / rollout")), make("small", {}, "seconds since the first rollout of the step began; the last to end is the first"));
   draw(timed.slice(0, TRACKS));
   const nodes = [heading,
     make("p", {}, `The rollouts took ${seconds(time.seconds)}. The last ${plural(time.last.length, "rollout")} of ${time.rollouts} (5 %) kept the step waiting for ${seconds(wait)} after all others had ended:`),
-    make("ol", {}, ...last), ...(others.length ? [make("p", {}, "and, ended before them:", ...others)] : []), make("p", {}, "All rollouts spent their time on:"), make("ul", { class: "legend" }, ...sums), tracks];
+    make("ol", {}, ...last), ...(others.length ? [make("p", {}, "and, ended before them:", ...others)] : []), make("p", {}, "All rollouts spent their time on:"), make("ul", { class: "legend" }, ...sums), heads, tracks];
   if (timed.length > TRACKS) {
     const more = make("button", {}, `show all ${timed.length} rollouts; these are the last ${TRACKS}`);
     more.addEventListener("click", () => { draw(timed); more.remove(); });
@@ -106,18 +110,31 @@ function scale(total) {
 
 // --- Groups --------------------------------------------------------------------------------------
 
+// Training comes before validations.
+function rank(row) {
+  const at = ["train", "evicted", "baseline"].indexOf(row.split);
+  return at < 0 ? 3 : at;
+}
+
 const GROUP_COLUMNS = ["rollout", "reward", "stop", "turns", "calls", "failed", "tokens", "seconds"];
 
 function groups(run, step, rollouts) {
-  const order = ["train", "evicted", "baseline"];
-  const rank = (row) => (order.indexOf(row.split) + order.length + 1) % (order.length + 1);
-  const sorted = [...rollouts].sort((a, b) => rank(a) - rank(b));
-  const parts = Map.groupBy(sorted, (row) => row.split);
+  const parts = Map.groupBy(rollouts, (row) => row.split);
   return [...parts].flatMap(([split, rows]) => {
+    const heading = parts.size > 1 ? [make("h3", {}, split)] : [];
     const byGroup = Map.groupBy(rows, (row) => row.group ?? row.sample);
+    if (byGroup.size === rows.length) return [...heading, ...singleRollouts(run, step, split, rows)];
     const sections = [...byGroup].map(([number, of]) => groupSection(run, step, isMissing(of[0].group) ? `Row ${number}` : `Group ${number}`, of));
-    return [...(parts.size > 1 ? [make("h3", {}, split)] : []), make("div", { class: "groups" }, ...sections)];
+    return [...heading, make("div", { class: "groups" }, ...sections)];
   });
+}
+
+// Groups of one rollout, as in most validations, are one table.
+function singleRollouts(run, step, split, rows) {
+  const cell = (row, name) => (name === "group" ? episodeLink(run, format(row.group), { id: row.episode, step }) : known(row[name]));
+  const nodes = [table(split, ["group", ...GROUP_COLUMNS.slice(1), "source"], rows.slice(0, SINGLES), cell)];
+  if (rows.length > SINGLES && !bundle) nodes.push(make("p", {}, link(`all ${rows.length} rollouts`, `/run/${run}`, { q: `step=${step} split=${split}` })));
+  return nodes;
 }
 
 function groupSection(run, step, title, rows) {

@@ -23,7 +23,7 @@ function tokenColor(quantity, range, value, isSampled) {
   if (isMissing(value)) return ["unknown-number", 0];
   const [low, high] = range;
   if (DIVERGING.has(quantity)) return [value < 0 ? "negative" : "positive", Math.abs(value) / (Math.max(-low, high) || 1)];
-  if (quantity === "logprob") return ["negative", low ? value / low : 0];
+  if (quantity === "logprob") return ["negative", 1 - Math.exp(value)]; // the probability of all other tokens
   if (quantity === "version") return ["positive", high > low ? (0.2 + value - low) / (high - low + 0.2) : 0.2];
   return ["positive", high ? value / high : 0];
 }
@@ -40,7 +40,8 @@ function legendOf(quantity, range) {
     const most = Math.max(-low, high);
     let values = [low, (low + high) / 2, high];
     if (DIVERGING.has(quantity)) values = [-most, -most / 2, 0, most / 2, most];
-    else if (quantity !== "version") values = quantity === "logprob" ? [0, low / 2, low] : [0, high / 2, high];
+    else if (quantity === "logprob") values = [0, -0.1, -0.5, -2].filter((value) => value > low).concat(low);
+    else if (quantity !== "version") values = [0, high / 2, high];
     for (const value of [...new Set(values)]) boxes.push(sample(format(value), ...tokenColor(quantity, range, value, true)));
   }
   return make("p", { class: "tokenlegend" }, ...boxes, sample("unknown", "unknown-number"), sample("not sampled", "observed"));
@@ -114,8 +115,8 @@ function tokenSection(run, at, episode, parameters) {
   const controls = make("p", {},
     choice("colour", colors, state.color, (value) => { state.color = value; keepAddress(); draw(); }), " ",
     choice("as", [["text", "text"], ["table", "table of numbers"]], state.layout, (value) => { state.layout = value; keepAddress(); draw(); }));
-  const nodes = [make("h2", {}, "Tokens"), controls, ...(segments.length > 1 ? [make("ul", { class: "segments" }, ...segments)] : []), legend, strip, readout];
-  return { nodes, draw };
+  const node = make("section", { class: "tokens" }, make("h2", {}, "Tokens"), controls, ...(segments.length > 1 ? [make("ul", { class: "segments" }, ...segments)] : []), legend, strip, readout);
+  return { node, draw };
 }
 
 function colored(element, { state, range }, columns, i) {
