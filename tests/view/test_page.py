@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from support.browser import Browser
 from support.needs import needs_browser
-from support.recorded import write_run
+from support.recorded import play, write_run
 
 from agentrl import load_run
 from agentrl.cli import main
 from agentrl.report import Finding, diagnosis
 from agentrl.report.diagnosis import diagnoses
+from agentrl.store import TrajectoryStore
+from agentrl.trajectory import Group, Message, Scored, Segment, float_array, token_array
 from agentrl.view.app import ViewServer
 
 pytestmark = [pytest.mark.browser, needs_browser]
@@ -29,7 +32,30 @@ def late_search(run):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return [write_run(tmp_path_factory.mktemp(name)) for name in ("first", "second")]
+    made = [write_run(tmp_path_factory.mktemp(name)) for name in ("first", "second")]
+    return [*made, write_sub_agent(tmp_path_factory.mktemp("third"))]
+
+
+def write_sub_agent(folder: Path) -> Path:
+    """Write a run of one episode, whose turn 1 is that of a sub-agent in a segment of its own."""
+    played = play(1, 0, 0).trajectory
+    [turn], [segment] = played.turns, played.segments
+    question, answer, _ = played.messages
+    own = Segment(
+        segment.prompt_ids,
+        token_array([1, 2, 3, 4, 5]),
+        token_array([1, 1, 0, 1, 1]),
+        float_array([-0.5, -0.25, 0.0, -1.0, -2.0]),
+        token_array([0, 0, -1, 0, 1]),
+    )
+    turns = (turn, replace(turn, segment=1, thread=1, message_index=3),
+             replace(turn, start=3, end=5, message_index=4))  # fmt: skip
+    messages = (question, answer, Message("user", "a part"), answer, answer)
+    trajectory = replace(played, segments=(own, segment), turns=turns, messages=messages)
+    scored = Scored(trajectory, {"outcome": 1.0}, 1.0)
+    store = TrajectoryStore(folder / "trajectories")
+    store.write(1, [Group(trajectory.sample, (scored,))])
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +106,30 @@ PAGES = (
     "#/run/0/episode?id=e2-0-1",
     "#/run/0/episode?id=e2-0-1&layout=table",
     "#/run/0/episode?id=..%2F..%2Fx",
-    "#/run/2/step/1",
+    "#/run/2/episode?id=e1-0-0",
+    "#/run/3/step/1",
 )
+
+
+def test_turns_segments_and_sub_agents_have_borders(page):
+    visit(page, "#/run/2/episode?id=e1-0-0&color=version")
+    turns = "[...document.querySelectorAll('#tokens .turn')].map(t => t.innerText)"
+    assert page.run(turns) == ["turn 0", "not sampled", "turn 2"]
+    segments = page.run("document.querySelector('.segments').innerText")
+    assert segments.splitlines() == [
+        "segment 0: turns 0 to 2, 5 tokens",
+        "segment 1: turn 1, 3 tokens, sub-agent (conversation 1)",
+    ]
+    visit(page, "#/run/2/episode?id=e1-0-0&segment=1")
+    assert page.run(turns) == ["turn 1, conversation 1", "not sampled"]
+    others = "[...document.querySelectorAll('article.other h3')].map(h => h.innerText)"
+    [other] = page.run(others)
+    assert "turn 1" in other and "sub-agent, conversation 1" in other
 
 
 def test_the_run_page_shows_curves_and_findings(page, folders):
     text = visit(page, "#/?")
-    assert "3 runs" in text and "critic/score/mean" in text
+    assert "4 runs" in text and "critic/score/mean" in text
     assert "0.75 ± 0.25, n = 2 last steps" in text
     # The only alarm marks the step at which it begins in each chart.
     assert "a search is late" in text and "e1-0-0, turn 0" in text
@@ -240,9 +283,10 @@ def test_the_keyboard_reaches_everything(page):
     assert page.run("document.activeElement.id") == "query"
     page.run("document.activeElement.blur(); 0")
     press(page, "j")
-    assert page.run("document.activeElement.getAttribute('href')") == "#/run/0/step/1"
+    assert page.run("document.activeElement.getAttribute('href')") == "#/run/0?q=reward%3C0.5"
     press(page, "Enter")
-    page.wait("document.body.dataset.ready === 'yes' && document.title.startsWith('Step 1')")
+    page.wait("document.title.startsWith('Episodes: reward<0.5')")
+    page.wait("document.body.dataset.ready === 'yes'")
 
 
 def test_the_keys_choose_a_token_and_a_step(page):
@@ -274,7 +318,7 @@ def test_a_new_search_cancels_the_one_before(page):
 def test_an_exported_file_opens_without_a_server(folders, tmp_path):
     file = tmp_path / "run.html"
     with pytest.raises(SystemExit) as end:
-        main(["view", *map(str, folders), "--export", str(file), "--query", "step=2"])
+        main(["view", *map(str, folders[:2]), "--export", str(file), "--query", "step=2"])
     assert end.value.code == 0
     browser = Browser(tmp_path / "profile")
     browser.send("Network.enable")

@@ -1,7 +1,7 @@
 // The first page: the runs with their findings and curves, and the list of episodes of a query.
 "use strict";
 
-const CURVES = ["critic/score/mean", "val/reward/mean@1", "response_length/mean", "tool_call_counts/mean", "waste/dead_group_frac", "actor/entropy",
+const CURVES = ["critic/score/mean", "val/reward/mean@1", "response_length/mean", "tool_call_counts/mean", "rollout/dropped", "waste/dead_group_frac", "actor/entropy",
   "actor/ppo_kl", "actor/pg_clipfrac", "actor/grad_norm", "rollout_corr/logprob_diff_mean", "timing_s/step"];
 const PARTS = [["all", "nothing"], ["source", "data source"], ["agent", "agent loop"], ["tool", "tool"]];
 
@@ -31,9 +31,10 @@ async function showRuns(parameters) {
   return {
     nodes: [make("h1", {}, runs.length > 1 ? `${runs.length} runs` : `Run ${runs[0].name}`), make("ul", { class: "runs" }, ...runs.map(describeRun)), findings, rollouts, metrics],
     after: async () => {
+      const drawRollouts = fillRollouts(rollouts, runs, by, (value) => change({ by: value }), open);
       const marks = await fillFindings(findings, runs);
       if (marks.length) drawMetrics(marks);
-      await fillRollouts(rollouts, runs, by, marks, (value) => change({ by: value }), open);
+      (await drawRollouts)(marks);
     },
   };
 }
@@ -67,10 +68,11 @@ async function fillFindings(section, runs) {
   return marks;
 }
 
-async function fillRollouts(section, runs, by, marks, onChange, open) {
+// Show the curves of the rollouts, and return a function that shows them again with marks.
+async function fillRollouts(section, runs, by, onChange, open) {
   const every = await Promise.all(runs.map((run) => get(`/api/runs/${run.index}/curves`, { by })));
   const names = [...new Set(every.flatMap((answer) => answer.curves.map((curve) => curve.name)))];
-  const charts = names.map((name) => {
+  const drawCharts = (marks) => names.map((name) => {
     const lines = every.flatMap((answer, i) =>
       answer.curves.filter((curve) => curve.name === name).flatMap((curve) => curve.lines).map((line) => ({
         label: [...(runs.length > 1 ? [runs[i].name] : []), ...(by === "all" ? [] : [line.part || "(none)"])].join(" · "),
@@ -80,19 +82,25 @@ async function fillRollouts(section, runs, by, marks, onChange, open) {
   });
   const strides = every.map((answer) => answer.every).filter((stride) => stride > 1);
   const note = strides.length ? ` Every ${strides.join(", ")} steps are read.` : "";
+  const grid = make("div", { class: "curves" }, ...drawCharts([]));
   section.replaceChildren(make("h2", {}, "Rollouts"),
     make("p", {}, choice("divide by", PARTS, by, onChange), make("small", {}, ` training rollouts; ± and the band are the standard error, clustered by row.${note}`)),
-    charts.length ? make("div", { class: "curves" }, ...charts) : make("p", {}, by === "tool" ? "no tool was called" : "no rollouts are stored"));
+    names.length ? grid : make("p", {}, by === "tool" ? "no tool was called" : "no rollouts are stored"));
+  return (marks) => marks.length && grid.replaceChildren(...drawCharts(marks));
 }
 
 // --- Episodes ------------------------------------------------------------------------------------
 
 const EPISODE_COLUMNS = ["step", "split", "group", "rollout", "reward", "stop", "turns", "calls", "failed", "tokens", "seconds", "source", "tool", "error", "episode"];
 
+// Queries for a reader who does not know the fields yet.
+const EXAMPLES = ["reward<0.5", "calls=0", "failed>0", "stop!=done", "masked=true", "dropped>0", "split=evicted"];
+
 async function showEpisodes(run, parameters, signal) {
   const q = parameters.get("q") ?? "";
   const after = Number(parameters.get("after") ?? 0);
   query.value = q;
+  const examples = make("p", {}, make("small", {}, "for example: "), ...EXAMPLES.flatMap((example) => [link(example, `/run/${run}`, { q: example }), " "]));
   const status = make("p", { role: "status" }, "searching…");
   const pages = make("p", {});
   const cell = (row, name) => {
@@ -105,7 +113,7 @@ async function showEpisodes(run, parameters, signal) {
   list.hidden = true;
   const body = list.querySelector("tbody");
   return {
-    nodes: [make("h1", {}, q ? `Episodes: ${q}` : "Episodes"), status, list, pages],
+    nodes: [make("h1", {}, q ? `Episodes: ${q}` : "Episodes"), ...(bundle ? [] : [examples]), status, list, pages],
     after: async () => {
       let limit = 0;
       await getLines(`/api/runs/${run}/episodes`, { q, after }, signal, (line) => {

@@ -108,7 +108,8 @@ function tokenSection(run, at, episode, parameters) {
   const segments = episode.segments.map((s, i) => {
     const of = episode.turns.flatMap((turn, t) => (turn.segment === i ? [t] : []));
     const threads = [...new Set(of.map((t) => episode.turns[t].thread))].filter(Boolean);
-    const text = `segment ${i}: ${of.length ? `turns ${of[0]} to ${of.at(-1)}` : "no turn"}, ${s.response} tokens${threads.length ? `, conversation ${threads.join(", ")}` : ""}`;
+    const ofTurns = of.length > 1 ? `turns ${of[0]} to ${of.at(-1)}` : of.length ? `turn ${of[0]}` : "no turn";
+    const text = `segment ${i}: ${ofTurns}, ${s.response} tokens${threads.length ? `, sub-agent (conversation ${threads.join(", ")})` : ""}`;
     return make("li", {}, i === segment ? make("b", { "aria-current": "true" }, text) : link(text, `/run/${run}/episode`, { ...at, segment: i, color: state.color, layout: state.layout }));
   });
   const colors = Object.entries(QUANTITIES).map(([name, text]) => [name, ranges[name] ? text : `${text}: unknown`]);
