@@ -13,8 +13,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
@@ -23,6 +24,15 @@ from agentrl.errors import ConfigError, RunStopped
 from agentrl.installation import install_command
 from agentrl.record import METRICS, metric_lines
 from agentrl.registry import did_you_mean
+from agentrl.trainer.traces import (
+    MAX_TRACES,
+    as_message,
+    operations,
+    reply_messages,
+    summary,
+    times,
+)
+from agentrl.trajectory import Scored
 
 EARLY_STOP = "training/early_stop"
 """The metric: 1 in the last step of a run that `trainer.patience` ended."""
@@ -100,6 +110,13 @@ class Tracker:
         for name, sink in list(self._sinks.items()):
             with self._disable_on_error(name):
                 sink.log(step, data)
+
+    def trace(self, step: int, episodes: Sequence[Scored]) -> None:
+        """Pass some episodes of a step to the trackers that show them, at most `MAX_TRACES`."""
+        for name, sink in list(self._sinks.items()):
+            if isinstance(sink, TraceSink) and episodes:
+                with self._disable_on_error(name):
+                    sink.trace(step, episodes[:MAX_TRACES])
 
     def close(self) -> None:
         """Flush and close everything. Closing twice does nothing."""
@@ -240,6 +257,15 @@ class Sink(Protocol):
         ...
 
 
+@runtime_checkable
+class TraceSink(Sink, Protocol):
+    """A tracker that also shows episodes."""
+
+    def trace(self, step: int, episodes: Sequence[Scored]) -> None:
+        """Record episodes of a step, with their messages and tool calls."""
+        ...
+
+
 def _setting(config: Mapping[str, Any], key: str, default: Any) -> Any:
     """Return a key of the section `trainer`, or the default if it is empty."""
     return config.get("trainer", {}).get(key) or default
@@ -308,13 +334,17 @@ class _MLflow:
         id_file = folder / "mlflow_run_id.txt"
         if resumed_step >= 0 and id_file.exists():
             self._id = id_file.read_text()
+            self._experiment = self._client.get_run(self._id).info.experiment_id
             self._client.update_run(self._id, status="RUNNING")
             return
         default = os.environ.get("MLFLOW_EXPERIMENT_NAME", "agentrl")
         name = _setting(config, "project_name", default)
         experiment = self._client.get_experiment_by_name(name)
+        self._experiment = (
+            experiment.experiment_id if experiment else self._client.create_experiment(name)
+        )
         run = self._client.create_run(
-            experiment.experiment_id if experiment else self._client.create_experiment(name),
+            self._experiment,
             run_name=_setting(config, "experiment_name", folder.name),
             tags=dict.fromkeys(_setting(config, "tags", ()), "true"),
         )
@@ -335,7 +365,42 @@ class _MLflow:
         for start in range(0, len(metrics), 1000):  # the largest batch that MLflow takes
             self._client.log_batch(self._id, metrics[start : start + 1000])
 
+    def trace(self, step: int, episodes: Sequence[Scored]) -> None:
+        from mlflow import start_span_no_context  # pyright: ignore[reportMissingImports]
+
+        for scored in episodes:
+            trajectory, facts = scored.trajectory, summary(scored)
+            start, end = times(trajectory)
+            root = start_span_no_context(
+                trajectory.sample.agent_name,
+                span_type="AGENT",
+                inputs={"messages": [as_message(m) for m in trajectory.sample.prompt]},
+                attributes=facts,
+                tags={"step": str(step), "sample_id": trajectory.sample.id},
+                metadata={"mlflow.sourceRun": self._id},
+                experiment_id=self._experiment,
+                start_time_ns=int(start * 1e9),
+            )
+            for part in operations(trajectory):
+                span = start_span_no_context(
+                    part.name or "unknown",
+                    span_type="CHAT_MODEL" if part.kind == "generation" else "TOOL",
+                    parent_span=root,
+                    inputs=part.input,
+                    start_time_ns=int(part.start * 1e9),
+                )
+                span.set_outputs(part.output)
+                if part.error:
+                    span.set_attribute("error", part.error)
+                span.set_status("ERROR" if part.error else "OK")
+                span.end(end_time_ns=int(part.end * 1e9))
+            root.set_outputs({"messages": [as_message(m) for m in reply_messages(trajectory)]})
+            root.end(end_time_ns=int(end * 1e9))
+
     def close(self) -> None:
+        from mlflow import flush_trace_async_logging  # pyright: ignore[reportMissingImports]
+
+        flush_trace_async_logging()
         self._client.set_terminated(self._id)
 
 
@@ -361,6 +426,33 @@ class _Trackio:
     def log(self, step: int, data: Data) -> None:
         numbers = {key: float(value) for key, value in data.items() if value is not None}
         self._run.log(numbers, step=step)
+
+    def trace(self, step: int, episodes: Sequence[Scored]) -> None:
+        from trackio import Trace  # pyright: ignore[reportMissingImports]
+
+        traces = []
+        for scored in episodes:
+            trajectory = scored.trajectory
+            start, end = times(trajectory)
+            spans = [
+                {
+                    "id": str(i),
+                    "name": part.name or "unknown",
+                    "kind": part.kind,
+                    "start_time": datetime.fromtimestamp(part.start, UTC).isoformat(),
+                    "end_time": datetime.fromtimestamp(part.end, UTC).isoformat(),
+                    "duration_ms": 1000 * (part.end - part.start),
+                    "status": "error" if part.error else "ok",
+                    "input": part.input,
+                    "output": part.output,
+                    **({"error": part.error} if part.error else {}),
+                }
+                for i, part in enumerate(operations(trajectory))
+            ]
+            facts = summary(scored) | {"step": step, "duration_ms": 1000 * (end - start)}
+            messages = [as_message(message) for message in trajectory.messages]
+            traces.append(Trace(messages, metadata=facts, spans=spans))
+        self._run.log({"episodes": traces}, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -84,7 +84,7 @@ from agentrl.trainer.rank import start_ranks
 from agentrl.trainer.resume import Start, find_start, write_config, write_fork
 from agentrl.trainer.step import compute_targets, learn, make_batch
 from agentrl.trainer.tracking import EARLY_STOP, Best, Tracker, check_loggers
-from agentrl.trajectory import Group
+from agentrl.trajectory import Group, Scored
 
 AUTO_SAVE_S = 1800.0
 """The longest time between two checkpoints with `trainer.save_freq=auto`, in seconds, unless a
@@ -156,6 +156,8 @@ class Trainer:
         """True if the learner's state is that of `global_step` and can be saved."""
         self._unfinished: dict[str, float] | None = None
         """Metrics of a step that was made, but not yet validated and recorded."""
+        self._episodes: Sequence[Scored] = ()
+        """Episodes of the step that trackers show."""
         self._last_save = time.monotonic()
         self._saved_step = 0
         """The step of the last checkpoint that this process saved."""
@@ -195,6 +197,7 @@ class Trainer:
             step, check = self.global_step + 1, self._check_mismatch
             updated, learned = learn(self.learner, batch, targets, self.kl, step, check)
         metrics |= signal | updated
+        self._episodes = rollouts.groups[0].scored if rollouts.groups else ()
         self.position, self.global_step = rollouts.position, step
         self._unfinished, self._is_consistent = metrics, True
         self.store.write_learned(step, partial(learned.table, batch))
@@ -321,6 +324,7 @@ class Trainer:
             self.console.note(self.best.describe_stop())
         self.store.check()
         self.tracker.log(step, metrics)
+        self.tracker.trace(step, self._episodes)
         self.diagnosis.add(step, metrics)
         self._unfinished = None
         if validates:

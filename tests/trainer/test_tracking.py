@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import resource
+import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.trajectories import make_trajectory, turn
 
 from agentrl.config import load_config
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.record import METRICS, read_metrics
+from agentrl.trainer.traces import Operation, operations
 from agentrl.trainer.tracking import SINKS, Tracker, check_loggers
+from agentrl.trajectory import Message, Scored, Span, ToolCall, ToolResult
 
 
 def steps(folder) -> list[int]:
@@ -193,6 +198,105 @@ def test_trackio_has_one_run_with_names_and_config(tmp_path, monkeypatch):
     run_in_two_parts(tmp_path / "run", "trackio")
     (run,) = trackio.Api().runs("my project")
     assert run.name == "first"
+
+
+def played(rollout=0, reward=0.5) -> Scored:
+    """An episode of two turns: a tool call that fails, and an answer."""
+    calls = (ToolCall("calculator", {"expression": "3*"}, id="c1"),)
+    results = (ToolResult("Error: not an expression", ok=False, error="tool_error", seconds=0.5),)
+    trajectory = make_trajectory(
+        Message("assistant", "<call>", calls),
+        Message("tool", "Error: not an expression", tool_call_id="c1"),
+        Message("assistant", "12"),
+        turns=(
+            turn(tool_calls=calls, tool_results=results, message_index=2),
+            turn(message_index=4),
+        ),
+    )
+    spans = (Span("generate", 0.0, 1.0), Span("tools", 1.0, 1.5), Span("generate", 2.0, 2.5))
+    times = {"started": 1_700_000_000.0, "spans": spans, "seconds": 2.5, "rollout": rollout}
+    return Scored(replace(trajectory, **times), {"outcome": reward}, reward)
+
+
+def test_the_operations_of_an_episode():
+    assert operations(played().trajectory) == [
+        Operation("generation", "generate", None, "<call>", 1.7e9, 1.7e9 + 1),
+        Operation("tool", "calculator", {"expression": "3*"}, "Error: not an expression",
+                  1.7e9 + 1, 1.7e9 + 1.5, "tool_error"),
+        Operation("generation", "generate", None, "12", 1.7e9 + 2, 1.7e9 + 2.5),
+    ]  # fmt: skip
+
+
+def test_a_tracker_without_traces_gets_none(tmp_path, monkeypatch):
+    shown = []
+
+    class Metrics:
+        def __init__(self, *_): ...
+        def log(self, step, data): ...
+        def close(self): ...
+
+    class Traces(Metrics):
+        def trace(self, step, episodes):
+            shown.append((step, len(episodes)))
+
+    monkeypatch.setitem(SINKS, "tensorboard", Metrics)
+    monkeypatch.setitem(SINKS, "torch", Traces)
+    warnings: list[str] = []
+    tracker = Tracker(tmp_path, ["tensorboard", "torch"], warn=warnings.append)
+    tracker.trace(1, [played()] * 20)
+    tracker.trace(2, [])
+    tracker.close()
+    assert shown == [(1, 8)] and not warnings
+
+
+def trace_episodes(folder, name):
+    warnings: list[str] = []
+    tracker = Tracker(folder, [name], config=NAMES, warn=warnings.append)
+    for step in (1, 2):
+        tracker.log(step, {"loss": 0.5})
+        tracker.trace(step, [played(rollout, rollout / 2) for rollout in range(2)])
+    tracker.close()
+    assert not warnings
+
+
+@pytest.mark.trackers
+def test_mlflow_shows_messages_and_tool_calls(tmp_path, monkeypatch):
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    trace_episodes(tmp_path / "run", "mlflow")
+    client = mlflow.MlflowClient()
+    experiment = client.get_experiment_by_name("my project").experiment_id
+    (run,) = client.search_runs([experiment])
+    traces = mlflow.search_traces(
+        locations=[experiment], run_id=run.info.run_id, return_type="list"
+    )
+    assert sorted(trace.info.tags["step"] for trace in traces) == ["1", "1", "2", "2"]
+    root, first, tool, last = traces[0].data.spans
+    assert [m["role"] for m in root.inputs["messages"]] == ["system", "user"]
+    assert root.outputs["messages"][0]["tool_calls"][0]["function"]["name"] == "calculator"
+    assert (root.attributes["stop_reason"], root.attributes["sample_id"]) == ("done", "r7")
+    assert (first.outputs, tool.inputs, tool.outputs, last.outputs) == (
+        "<call>", {"expression": "3*"}, "Error: not an expression", "12",
+    )  # fmt: skip
+    assert tool.status.status_code == "ERROR" and first.status.status_code == "OK"
+    assert tool.end_time_ns - tool.start_time_ns == pytest.approx(0.5e9, abs=1000)
+
+
+@pytest.mark.trackers
+def test_trackio_shows_messages_and_tool_calls(tmp_path, monkeypatch):
+    from trackio import sqlite_storage
+
+    for module in [m for name, m in sys.modules.items() if name.startswith("trackio")]:
+        for name in ("TRACKIO_DIR", "MEDIA_DIR"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, tmp_path / "trackio" / name)
+    trace_episodes(tmp_path / "run", "trackio")
+    traces = sqlite_storage.SQLiteStorage.get_traces("my project", "first")
+    assert sorted(trace["metadata"]["step"] for trace in traces) == [1, 1, 2, 2]
+    roles = ["system", "user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in traces[0]["messages"]] == roles
+    assert [span["name"] for span in traces[0]["spans"]] == ["generate", "calculator", "generate"]
 
 
 @pytest.mark.trackers

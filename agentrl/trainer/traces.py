@@ -1,0 +1,119 @@
+"""Episodes as trackers of LLM applications show them: messages, and a span for each operation.
+
+A trace has the messages of an episode in the form of OpenAI's API, and one `Operation` for each
+generated turn and each tool call.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from agentrl.trajectory import Message, Scored, Span, Trajectory
+
+MAX_TRACES = 8
+"""The largest number of episodes of a step that trackers get: those of its first group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A part of an episode.
+
+    Attributes:
+        kind: "generation" of a turn, or "tool" for a tool call.
+        name: "generate", or the name of the tool.
+        input: the arguments of a tool; of a turn nothing, because the messages show it.
+        output: the text of the turn, or the result of the tool.
+        start: in seconds since 1970.
+        end: in seconds since 1970.
+        error: the kind of a tool's error, as in `ToolResult`; "" without one.
+    """
+
+    kind: Literal["generation", "tool"]
+    name: str
+    input: Any
+    output: str
+    start: float
+    end: float
+    error: str = ""
+
+
+def as_message(message: Message) -> dict[str, Any]:
+    """Return a message in the form of OpenAI's API."""
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        fields["tool_call_id"] = message.tool_call_id
+    return fields
+
+
+def summary(scored: Scored) -> dict[str, Any]:
+    """Return what identifies an episode, and its result."""
+    trajectory = scored.trajectory
+    return {
+        "episode_id": trajectory.episode_id,
+        "sample_id": trajectory.sample.id,
+        "rollout": trajectory.rollout,
+        "agent_name": trajectory.sample.agent_name,
+        "reward": float(scored.reward),
+        "stop_reason": trajectory.stop_reason,
+    }
+
+
+def operations(trajectory: Trajectory) -> list[Operation]:
+    """Return the operations of an episode, in the order of its turns.
+
+    Tool calls of a turn run at the same time, so each starts when the first one does.
+    """
+    begin = trajectory.started or 0.0
+    spans: defaultdict[tuple[str, int], list[Span]] = defaultdict(list)
+    for span in trajectory.spans:
+        spans[span.name, span.thread].append(span)
+    last = begin
+    parts = []
+    for turn in trajectory.turns:
+        start, end = _take(spans["generate", turn.thread], begin, last, turn.generate_seconds)
+        text = trajectory.messages[turn.message_index].content if turn.message_index >= 0 else ""
+        parts.append(Operation("generation", "generate", None, text, start, end))
+        last = max(last, end)
+        if not turn.tool_results:
+            continue
+        start, end = _take(spans["tools", turn.thread], begin, end, turn.tool_seconds)
+        for call, result in zip(turn.tool_calls, turn.tool_results, strict=False):
+            ended = start + result.seconds
+            content = str(result.content)
+            parts.append(
+                Operation("tool", call.name, call.arguments, content, start, ended, result.error)
+            )
+        last = max(last, end)
+    return parts
+
+
+def _take(spans: list[Span], begin: float, start: float, seconds: float) -> tuple[float, float]:
+    """Return start and end of the next span; without one, those of its `seconds` at `start`."""
+    if not spans:
+        return start, start + seconds
+    span = spans.pop(0)
+    return begin + span.start, begin + span.end
+
+
+def times(trajectory: Trajectory) -> tuple[float, float]:
+    """Return start and end of an episode, in seconds since 1970."""
+    start = trajectory.started or 0.0
+    ends = [start + trajectory.seconds, *(start + span.end for span in trajectory.spans)]
+    return start, max(ends)
+
+
+def reply_messages(trajectory: Trajectory) -> Sequence[Message]:
+    """Return the messages behind the prompt."""
+    return trajectory.messages[len(trajectory.sample.prompt) :]
