@@ -186,7 +186,7 @@ def test_the_numbers_on_the_screen_are_those_of_load_run(page, folders):
     rows = page.run(
         "[...document.querySelectorAll('tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
     )
-    shown = [(r[-1], float(r[4]), float(r[10])) for r in rows]
+    shown = [(r[0], float(r[5]), float(r[11])) for r in rows]
     episodes = [row for row in run.episodes.to_pylist() if row["step"] == 1]
     assert shown == [(r["episode_id"], r["reward"], r["seconds"]) for r in episodes]
     visit(page, "#/run/0/episode?id=e2-0-1&layout=table")
@@ -284,6 +284,7 @@ def test_the_keyboard_reaches_everything(page):
     page.run("document.activeElement.blur(); 0")
     press(page, "j")
     assert page.run("document.activeElement.getAttribute('href')") == "#/run/0?q=reward%3C0.5"
+    assert page.run("document.getElementById('query').value") == "step=1"
     press(page, "Enter")
     page.wait("document.title.startsWith('Episodes: reward<0.5')")
     page.wait("document.body.dataset.ready === 'yes'")

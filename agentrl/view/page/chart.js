@@ -30,8 +30,8 @@ function describePoint([step, mean, error, n, rows]) {
 
 const smoothWindow = (points) => Math.max(1, Math.min(10, Math.ceil(points.length / 10)));
 
-// Draw lines over the same steps. `lines` have a `label` and `points`: step and value, and if they
-// are known standard error, n values and rows. `marks` are steps with a text. `openStep` is called
+// Draw lines over the same steps. `lines` have a `label`, the number of a `color`, and `points`: step
+// and value, and if they are known standard error, n values and rows. `marks` are steps with a text. `openStep` is called
 // with the step that is clicked.
 function chart(name, lines, marks, openStep) {
   lines = lines.filter((line) => line.points.length);
@@ -57,8 +57,8 @@ function chart(name, lines, marks, openStep) {
     picture.append(svg("line", { class: "mark", x1: x(step), x2: x(step), y1: TOP, y2: HEIGHT - BOTTOM }, svg("title", {}, `step ${step}: ${content}`)));
   }
   const legend = make("ul", { class: "legend" });
-  lines.forEach(({ label, points }, i) => {
-    const color = `c${i % COLORS}`;
+  for (const { label, points, color: number } of lines) {
+    const color = `c${number % COLORS}`;
     const band = points.filter(([, , error]) => !isMissing(error));
     if (band.length > 1) {
       const edge = [...band.map(([s, v, e]) => place([s, v + e])), ...band.map(([s, v, e]) => place([s, v - e])).reverse()];
@@ -69,7 +69,7 @@ function chart(name, lines, marks, openStep) {
     picture.append(svg("polyline", { class: `smooth ${color}`, points: smooth(points, smoothWindow(points)).map(place).join(" ") }));
     const end = points[0].length > 2 ? describePoint(points.at(-1)) : describeLastSteps(points);
     legend.append(make("li", {}, make("span", { class: `swatch ${color}` }), label ? `${label}: ${end}` : end));
-  });
+  }
   const window = smoothWindow(lines.reduce((a, line) => (line.points.length > a.length ? line.points : a), []));
   legend.append(make("li", {}, make("small", {}, `thin: raw; thick: mean of ${plural(window, "step")}`)));
 

@@ -45,6 +45,7 @@ async function draw() {
     nav.replaceChildren(link("run", "/"), link("episodes", `/run/${runOf(path)}`));
     main.replaceChildren(...page.nodes);
     isShown = true;
+    query.value = parameters.get("q") ?? "";
     document.title = `${page.nodes[0].textContent} · agentrl view`;
     await page.after?.();
   } catch (error) {

@@ -21,7 +21,7 @@ async function showRuns(parameters) {
   function drawMetrics(marks) {
     const every = [...new Set(runs.flatMap((run) => Object.keys(run.metrics)))].filter((name) => name !== "step").sort();
     const shown = chosen ? every.filter((name) => name.includes(chosen)).slice(0, 60) : CURVES;
-    const charts = shown.map((name) => chart(name, runs.map((run) => ({ label: runs.length > 1 ? run.name : "", points: metricPoints(run.metrics, name) })), marks, open)).filter(Boolean);
+    const charts = shown.map((name) => chart(name, runs.map((run) => ({ label: runs.length > 1 ? run.name : "", color: run.index, points: metricPoints(run.metrics, name) })), marks, open)).filter(Boolean);
     metrics.replaceChildren(make("h2", {}, "Metrics"),
       make("p", {}, make("label", { class: "choice" }, "show ", filter), make("small", {}, " ± is the standard error between the last steps")),
       charts.length ? make("div", { class: "curves" }, ...charts) : make("p", {}, chosen ? `no metric has ${chosen} in its name` : "no step has recorded metrics yet"));
@@ -72,12 +72,18 @@ async function fillFindings(section, runs) {
 async function fillRollouts(section, runs, by, onChange, open) {
   const every = await Promise.all(runs.map((run) => get(`/api/runs/${run.index}/curves`, { by })));
   const names = [...new Set(every.flatMap((answer) => answer.curves.map((curve) => curve.name)))];
+  const labels = [];
   const drawCharts = (marks) => names.map((name) => {
     const lines = every.flatMap((answer, i) =>
       answer.curves.filter((curve) => curve.name === name).flatMap((curve) => curve.lines).map((line) => ({
         label: [...(runs.length > 1 ? [runs[i].name] : []), ...(by === "all" ? [] : [line.part || "(none)"])].join(" · "),
         points: line.points,
       })));
+    // A part has the same colour in all charts, though some charts lack it.
+    for (const line of lines) {
+      if (!labels.includes(line.label)) labels.push(line.label);
+      line.color = labels.indexOf(line.label);
+    }
     return chart(name, lines, marks, open);
   });
   const strides = every.map((answer) => answer.every).filter((stride) => stride > 1);
@@ -91,7 +97,7 @@ async function fillRollouts(section, runs, by, onChange, open) {
 
 // --- Episodes ------------------------------------------------------------------------------------
 
-const EPISODE_COLUMNS = ["step", "split", "group", "rollout", "reward", "stop", "turns", "calls", "failed", "tokens", "seconds", "source", "tool", "error", "episode"];
+const EPISODE_COLUMNS = ["episode", "step", "split", "group", "rollout", "reward", "stop", "turns", "calls", "failed", "tokens", "seconds", "source", "tool", "error"];
 
 // Queries for a reader who does not know the fields yet.
 const EXAMPLES = ["reward<0.5", "calls=0", "failed>0", "stop!=done", "masked=true", "dropped>0", "split=evicted"];
@@ -99,7 +105,6 @@ const EXAMPLES = ["reward<0.5", "calls=0", "failed>0", "stop!=done", "masked=tru
 async function showEpisodes(run, parameters, signal) {
   const q = parameters.get("q") ?? "";
   const after = Number(parameters.get("after") ?? 0);
-  query.value = q;
   const examples = make("p", {}, make("small", {}, "for example: "), ...EXAMPLES.flatMap((example) => [link(example, `/run/${run}`, { q: example }), " "]));
   const status = make("p", { role: "status" }, "searching…");
   const pages = make("p", {});

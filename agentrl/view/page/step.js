@@ -27,7 +27,7 @@ async function showStep(run, step) {
       const list = await get(`/api/runs/${run}/gaps`, { step });
       const items = list.map((gap) => make("li", {}, `${format(gap.gap)} nats: `, episodeLink(run, `token ${gap.position} of ${gap.episode}`, { id: gap.episode, step, segment: gap.segment, token: gap.position }),
         isMissing(gap.text) ? "" : make("code", {}, quote(gap.text)), ` ${names.get(gap.episode) ?? ""}`));
-      gaps.replaceChildren(make("h2", {}, "Largest gaps to the trainer"), items.length ? make("ol", {}, ...items) : make("p", { class: "unknown" }, "the trainer's logprobs of this step are not recorded"));
+      gaps.replaceChildren(make("h2", {}, "Largest gaps to the trainer"), items.length ? make("ol", {}, ...items) : make("p", { class: "unknown" }, "not recorded: the trainer's logprobs are kept for the last 50 steps"));
       const own = (await get(`/api/runs/${run}/findings`)).filter((finding) => finding.step === step);
       if (own.length) findings.replaceChildren(make("h2", {}, "Findings that begin here"), ...own.map((finding) => findingNote(run, finding, [])));
     },
