@@ -314,6 +314,14 @@ def test_a_new_search_cancels_the_one_before(page):
     assert "needle" not in visit(page, "#/run/0?q=quoted")
     assert page.run("document.querySelector('h1').textContent") == "Episodes: quoted"
     assert page.run("document.querySelectorAll('tbody tr').length") == 1
+    # In the list, typing alone searches; what was typed stays in the field.
+    press(page, "/")
+    page.run("document.getElementById('query').select(); 0")
+    page.send("Input.insertText", text="reward<0.5 step=1")
+    page.wait("document.querySelectorAll('tbody tr').length === 2")
+    page.wait("document.body.dataset.ready === 'yes'")
+    assert page.run("document.activeElement.value") == "reward<0.5 step=1"
+    page.run("document.activeElement.blur(); 0")
 
 
 def test_an_exported_file_opens_without_a_server(folders, tmp_path):

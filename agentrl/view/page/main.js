@@ -5,9 +5,11 @@ const main = document.getElementById("main");
 const nav = document.getElementById("nav");
 const query = document.getElementById("query");
 const POLL_MS = 5000;
+const TYPING_MS = 400; // a pause that ends typing
 
 let current = new AbortController();
 let version = "";
+let typing;
 
 function address() {
   const [path, search] = location.hash.slice(1).split(/\?(.*)/s);
@@ -45,7 +47,7 @@ async function draw() {
     nav.replaceChildren(link("run", "/"), link("episodes", `/run/${runOf(path)}`));
     main.replaceChildren(...page.nodes);
     isShown = true;
-    query.value = parameters.get("q") ?? "";
+    if (document.activeElement !== query) query.value = parameters.get("q") ?? "";
     document.title = `${page.nodes[0].textContent} · agentrl view`;
     await page.after?.();
   } catch (error) {
@@ -58,7 +60,8 @@ async function draw() {
 
 async function poll() {
   const { path } = address();
-  if (document.hidden || !/^\/(run\/\d+)?$/.test(path)) return;
+  const isBusy = document.hidden || document.body.dataset.ready !== "yes";
+  if (isBusy || !/^\/(run\/\d+)?$/.test(path)) return;
   try {
     const now = JSON.stringify(await get("/api/state"));
     const isNew = version && now !== version;
@@ -79,12 +82,23 @@ async function redraw() {
   scrollTo(0, top);
 }
 
+function search() {
+  clearTimeout(typing);
+  const before = location.hash;
+  go(`/run/${runOf(address().path)}`, { q: query.value });
+  if (location.hash === before) draw();
+}
+
 document.getElementById("search").addEventListener("submit", (event) => {
   event.preventDefault();
-  const path = `/run/${runOf(address().path)}`;
-  const before = location.hash;
-  go(path, { q: query.value });
-  if (location.hash === before) draw();
+  search();
+});
+// In the list of episodes typing stops the search before, and a pause starts the new one.
+query.addEventListener("input", () => {
+  if (!/^\/run\/\d+$/.test(address().path)) return;
+  current.abort();
+  clearTimeout(typing);
+  typing = setTimeout(search, TYPING_MS);
 });
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select")) return;
