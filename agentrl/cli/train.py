@@ -61,7 +61,7 @@ def train(
 
         agentrl train --dataset rows.jsonl --model Qwen/Qwen2.5-0.5B-Instruct -f my_tools.py
 
-        agentrl train -c run.yaml --log-format json > log.jsonl
+        agentrl train -c run.yaml --log-format json
     """
     from agentrl.trainer.console import open_console
 
