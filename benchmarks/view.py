@@ -4,13 +4,15 @@
 
 It makes a run of 20,000 episodes with a few turns and tool calls each, and one with an episode of
 128k tokens. For each page it starts the command and a new browser, so that nothing is cached but
-what the operating system has in memory, and measures from the request of the page until its rows
-or tokens are in it. The time of the command's imports is printed separately.
+what the operating system has in memory. Every line is a JSON object: the page, the seconds from
+its request until its rows, curves or tokens are in it, and as context those until the page is
+complete and those that the command took to start.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import subprocess
 import sys
@@ -19,10 +21,13 @@ import time
 from pathlib import Path
 from urllib.parse import quote
 
+from workload.timing import print_figure
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from support.browser import Browser
 
+from agentrl.record import METRICS
 from agentrl.store import TrajectoryStore
 from agentrl.trajectory import (
     Group,
@@ -94,6 +99,9 @@ def write_runs(folder: Path) -> tuple[Path, Path]:
             scored = tuple(play(step, g, r, turns=3, tokens=60) for r in range(ROLLOUTS))
             groups.append(Group(scored[0].trajectory.sample, scored))
         many.write(step, groups)
+        with (folder / "many" / METRICS).open("a") as metrics:
+            data = {"critic/score/mean": RANDOM.random(), "actor/entropy": RANDOM.random()}
+            metrics.write(json.dumps({"step": step, "data": data}) + "\n")
     long = play(1, 0, 0, turns=100, tokens=LONG)
     TrajectoryStore(folder / "long" / "trajectories").write(
         1, [Group(long.trajectory.sample, (long,))]
@@ -107,7 +115,7 @@ def measure(run: Path, page: str, is_visible: str) -> None:
     started = time.perf_counter()
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server,
-        tempfile.TemporaryDirectory() as profile,
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
         contextlib.ExitStack() as stack,
     ):
         assert server.stdout
@@ -125,11 +133,7 @@ def measure(run: Path, page: str, is_visible: str) -> None:
         seconds = time.perf_counter() - begin
         browser.wait("document.body.dataset.ready === 'yes'", 60.0)
         complete = time.perf_counter() - begin
-        print(
-            f"{page:42s} visible after {seconds:5.2f} s, complete after {complete:5.2f} s"
-            f" (the command started in {ready:.1f} s)",
-            flush=True,
-        )
+        print_figure(page, seconds, "s", complete=round(complete, 2), start=round(ready, 1))
 
 
 def main() -> None:
