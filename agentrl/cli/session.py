@@ -36,12 +36,13 @@ def open_session(config: Config, console: Console | None = None) -> Iterator[tup
     with phase("check the dataset"):
         plan = make_plan(config)
     plan = replace(plan, config=with_model_folder(config))
-    from transformers.utils import logging as transformers_logging
+    with phase("load the libraries"):
+        from transformers.utils import logging as transformers_logging
 
-    from agentrl.agent_loops.attempt import load_template
-    from agentrl.engine.open import open_engine
-    from agentrl.plan import check_model_fits
-    from agentrl.rollout import open_rollouts
+        from agentrl.agent_loops.attempt import load_template
+        from agentrl.engine.open import open_engine
+        from agentrl.plan import check_model_fits
+        from agentrl.rollout import open_rollouts
 
     if plan.config.rollout.name != "local" and plan.config.rollout.urls:
         log.warning(

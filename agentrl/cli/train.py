@@ -95,8 +95,9 @@ def _train(settings: Config, console: Console) -> None:
     check_open_files(plan)
     with console.phase("find the model"):
         plan = replace(plan, config=with_model_folder(settings))
-    from agentrl.cluster import open_placement
-    from agentrl.trainer import Trainer
+    with console.phase("load the libraries"):
+        from agentrl.cluster import open_placement
+        from agentrl.trainer import Trainer
 
     if settings.model.path == TINY:
         from agentrl.demo import describe_preset
