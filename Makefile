@@ -18,13 +18,15 @@ SGLANG_PYTHON ?= $(firstword $(foreach p,$(PYTHON) python3.13 python3.12 python3
 SGLANG_NEEDS := $(sort $(wildcard tests/sglang_cpu/*.txt))
 SGLANG := $(CACHE)/sglang-$(firstword $(shell \
 	{ cat $(SGLANG_NEEDS); $(SGLANG_PYTHON) -c 'import sys; print(sys.version, sys.base_prefix)'; } | cksum))
+AGENTS := $(CACHE)/agents-$(firstword $(shell \
+	{ cat tests/gateway/packages/requirements.txt; $(PYTHON) -c 'import sys; print(sys.version)'; } | cksum))
 SGLANG_READY := $(if $(AGENTRL_SGLANG_PYTHON),,$(if $(filter Linux,$(shell uname)),sglang))
 
 # What SGLang does not import is never compiled; what it does, once.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-vllm test-trackers check lint format setup sglang docs models
+.PHONY: help demo test test-all test-gpu test-vllm test-trackers check lint format setup sglang agents docs models
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -59,10 +61,13 @@ format: $(VENV)/.installed-dev  ## ruff's fixes and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-setup: $(VENV)/.installed-dev $(SGLANG_READY)  ## what the tests need: .venv, and SGLang for a CPU
+setup: $(VENV)/.installed-dev $(SGLANG_READY) agents  ## what the tests need: .venv, SGLang for a CPU, agent packages
 
 sglang: $(SGLANG)/.installed  ## SGLang for a CPU: .venv-sglang, a link into the user's cache
 	@ln -sfn $(SGLANG) .venv-sglang
+
+agents: $(AGENTS)/.installed  ## packages of agents: .venv-agents, a link into the user's cache
+	@ln -sfn $(AGENTS) .venv-agents
 
 docs: $(VENV)/.installed-dev  ## the documentation that is written by a program
 	$(BIN)/python -m agentrl.config.page > docs/config.md
@@ -87,6 +92,12 @@ $(VENV)/.installed-dev: $(VENV)/.made pyproject.toml
 	@echo "installing agentrl and what its tests need into $(VENV) (some minutes, once)"
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $(VENV)/.installed $@
+
+$(AGENTS)/.installed:
+	@echo "installing packages of agents into $(AGENTS) (300 MB, a minute, once)"
+	$(PYTHON) -m venv $(AGENTS)
+	$(AGENTS)/bin/python -m pip install --quiet --no-compile -r tests/gateway/packages/requirements.txt
+	@touch $@
 
 # SGLang pins torch exactly, and without a GPU it wants only a part of what it names.
 $(SGLANG)/.installed:

@@ -210,7 +210,7 @@ class Turn:
         generate_seconds: the time of the engine.
         tool_seconds: the time of the tool calls.
         thread: the conversation: 0 is the agent loop's own, n is the n-th that it spawned. (Of an
-            external agent, 0 is the conversation with the most turns.)
+            external agent, 0 is the conversation with the last turn.)
         prompt_tokens: the number of tokens in the engine's prompt: the whole row up to this turn.
         cached_tokens: the number of prompt tokens that were in the engine's prefix cache.
         penalties: for each failed call with a penalty (`tools.penalties`): (start, end, penalty),

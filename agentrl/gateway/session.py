@@ -194,7 +194,10 @@ class Session:
         self.has_outcome = True
 
     async def close(self) -> None:
-        """Refuse all further requests, and end those in flight. Set the main conversation."""
+        """Refuse all further requests, and end those in flight.
+
+        The conversation of the last turn becomes the main one.
+        """
         self.over.set()
         tasks = [task for task in self._answers.values() if not task.done()]
         for task in tasks:
@@ -204,10 +207,10 @@ class Session:
             self._episode.count(f"gateway/{event.kind}")
         for name, number in self.counts.items():
             self._episode.count(f"gateway/ignored/{name}", number)
-        if self._chains:
-            # Of several with as many turns, the latest: an agent may summarize and begin again.
-            main = max(reversed(self._chains), key=lambda chain: chain.turns)
-            self._episode.make_main(main.episode)
+        if self._sampled:
+            # Sub-agents may have more turns than the conversation that uses their answers, and an
+            # agent that summarizes its history goes on in another conversation.
+            self._episode.make_main(self._sampled[-1].chain.episode)
 
     # -- one request ------------------------------------------------------------------------------
 

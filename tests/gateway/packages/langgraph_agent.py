@@ -1,0 +1,20 @@
+"""langgraph, as `langchain.agents` builds it. With `summarize`, it compacts its history."""
+
+import sys
+
+from calculator import MODEL, PROMPT, evaluate
+from langchain.agents import create_agent
+from langchain.agents.middleware import SummarizationMiddleware
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+
+model = ChatOpenAI(model=MODEL)
+middleware = []
+if "summarize" in sys.argv:
+    middleware = [
+        SummarizationMiddleware(model=model, trigger=("messages", 4), keep=("messages", 2))
+    ]
+agent = create_agent(
+    model, [tool("calculator")(evaluate)], system_prompt="You calculate.", middleware=middleware
+)
+print(agent.invoke({"messages": [("user", PROMPT)]})["messages"][-1].content)

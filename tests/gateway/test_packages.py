@@ -1,0 +1,138 @@
+"""Agents of real packages, unmodified: each token that the policy samples trains once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.agent_loops.play import play
+from agentrl.config import AgentConfig, Config
+from agentrl.engine.scripted import Scripted
+from agentrl.testing import byte_tokenizer, call
+from agentrl.trajectory import Message, Sample, Trajectory
+
+HERE = Path(__file__).parent / "packages"
+TOKENIZER = byte_tokenizer()
+SAMPLE = Sample("r0", (Message("user", "How much is 3*4?"),), agent_name="external")
+CALCULATE = call("calculator", expression="3*4")
+
+
+@pytest.fixture(scope="session")
+def packages_python() -> str:
+    """Return the Python of the environment with the packages (`make agents`)."""
+    python = Path(__file__).parents[2] / ".venv-agents/bin/python"
+    if not python.exists() and not os.environ.get("CI"):
+        pytest.skip("no agent packages: `make agents`")
+    return str(python)
+
+
+def run(python: str, agent: str, turns, engine=Scripted) -> Trajectory:
+    """Play an agent of `packages/`; check that each sampled turn is in one row, with mask 1."""
+    script, *arguments = agent.split()
+    command = " ".join([python, str(HERE / f"{script}.py"), *arguments])
+    played = engine(turns, TOKENIZER)
+    t = play(SAMPLE, played, TOKENIZER, config=Config(agent=AgentConfig(command=command)))
+    assert len(t.turns) == len(played.requests) and t.stop_reason == "done"
+    for turn in t.turns:
+        segment = t.segments[turn.segment]
+        row = [*segment.prompt_ids, *segment.response_ids[: turn.start]]
+        assert any(row == [*request.prompt_ids] for request in played.requests)
+        assert all(segment.response_mask[turn.start : turn.end])
+    spans = [turn.end - turn.start for turn in t.turns]
+    assert t.sampled_tokens == sum(spans)
+    return t
+
+
+@pytest.mark.parametrize(
+    ("agent", "matched"),
+    [
+        ("openai_client", "clean"),
+        ("openai_client stream", "clean"),
+        ("openai_agents", "clean"),
+        ("pydantic_ai_agent", "realigned"),  # It writes arguments without spaces.
+        ("langgraph_agent", "clean"),
+    ],
+)
+def test_a_plain_run_is_one_row(packages_python, agent, matched):
+    t = run(packages_python, agent, ["Hm.\n" + CALCULATE, "It is 12."])
+    assert t.counts == {"gateway/first": 1, f"gateway/{matched}": 1}
+    assert len(t.segments) == 1 and t.final_text == "It is 12."
+    assert [r.content for r in t.turns[0].tool_results] == ["12"]
+
+
+def test_smolagents_rewrites_its_history(packages_python):
+    """It sends the policy's calls as text in its own words, so each turn begins a row."""
+    t = run(packages_python, "smolagents_agent", [CALCULATE, call("final_answer", answer="12")])
+    assert t.counts["gateway/branch"] == 1 and len(t.segments) == 2
+    assert "Calling tools" in TOKENIZER.decode(t.segments[1].prompt_ids)
+
+
+class SlowOnce(Scripted):
+    """Its first turn takes longer than the client waits."""
+
+    async def generate(self, *args, **kwargs):
+        is_first = not self.requests
+        generation = await super().generate(*args, **kwargs)
+        await asyncio.sleep(1.2 * is_first)
+        return generation
+
+
+def test_a_retry_gets_the_same_answer(packages_python):
+    t = run(packages_python, "openai_client retry", [CALCULATE, "It is 12."], SlowOnce)
+    assert t.counts["gateway/retry"] >= 1 and len(t.turns) == 2 and len(t.segments) == 1
+
+
+def test_an_edited_history_begins_a_row(packages_python):
+    """pydantic-ai drops the first turns. The tokens of those that stay are as they were sampled."""
+    t = run(packages_python, "pydantic_ai_agent trim", [CALCULATE, CALCULATE, CALCULATE, "12."])
+    assert t.counts["gateway/branch"] == 2 and len(t.segments) == 3
+    for segment in t.segments[1:]:
+        assert TOKENIZER.decode(segment.prompt_ids).count(CALCULATE) == 1
+    assert t.final_text == "12." and {turn.thread for turn in t.turns} == {0}
+
+
+def test_a_compaction_begins_a_row(packages_python):
+    """langgraph asks for a summary in a conversation of its own, and goes on from it."""
+
+    def answer(prompt: str, turn: int) -> str:
+        if "tools>" not in prompt:
+            return "The user asked for 3*4."
+        return "It is 12." if "summary of the conversation" in prompt else CALCULATE
+
+    t = run(packages_python, "langgraph_agent summarize", answer)
+    assert t.final_text == "It is 12." and len(t.segments) == 3
+    assert "The user asked for 3*4." in TOKENIZER.decode(t.segments[-1].prompt_ids)
+
+
+def test_sub_agents_at_the_same_time(packages_python):
+    def answer(prompt: str, turn: int) -> str:
+        for name in ("ada", "bob"):
+            if f"You are {name}." in prompt:
+                return CALCULATE if "tool_response" not in prompt else f"{name} says 12"
+        both = call("ada", input="3*4?") + "\n" + call("bob", input="4*3?")
+        return both if "tool_response" not in prompt else "It is 12."
+
+    t = run(packages_python, "openai_agents two", answer)
+    assert t.counts == {"gateway/first": 1, "gateway/spawn": 2, "gateway/clean": 3}
+    assert len(t.segments) == 3 and len(t.turns) == 6 and t.final_text == "It is 12."
+    assert [r.content for r in t.turns[0].tool_results] == ["ada says 12", "bob says 12"]
+    assert sorted(turn.thread for turn in t.turns) == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_mini_swe_agent(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mini")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python = str(folder / "bin/python")
+    install = [python, "-m", "pip", "install", "-q", "--no-compile", "-r"]
+    subprocess.run([*install, HERE / "mini_swe_agent.txt"], check=True)
+    bash = [call("bash", command="echo $((3*4)) > x; cat x")]
+    end = [call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat x")]
+    t = run(python, "mini_swe_agent_agent", [*bash, *end])
+    assert len(t.turns) == 2
