@@ -4,6 +4,7 @@ import copy
 import io
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 
@@ -61,6 +62,44 @@ def test_groups_come_in_order_with_n_rollouts_each(rollouts):
     assert [s.trajectory.rollout for s in groups[0].scored] == [0, 1, 2, 3]
     ids = {s.trajectory.episode_id for g in groups for s in g.scored}
     assert len(ids) == 12 and sorted(engine.begun) == sorted(engine.ended)
+
+
+def test_progress_counts_what_has_ended_and_names_the_longest_wait(rollouts):
+    class Uneven(FailingEngine):
+        async def generate(self, *args, **kwargs):
+            answer = await super().generate(*args, **kwargs)
+            if "-1-2-" in kwargs["episode_id"]:  # row 1, rollout 2
+                await asyncio.sleep(0.5)
+            return answer
+
+    r = rollouts(Uneven(["#### 12"]))
+    assert r.progress() is None
+    with ThreadPoolExecutor() as pool:
+        playing = pool.submit(r.collect, rows(3), n=4, sampling=SAMPLING, step=7)
+        seen = []
+        while not playing.done():
+            seen.append(r.progress())
+            time.sleep(0.02)
+        (scored,) = {len(g.scored) for g in playing.result()}
+    last = [progress for progress in seen if progress and progress.ended == 11][-1]
+    assert (last.total, last.sample_id, last.rollout, last.state) == (12, "r1", 2, "generate")
+    assert 0.1 < last.seconds < 5 and scored == 4
+    assert r.progress() is None
+
+
+def test_the_seconds_of_episodes_are_metrics(rollouts):
+    engine = FailingEngine([call("calculator", expression="3*4"), "#### 12"])
+    groups = rollouts(engine).collect(rows(2), n=2, sampling=SAMPLING, step=7)
+    metrics = rollout_metrics(groups)
+    spans = [[s for s in scored.trajectory.spans if s.name == "tools"]
+             for group in groups for scored in group.scored]  # fmt: skip
+    seconds = [sum(span.end - span.start for span in of_episode) for of_episode in spans]
+    name = "timing_s/agent_loop/tool_calls"
+    assert metrics[f"{name}/max"] == max(seconds) > 0
+    assert metrics[f"{name}/mean"] == pytest.approx(sum(seconds) / 4)
+    assert {"generate_sequences", "tool_calls", "reward"} <= {
+        key.split("/")[2] for key in metrics if key.startswith("timing_s/agent_loop/")
+    }
 
 
 def test_spans_say_what_the_time_of_an_episode_was_spent_on(rollouts):
