@@ -264,6 +264,7 @@ def test_mlflow_shows_messages_and_tool_calls(tmp_path, monkeypatch):
     import mlflow
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)  # MLflow makes `mlruns/` where it runs
     trace_episodes(tmp_path / "run", "mlflow")
     client = mlflow.MlflowClient()
     experiment = client.get_experiment_by_name("my project").experiment_id
