@@ -1,9 +1,10 @@
 """Play episodes on one asyncio event loop in one thread, which all clients share.
 
 `Rollouts.collect` is its synchronous interface: it takes samples and returns groups of scored
-trajectories. It also implements the failure policy. The model's mistakes are part of the
-trajectory. After an infrastructure failure the episode is retried and then dropped, never rewarded
-with 0. Errors in user code are shown, and stop the run if there are many.
+trajectories. `Rollouts.start` plays one sample in the background. The module also implements the
+failure policy. The model's mistakes are part of the trajectory. After an infrastructure failure the
+episode is retried and then dropped, never rewarded with 0. Errors in user code are shown, and stop
+the run if there are many.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -37,7 +39,7 @@ from agentrl.errors import (
     UserCodeError,
     UserError,
 )
-from agentrl.http.pool import leave_pool, waiting_requests
+from agentrl.http.pool import TimeLimit, leave_pool, waiting_requests
 from agentrl.open_files import raise_limit
 from agentrl.plural import plural
 from agentrl.rewards import Scorer
@@ -82,6 +84,42 @@ class _Dropped:
 
     cause: str
     """Why it was dropped: the type and the message of the exception."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """All rollouts of a sample, those that were dropped included."""
+
+    sample: Sample
+    n: int
+    """The number of rollouts without the greedy one."""
+    results: Sequence[Scored | _Dropped]
+    """The n rollouts, and the greedy one if it was requested."""
+
+    @property
+    def group(self) -> Group | None:
+        """The group; None if more than a quarter of it, or the greedy rollout, was dropped."""
+        sampled, greedy = self.results[: self.n], self.results[self.n :]
+        scored = tuple(r for r in sampled if isinstance(r, Scored))
+        baselines = [r for r in greedy if isinstance(r, Scored)]
+        if len(scored) < math.ceil(MIN_SURVIVORS * self.n) or len(baselines) < len(greedy):
+            return None
+        baseline = baselines[0] if baselines else None
+        return Group(self.sample, scored, self.n - len(scored), baseline, _causes_of(self.results))
+
+
+def stop_if_too_many_dropped(played: Sequence[Played]) -> None:
+    """Raise `RunStopped` if more than 5 % of the rollouts were dropped; it lists the causes."""
+    results = [result for p in played for result in p.results]
+    _stop_if_too_many_dropped([r for r in results if isinstance(r, _Dropped)], len(results))
+
+
+@dataclass(slots=True, eq=False)
+class _Wave:
+    """Rollouts that were started together, until all of them have ended."""
+
+    total: int
+    ended: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +195,7 @@ class Rollouts:
         self._attempts = itertools.count()
         self._has_shown_bug = False
         self._errors = _ErrorLog()
-        self._ended = self._total = 0
+        self._waves: list[_Wave] = []
         self._watchdog = Watchdog(runtime.config.trainer.watchdog_s, causes=waiting_requests)
         self._loop = _new_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
@@ -197,16 +235,40 @@ class Rollouts:
         samplings = [sampling] * n + [replace(sampling, temperature=0.0)] * greedy
         plays = [*self._plays(samples, samplings, step, tag, earlier)]
         results = self.run(self._play_all(plays, len(samplings)))
-        _stop_if_too_many_dropped([r for r in results if isinstance(r, _Dropped)], len(results))
-        groups = []
-        for i, sample in enumerate(samples):
-            of_sample = results[i * len(samplings) : (i + 1) * len(samplings)]
-            scored = tuple(r for r in of_sample[:n] if isinstance(r, Scored))
-            baseline = of_sample[n] if greedy else None
-            if len(scored) >= math.ceil(MIN_SURVIVORS * n) and not isinstance(baseline, _Dropped):
-                causes = _causes_of(of_sample[:n])
-                groups.append(Group(sample, scored, n - len(scored), baseline, causes))
-        return groups
+        played = [
+            Played(sample, n, results[i * len(samplings) : (i + 1) * len(samplings)])
+            for i, sample in enumerate(samples)
+        ]
+        stop_if_too_many_dropped(played)
+        return [group for p in played if (group := p.group) is not None]
+
+    def start(
+        self, sample: Sample, *, n: int, sampling: Sampling, position: int, greedy: bool = False
+    ) -> Future[Played]:
+        """Start to play a training sample n times, and do not wait for it.
+
+        Samples request tokens in the order in which they were started. Cancel the future to end
+        the rollouts.
+
+        Args:
+            sample: the row.
+            n: rollouts of the sample.
+            sampling: the sampling parameters.
+            position: the position of the sample in the sequence of all draws of the run. It
+                determines the seeds.
+            greedy: also play the sample once at temperature 0.
+
+        Returns:
+            The future rollouts. Its exception is a `UserCodeError` if a reward function raised.
+        """
+        samplings = [sampling] * n + [replace(sampling, temperature=0.0)] * greedy
+        seed = mix_seed(self._seed, position)
+        plays = [*self._plays_of(sample, samplings, f"train-p{position}", seed, trains=True)]
+
+        async def play_group() -> Played:
+            return Played(sample, n, await self._play_all(plays, len(plays)))
+
+        return asyncio.run_coroutine_threadsafe(play_group(), self._loop)
 
     def stream(
         self,
@@ -243,7 +305,7 @@ class Rollouts:
         async def play_one_after_another() -> None:
             for sample in waiting:
                 plays = [*self._plays([sample], [sampling] * n, 0, tag, ())]
-                ended.put((sample, await self._play_parts(plays, n)))
+                ended.put((sample, await self._play_parts(plays, n, _Wave(n))))
                 # A cancellation must arrive even if nothing in an episode waits.
                 await asyncio.sleep(0)
 
@@ -282,10 +344,14 @@ class Rollouts:
                     raise RunStopped("the thread that runs the episodes died") from None
 
     def progress(self) -> Progress | None:
-        """Return how far `collect` is; None if it does not run. Any thread may call it."""
-        ended, total = self._ended, self._total
-        if not total:
+        """Return how far `collect` and the started samples are; None if nothing is played.
+
+        Any thread may call it.
+        """
+        waves = [*self._waves]
+        if not waves:
             return None
+        ended, total = sum(w.ended for w in waves), sum(w.total for w in waves)
         if (slowest := self._watchdog.longest_wait()) is None:
             return Progress(ended, total)
         seconds = time.monotonic() - slowest.since
@@ -297,17 +363,44 @@ class Rollouts:
         """Run a coroutine on the event loop of the rollouts and wait for it. Ctrl-C cancels it."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            while True:
-                try:
-                    return future.result(timeout=1.0)
-                except TimeoutError:
-                    if future.done():  # the work raised TimeoutError, or it ended just now
-                        return future.result()
-                    if not self._thread.is_alive():
-                        raise RunStopped("the thread that runs the episodes died") from None
+            return self.wait(future)
         except BaseException:
             future.cancel()
             raise
+
+    def wait(self, future: Future[T]) -> T:
+        """Return the result of work on the event loop when it has ended. Ctrl-C ends the wait."""
+        while True:
+            try:
+                return future.result(timeout=1.0)
+            except TimeoutError:
+                if future.done():  # the work raised TimeoutError, or it ended just now
+                    return future.result()
+                if not self._thread.is_alive():
+                    raise RunStopped("the thread that runs the episodes died") from None
+
+    @contextlib.contextmanager
+    def paused_time_limits(self) -> Iterator[None]:
+        """Do not count the time of this block against the time limits of episodes in flight.
+
+        It does not count as time without progress either.
+        """
+        limits = self.run(self._pause())
+        try:
+            yield
+        finally:
+            self.run(self._resume(limits))
+
+    async def _pause(self) -> list[TimeLimit]:
+        limits = [episode.limit for episode in self._watchdog.episodes()]
+        for limit in limits:
+            limit.pause()
+        return limits
+
+    async def _resume(self, limits: Sequence[TimeLimit]) -> None:
+        for limit in limits:
+            limit.resume()
+        self._watchdog.restart()
 
     def close(self) -> None:
         """Close the toolbox, the scorer and the parser, and stop the thread. Idempotent."""
@@ -349,38 +442,47 @@ class Rollouts:
             # A row that occurs twice in a step gets another seed the second time.
             seed = mix_seed(self._seed, step, s.row, times_played[s.row], trains)
             times_played[s.row] += 1
-            for k, sampling in enumerate(samplings):
-                attempt = f"{self._run_id}-{next(self._attempts)}"
-                episode_id = f"{tag}-{step}-{s.row}-{k}-{attempt}"
-                yield _Play(s, k, episode_id, sampling, seed, trains)
+            yield from self._plays_of(s, samplings, f"{tag}-{step}", seed, trains)
+
+    def _plays_of(
+        self, sample: Sample, samplings: Sequence[Sampling], name: str, seed: int, trains: bool
+    ) -> Iterator[_Play]:
+        """Yield the rollouts of one sample; their episode ids begin with `name`."""
+        for k, sampling in enumerate(samplings):
+            attempt = f"{self._run_id}-{next(self._attempts)}"
+            yield _Play(sample, k, f"{name}-{sample.row}-{k}-{attempt}", sampling, seed, trains)
 
     async def _play_all(self, plays: Sequence[_Play], per_sample: int) -> list[Scored | _Dropped]:
         """Play and score all rollouts. Each run of `per_sample` rollouts belongs to one sample."""
-        self._ended, self._total = 0, len(plays)
+        wave = _Wave(len(plays))
+        self._waves.append(wave)
         try:
             with self._watchdog.armed():
-                return await self._play_parts(plays, per_sample)
+                return await self._play_parts(plays, per_sample, wave)
         finally:
-            self._total = 0
+            self._waves.remove(wave)
 
-    async def _play_parts(self, plays: Sequence[_Play], per_sample: int) -> list[Scored | _Dropped]:
+    async def _play_parts(
+        self, plays: Sequence[_Play], per_sample: int, wave: _Wave
+    ) -> list[Scored | _Dropped]:
         """Play and score rollouts; those of a sample together if a reward needs all of them."""
         for play in plays:
             self._begin(play.episode_id, play.sample)
         size = per_sample if self._scorer.has_group_reward else 1
         parts = [plays[i : i + size] for i in range(0, len(plays), size)]
-        return [r for rs in await run_all([*map(self._play_and_score, parts)]) for r in rs]
+        work = [self._play_and_score(part, wave) for part in parts]
+        return [r for results in await run_all(work) for r in results]
 
     def _begin(self, episode_id: str, sample: Sample) -> None:
         awaited = registry.agent_loops.get(sample.agent_name).awaited
         self.runtime.sampler.begin(episode_id, **({} if awaited else {"awaited": False}))
 
-    async def _play_and_score(self, plays: Sequence[_Play]) -> list[Scored | _Dropped]:
+    async def _play_and_score(self, plays: Sequence[_Play], wave: _Wave) -> list[Scored | _Dropped]:
         """Play rollouts of one sample, and score all that were not dropped in one call."""
         outcomes = await run_all([self._play(play) for play in plays])
         trajectories = [p for p in outcomes if isinstance(p, Trajectory)]
         scored = iter(await self._score(trajectories, plays[0]) if trajectories else [])
-        self._ended += len(plays)
+        wave.ended += len(plays)
         return [p if isinstance(p, _Dropped) else next(scored) for p in outcomes]
 
     async def _play(self, play: _Play) -> Trajectory | _Dropped:

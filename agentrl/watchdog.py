@@ -34,7 +34,10 @@ class Watchdog:
         self._causes = causes
         self._out = out
         self._episodes: dict[str, Attempt] = {}
-        self._armed_since: float | None = None
+        self._armed = 0
+        """The number of blocks of `armed` that are running."""
+        self._since = 0.0
+        """The time from which on a lack of progress counts, in `time.monotonic()` seconds."""
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
@@ -53,16 +56,26 @@ class Watchdog:
 
     def longest_wait(self) -> Attempt | None:
         """Return the episode whose state has not changed for the longest time; None without any."""
-        return min([*self._episodes.values()], key=lambda e: e.since, default=None)
+        return min(self.episodes(), key=lambda e: e.since, default=None)
 
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
-        """Activate the watchdog within this block."""
-        self._armed_since = time.monotonic()
+        """Activate the watchdog within this block. Blocks may overlap."""
+        if not self._armed:
+            self.restart()
+        self._armed += 1
         try:
             yield
         finally:
-            self._armed_since = None
+            self._armed -= 1
+
+    def restart(self) -> None:
+        """Count the time without progress from now on."""
+        self._since = time.monotonic()
+
+    def episodes(self) -> list[Attempt]:
+        """Return the episodes that are in flight."""
+        return [*self._episodes.values()]
 
     def close(self) -> None:
         """Stop the thread."""
@@ -70,15 +83,13 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._closed.wait(min(5.0, self._seconds / 4)):
-            armed = self._armed_since
-            if armed is None:
+            if not self._armed:
                 continue
-            episodes = list(self._episodes.values())
-            now = time.monotonic()
-            last_change = max([armed, *(e.since for e in episodes)])
+            episodes, now = self.episodes(), time.monotonic()
+            last_change = max([self._since, *(e.since for e in episodes)])
             if now - last_change >= self._seconds:
                 print(self.report(episodes, now), file=self._out or sys.stderr, flush=True)
-                self._armed_since = now
+                self.restart()
 
     def report(self, episodes: list[Attempt], now: float) -> str:
         """Return a line for each episode: id, turn, state and its duration, longest waits first."""

@@ -30,7 +30,7 @@ from agentrl.http.pool import paused_time_limits
 from agentrl.interactions import Interaction, Reply, interaction
 from agentrl.metrics import rollout_metrics
 from agentrl.rewards import make_scorer, reward
-from agentrl.rollout import Rollouts
+from agentrl.rollout import Rollouts, stop_if_too_many_dropped
 from agentrl.testing import call
 from agentrl.tools import LocalToolbox, tool
 from agentrl.trajectory import Message, Sample
@@ -688,3 +688,106 @@ def test_the_watchdog_is_silent_while_episodes_progress():
         time.sleep(0.4)
     dog.close()
     assert out.getvalue() == ""
+
+
+def test_overlapping_blocks_keep_the_watchdog_active_and_a_restart_delays_it():
+    class Stuck:
+        episode_id, state, turns = "e", "tools", []
+        since = time.monotonic()
+
+    out = io.StringIO()
+    dog = Watchdog(0.4, out)
+    dog.add(Stuck())
+    with dog.armed():
+        with dog.armed():
+            time.sleep(0.3)
+            dog.restart()
+            time.sleep(0.3)
+        assert out.getvalue() == ""
+        time.sleep(0.4)
+    dog.close()
+    assert out.getvalue().count("no progress") == 1
+
+
+# -- samples in the background --------------------------------------------------------------------
+
+
+def test_a_started_sample_becomes_its_group(rollouts):
+    engine = FailingEngine(["#### 12"])
+    r = rollouts(engine)
+    one, other = rows(2, "single_turn")
+    futures = [
+        r.start(s, n=3, sampling=SAMPLING, position=p) for p, s in enumerate([one, other], 40)
+    ]
+    played = [r.wait(future) for future in futures]
+    assert [p.group.sample for p in played] == [one, other]
+    assert [[s.reward for s in p.group.scored] for p in played] == [[1.0] * 3, [0.0] * 3]
+    names = [name.rsplit("-", 2)[0] for name in engine.begun]
+    assert names == [f"train-p40-0-{k}" for k in range(3)] + [f"train-p41-1-{k}" for k in range(3)]
+    assert r.progress() is None
+
+
+def test_a_started_sample_that_lost_too_many_has_no_group(rollouts):
+    one = rows(1, "single_turn")[0]
+    for n, exists in ((2, False), (4, True)):
+        engine = FailingEngine(["a"], failures=10**6, only=lambda name: name.split("-")[3] == "1")
+        r = rollouts(engine)
+        played = r.wait(r.start(one, n=n, sampling=SAMPLING, position=0))
+        assert (played.group is not None) == exists
+        with pytest.raises(RunStopped, match=f"1 of {n} rollouts was dropped"):
+            stop_if_too_many_dropped([played])
+    greedy = FailingEngine(["a"], failures=10**6, only=lambda name: name.split("-")[3] == "2")
+    r = rollouts(greedy)
+    assert r.wait(r.start(one, n=2, sampling=SAMPLING, position=0, greedy=True)).group is None
+    played = r.wait(r.start(one, n=1, sampling=SAMPLING, position=0, greedy=True))
+    assert played.group.greedy is not None and len(played.group.scored) == 1
+
+
+def test_progress_covers_all_samples_in_flight(rollouts):
+    class Gated(FailingEngine):
+        open = False
+
+        async def generate(self, *args, **kwargs):
+            while not self.open and kwargs["episode_id"].split("-")[3] == "1":
+                await asyncio.sleep(0.01)
+            return await super().generate(*args, **kwargs)
+
+    engine = Gated(["a"])
+    r = rollouts(engine)
+    futures = [
+        r.start(s, n=2, sampling=SAMPLING, position=p) for p, s in enumerate(rows(3, "single_turn"))
+    ]
+    end = time.monotonic() + 10
+    while (p := r.progress()) is None or (p.ended, p.total) != (3, 6):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    engine.open = True
+    for future in futures:
+        r.wait(future)
+    assert r.progress() is None
+
+
+def test_paused_time_limits_do_not_count_the_pause(rollouts):
+    """Each episode has 0.8 s, and needs 0.4 s apart from a pause of 1 s."""
+
+    class Waiting(FailingEngine):
+        async def generate(self, *args, **kwargs):
+            await asyncio.sleep(0.3)
+            while self.is_paused:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            return await super().generate(*args, **kwargs)
+
+    for pauses in (True, False):
+        engine = Waiting(["a"])
+        engine.is_paused = True
+        r = rollouts(engine, rollout={"timeout_s": 0.8})
+        future = r.start(rows(1, "single_turn")[0], n=2, sampling=SAMPLING, position=0)
+        while len(engine.begun) < 2:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        with r.paused_time_limits() if pauses else contextlib.nullcontext():
+            time.sleep(1.0)
+            engine.is_paused = False
+        reasons = {s.trajectory.stop_reason for s in r.wait(future).group.scored}
+        assert reasons == ({"done"} if pauses else {"time"})

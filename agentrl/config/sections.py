@@ -209,7 +209,7 @@ class RolloutConfig(Section):
     deterministic: bool = key(False, flag="--deterministic")
     """Reproducible rollouts: the server's output depends only on the run's seeds, not on other
     requests, and its logprobs are as close to the trainer's as possible. The local engine always
-    does this."""
+    does this on a CPU, unless trainer.max_staleness is set."""
     n: int = key(8, ge=1)
     """Rollouts per prompt."""
     temperature: float = key(1.0, gt=0)
@@ -526,6 +526,10 @@ class TrainerConfig(Section):
     """The run's folder. Empty: `runs/` and the name of the dataset."""
     total_steps: int = key(0, ge=0)
     """Steps of the run. 0: total_epochs sets the number."""
+    max_staleness: int = key(0, ge=0)
+    """How many versions older than the policy a sampled token may be when it is trained on. 0:
+    rollouts and updates take turns. From 1 on, rollouts go on while the learner computes; 1 is
+    enough if their times are similar, 2 if some take much longer than others."""
     total_epochs: int = key(1, ge=1)
     """Passes over the dataset, counted as data.batch_size rows per step. With
     algorithm.filter_groups a step plays more rows, so that the same number of steps makes more
@@ -772,6 +776,7 @@ def contradictions(c: Config) -> Iterator[str]:
             " one on all machines (`ray start`) and set trainer.ray_address"
         )
     yield from _engine_contradictions(c)
+    yield from _staleness_contradictions(c)
     yield from _filter_contradictions(c)
     if r.overlong_buffer > c.rollout.max_trajectory_tokens:
         yield (
@@ -823,6 +828,33 @@ def _filter_contradictions(c: Config) -> Iterator[str]:
             f"data.gen_batch_size={d.gen_batch_size} times algorithm.max_gen_batches="
             f"{a.max_gen_batches} is less than data.batch_size={d.batch_size}. Increase one of the"
             " first two"
+        )
+
+
+def _staleness_contradictions(c: Config) -> Iterator[str]:
+    """Yield a message for each value that rollouts in the background do not work with."""
+    r, staleness = c.rollout, f"trainer.max_staleness={c.trainer.max_staleness}"
+    if not c.trainer.max_staleness:
+        return
+    if r.name != "local":
+        yield (
+            f"{staleness} is not supported with rollout.name={r.name}, whose servers cannot get"
+            " weights while turns are in flight. Set rollout.name=local or trainer.max_staleness=0"
+        )
+    if r.sleep != "none":
+        yield (
+            f"rollout.sleep={r.sleep} with {staleness}: rollouts go on while the trainer computes,"
+            " so that no memory can be released. Set rollout.sleep=none"
+        )
+    if r.deterministic:
+        yield (
+            f"rollout.deterministic=true with {staleness}: rollouts depend on when new weights"
+            " arrive. Set rollout.deterministic=false or trainer.max_staleness=0"
+        )
+    if not c.algorithm.tis_cap:
+        yield (
+            f"algorithm.tis_cap=0 with {staleness}: older versions of the policy sample a part of"
+            " the tokens, which only importance weights correct. Set algorithm.tis_cap=2"
         )
 
 

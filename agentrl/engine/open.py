@@ -52,8 +52,15 @@ class EngineStart:
         path, device = config.model.path, config.trainer.device
         if config.rollout.name == "local":
             patience = config.rollout.timeout_s / 4
+            # Weights that arrive while turns are in flight make the schedule depend on the clock.
+            deterministic = False if config.trainer.max_staleness else None
             self._load_local = partial(
-                LocalEngine.load, path, tokenizer, device=device, patience=patience
+                LocalEngine.load,
+                path,
+                tokenizer,
+                device=device,
+                deterministic=deterministic,
+                patience=patience,
             )
             return
         from agentrl.engine.remote.open import make_openers

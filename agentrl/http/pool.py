@@ -489,6 +489,7 @@ class TimeLimit:
 
     def __init__(self, seconds: float):
         self._deadline = time.monotonic() + seconds
+        self._timeout: asyncio.Timeout | None = None
         self._waits = 0
         self._since = 0.0
         """The start of the pause, if `_waits` is not 0."""
@@ -501,7 +502,8 @@ class TimeLimit:
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         # The loop's clock need not be `time.monotonic`, so the time that is left is passed.
-        self._timeout = asyncio.Timeout(self._loop.time() + self._deadline - time.monotonic())
+        end = self._loop.time() + self._deadline - time.monotonic()
+        self._timeout = asyncio.Timeout(None if self._waits else end)
         await self._timeout.__aenter__()
         self._token = _active.set((*_active.get(), self))
         return self
@@ -510,24 +512,29 @@ class TimeLimit:
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> bool | None:
         _active.reset(self._token)
+        assert self._timeout is not None
         return await self._timeout.__aexit__(kind, e, tb)
 
-    def _pause(self) -> None:
+    def pause(self) -> None:
+        """Stop the clock until `resume` was called as often as this method."""
         if self._waits == 0:
             self._since = time.monotonic()
             self._reschedule(None)
         self._waits += 1
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
+        """End a pause."""
         self._waits -= 1
         if self._waits == 0:
             now = time.monotonic()
             self._deadline += now - self._since
-            self._reschedule(self._loop.time() + self._deadline - now)
+            self._reschedule(self._deadline - now)
 
-    def _reschedule(self, when: float | None) -> None:
+    def _reschedule(self, seconds: float | None) -> None:
+        if self._timeout is None:  # The block has not been entered.
+            return
         with suppress(RuntimeError):  # It has expired, or its block has ended.
-            self._timeout.reschedule(when)
+            self._timeout.reschedule(None if seconds is None else self._loop.time() + seconds)
 
 
 @contextmanager
@@ -537,9 +544,9 @@ def paused_time_limits() -> Iterator[None]:
     # A thread that copied a task's context may run another loop.
     limits = [limit for limit in _active.get() if limit._loop is loop]
     for limit in limits:
-        limit._pause()
+        limit.pause()
     try:
         yield
     finally:
         for limit in limits:
-            limit._resume()
+            limit.resume()

@@ -40,6 +40,8 @@ COLUMNS = (
     ("grad", "actor/grad_norm", "{:.2f}"),
     ("tokens/s", "perf/throughput", "{:,.0f}"),
     ("s", "timing_s/step", "{:.1f}"),
+    ("learner_waits", "async/wait_engines", "{:.1f}"),
+    ("engine_waits", "async/wait_learner", "{:.1f}"),
 )
 """Header, metric and format. A metric that a run does not have gets no column."""
 

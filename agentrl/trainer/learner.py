@@ -230,7 +230,7 @@ class Learner:
         is_run = self._find_rows_to_run(batch, targets)  # (B,)
         mismatch: dict[str, float] = {}
         if learn_policy and old is not None:
-            mismatch = self._compare(batch, old, mask, check)
+            mismatch = self._compare(batch, old, mask, step, check)
         collected: dict[str, list[float]] = defaultdict(list)
         of_tokens: dict[str, Tensor] = {}
         for epoch, m in product(range(a.ppo_epochs), range(int(mini_batch.max()) + 1)):
@@ -244,7 +244,7 @@ class Learner:
                 if old is None:
                     old = _scatter(mask, rows, _of_tokens(results, "logprobs"))
                     columns["actor"]["old"] = old
-                    mismatch = self._compare(batch, old, mask & is_run[:, None], check)
+                    mismatch = self._compare(batch, old, mask & is_run[:, None], step, check)
                 _record_tokens(of_tokens, mask, rows, results, is_first=epoch == 0)
                 sums = self._optimizer_step("actor", step, results, is_first=not collected)
                 _add_metrics(collected, "actor", sums)
@@ -335,11 +335,11 @@ class Learner:
         return {name: column for name, column in columns.items() if column is not None}
 
     def _compare(
-        self, batch: Batch, old: Tensor, mask: Tensor, check: Check | None
+        self, batch: Batch, old: Tensor, mask: Tensor, step: int, check: Check | None
     ) -> dict[str, float]:
         """Compare engine and trainer at the tokens of `mask`, before any weight changes."""
         check_logprobs(batch, old, mask, "trainer")
-        mismatch = mismatch_metrics(batch, old, mask)
+        mismatch = mismatch_metrics(batch, old, mask, version=step - 1)
         mismatch |= importance_weight_metrics(batch, old, mask, self.config.algorithm)
         if check:
             check(mismatch)

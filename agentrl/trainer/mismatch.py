@@ -1,8 +1,9 @@
 """The mismatch of engine and trainer: how far apart their logprobs of the sampled tokens are.
 
 Both hold the same weights when a step begins. So the mismatch measured there comes from different
-arithmetic alone. If it grows, one of them has other weights, another temperature or other input
-tokens. Then the samples are not the policy's, and training goes wrong without any other sign.
+arithmetic alone, and with `trainer.max_staleness` also from the age of the tokens. If it grows
+further, one of them has other weights, another temperature or other input tokens. Then the samples
+are not the policy's, and training goes wrong without any other sign.
 
 The engine sampled the tokens. So the KL estimates here are of KL(engine || trainer).
 """
@@ -27,19 +28,30 @@ TURNS = ("turn_1", "turn_2", "turn_3", "turn_4plus")
 """The turns that have a mean of their own, `MEAN/TURN`; the last one includes all later turns."""
 
 
-def mismatch_metrics(batch: Batch, old_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+CURRENT = "current_version"
+"""`MEAN/CURRENT` is the mean of the tokens that the current version of the policy sampled."""
+MIN_CURRENT = 1000
+"""The number of tokens that this mean needs."""
+
+
+def mismatch_metrics(
+    batch: Batch, old_logprobs: Tensor, mask: Tensor, version: int | None = None
+) -> dict[str, float]:
     """Compare the trainer's logprobs with the engine's.
 
     Args:
         batch: has the engine's logprobs.
         old_logprobs: (B, T) the trainer's, at the start of the step.
         mask: (B, T) bool, the tokens to compare; nothing else is read.
+        version: the version of the policy at the start of the step; None: all tokens have it.
 
     Returns:
         An empty dictionary for no token. Otherwise, over the tokens:
 
         - `rollout_corr/logprob_diff_mean`, `_max`: |difference|. The mean also for each of `TURNS`,
-          and for the tokens `after_observation`, which follow a template, a tool or a user.
+          and for the tokens `after_observation`, which follow a template, a tool or a user. If
+          some tokens are of older versions, also for those of the `current_version`, if there are
+          at least `MIN_CURRENT`.
         - `rollout_corr/kl`, `rollout_corr/k3_kl`: KL(engine || trainer) by two estimators.
         - `rollout_corr/rollout_is_eff_sample_size`: the effective sample size of the importance
           weights before any cap, as a share of the tokens;
@@ -61,6 +73,10 @@ def mismatch_metrics(batch: Batch, old_logprobs: Tensor, mask: Tensor) -> dict[s
     subsets[TURNS[-1]] = turn >= len(TURNS) - 1
     observed = nn.functional.pad(~batch.response_mask[:, :-1], (1, 0))
     subsets["after_observation"] = observed[mask]
+    if version is not None:
+        is_current = batch.versions[mask] == version
+        if MIN_CURRENT <= int(is_current.sum()) < len(is_current):
+            subsets[CURRENT] = is_current
     for name, in_subset in subsets.items():
         if in_subset.any():
             metrics[f"{MEAN}/{name}"] = distance[in_subset].mean().item()
@@ -129,6 +145,24 @@ def importance_weight_metrics(
     return metrics
 
 
+def mean_drift(batch: Batch, drifts: Mapping[int, float]) -> float:
+    """Return how far the policy has moved since it sampled the tokens of a batch, in nats.
+
+    Args:
+        batch: the step's rollouts.
+        drifts: how far the policy moved with each version (`Publisher.drifts`).
+
+    Returns:
+        The mean over the tokens that train of the sum of `drifts` over all later versions; 0 if
+        all tokens are of the last version, or there is none.
+    """
+    versions, counts = batch.versions[batch.action_mask].unique(return_counts=True)
+    total = 0.0
+    for version, count in zip(versions.tolist(), counts.tolist(), strict=True):
+        total += count * sum(drift for later, drift in drifts.items() if later > version)
+    return total / max(1, int(counts.sum()))
+
+
 MAX_GROWTH = 10.0
 """The largest mean difference of a step, as a multiple of the baseline noise."""
 MIN_BASELINE_NOISE = 1e-3
@@ -136,7 +170,12 @@ MIN_BASELINE_NOISE = 1e-3
 start was smaller."""
 
 
-@dataclass(frozen=True, slots=True)
+DRIFT_SHARE = 3.0
+"""The mean difference of older tokens may be larger by this multiple of the drift of the fixed row
+of `Publisher`: the policy moves further on tokens that it was trained on."""
+
+
+@dataclass(slots=True)
 class MismatchGuard:
     """Stops a run whose engine no longer samples from the policy that the trainer trains.
 
@@ -146,21 +185,29 @@ class MismatchGuard:
 
     baseline_noise: float
     """The mean |difference| of logprobs at a time when engine and trainer hold the same weights."""
+    drift: float = 0.0
+    """The `mean_drift` of the step's tokens."""
 
     @property
     def limit(self) -> float:
-        """The largest mean difference that is accepted."""
+        """The largest mean difference that is accepted of tokens of the current version."""
         return MAX_GROWTH * max(self.baseline_noise, MIN_BASELINE_NOISE)
 
     def check(self, metrics: Mapping[str, float]) -> None:
         """Check a step's `mismatch_metrics` before the update.
 
+        The drift raises the limit of all tokens together. If enough tokens of the current version
+        are among them, their mean must be within the limit without it.
+
         Raises:
             RunStopped: the mean difference exceeds the limit, or is NaN.
         """
-        mean = metrics.get(MEAN, 0.0)
-        if mean <= self.limit:
+        limit = self.limit + DRIFT_SHARE * self.drift
+        mean, current = metrics.get(MEAN, 0.0), metrics.get(f"{MEAN}/{CURRENT}", 0.0)
+        if mean <= limit and current <= self.limit:
             return
+        if mean <= limit:
+            mean, limit = current, self.limit
         turns = {turn: metrics[f"{MEAN}/{turn}"] for turn in TURNS if f"{MEAN}/{turn}" in metrics}
         worst = max(turns, key=turns.__getitem__, default="")
         where = (
@@ -172,7 +219,7 @@ class MismatchGuard:
         raise RunStopped(
             f"engine and trainer disagree: their logprobs of the tokens sampled in this step differ"
             f" by {mean:.3g} on average, where {self.baseline_noise:.3g} was measured at the start"
-            f" (the limit is {self.limit:.3g}).{where} The step was not trained on."
+            f" (the limit is {limit:.3g}).{where} The step was not trained on."
             " Likely causes, the likeliest first: the engine does not have the trainer's weights"
             " (a weight sync failed or was late); it samples at another temperature, or prepends"
             " other tokens (its own chat template); it serves another model;"

@@ -50,6 +50,8 @@ class Publisher:
         """
         self._learner, self._engine = learner, engine
         self._token_ids, self._scores = token_ids, scores
+        self.drifts: dict[int, float] = {}
+        """`canary/drift` of each version that was published, in nats."""
         self._canary = None if noise is None else Canary(noise)
         if self._canary is not None and canary_state is not None:
             self._canary.load(canary_state)
@@ -86,6 +88,7 @@ class Publisher:
         if self._canary is None:
             self._canary = Canary.measure(trainer, engines)
         metrics = self._canary.check(trainer, engines, version)
+        self.drifts[version] = metrics["canary/drift"]
         return metrics | {
             "timing_s/update_weights": send_end - send_start,
             "timing_s/canary": send_start - start + time.perf_counter() - send_end,

@@ -1,6 +1,6 @@
 """The training run. `Trainer.step` is the algorithm, `Trainer.run` is everything around it.
 
-A step is synchronous and runs from top to bottom:
+A step runs from top to bottom:
 
     rows ─► groups of scored trajectories ─► Batch ─► Targets ─► learner.update ─► publish ─► next
 
@@ -31,6 +31,7 @@ from agentrl.capacity import check_open_files
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
 from agentrl.engine.local import LocalEngine
+from agentrl.engine.local.load import resolve_device
 from agentrl.engine.open import EngineStart, describe_engine
 from agentrl.engine.remote.admin import in_thread
 from agentrl.errors import ConfigError, RunStopped, Terminated
@@ -62,7 +63,6 @@ from agentrl.trainer.checkpoint import (
     run_lock,
     save_checkpoint,
 )
-from agentrl.trainer.collect import Collector, StepRollouts
 from agentrl.trainer.console import (
     CURVE,
     FINAL,
@@ -75,7 +75,7 @@ from agentrl.trainer.console import (
 from agentrl.trainer.curve import write_curve
 from agentrl.trainer.dispatch import Placement, check_single_controller
 from agentrl.trainer.learner import Learner
-from agentrl.trainer.mismatch import MismatchGuard
+from agentrl.trainer.mismatch import MismatchGuard, mean_drift
 from agentrl.trainer.modes import describe_mode
 from agentrl.trainer.packing import Mode
 from agentrl.trainer.policy import describe_targets
@@ -83,6 +83,7 @@ from agentrl.trainer.publisher import Publisher
 from agentrl.trainer.rank import start_ranks
 from agentrl.trainer.resume import Start, find_start, write_config, write_fork
 from agentrl.trainer.step import compute_targets, learn, make_batch
+from agentrl.trainer.stream import RolloutStream, StepRollouts
 from agentrl.trainer.tracking import EARLY_STOP, Best, Tracker, check_loggers
 from agentrl.trajectory import Group, Scored
 
@@ -140,6 +141,7 @@ class Trainer:
         self.config, self.placement, self._console = config, placement, console
         self.plan = plan or make_plan(config)
         check_policy_learns(self.plan)
+        _check_engine_is_apart(config)
         check_open_files(self.plan)
         if not config.trainer.val_only and len(self.plan.train) == 0:
             raise ConfigError("there are no training rows: name a file with --dataset (data.train)")
@@ -183,8 +185,9 @@ class Trainer:
                 "Trainer.step needs the engine and the learner that Trainer.run opens"
             )
         with self.clock.timed("gen"), self.interrupt.abandonable():
-            rollouts = self.collector.collect(self.position, self.global_step)
-        self.engine.sleep()
+            rollouts = self.stream.take(self.position, self.global_step)
+        if not self.stream.plays_ahead:
+            self.engine.sleep()
         with self.clock.timed("store"):
             self._store(rollouts)
         with self.clock.timed("metrics"):
@@ -195,6 +198,7 @@ class Trainer:
         self._is_consistent = False  # until the update has finished
         with self.clock.timed("update_actor"):
             step, check = self.global_step + 1, self._check_mismatch
+            self.guard.drift = mean_drift(batch, self.publisher.drifts)
             updated, learned = learn(self.learner, batch, targets, self.kl, step, check)
         metrics |= signal | updated
         self._episodes = rollouts.groups[0].scored if rollouts.groups else ()
@@ -305,8 +309,9 @@ class Trainer:
         metrics["training/global_step"] = self.global_step
         metrics["training/epoch"] = self.position / self.plan.epoch_rows
         metrics |= self.clock.metrics(metrics)
-        with self.clock.named("publish"):
+        with self.clock.named("publish"), self.rollouts.paused_time_limits():
             metrics |= self.publisher.publish(self.global_step)
+        self.stream.advance(self.global_step)
         metrics |= self.engine.metrics()
         metrics |= self.clock.metrics(metrics)
         return metrics
@@ -458,7 +463,10 @@ class Trainer:
         self.rollouts = stack.enter_context(
             open_rollouts(config, self.engine, template, self.plan.scorer)
         )
-        self.collector = Collector(config, self.plan.train, self.rollouts, self._collate)
+        self.stream = RolloutStream(
+            config, self.plan.train, self.rollouts, self._collate, total_steps=self.total_steps
+        )
+        stack.callback(self.stream.close)
         self.publisher = Publisher(
             self.learner,
             self.engine,
@@ -618,6 +626,17 @@ class Trainer:
             if not self._curve_failed:
                 self.console.warning(f"warning: cannot write {self.folder / CURVE}: {e}")
             self._curve_failed = True
+
+
+def _check_engine_is_apart(config: Config) -> None:
+    """Raise `ConfigError` if rollouts would go on while the learner uses the same GPU."""
+    staleness, device = config.trainer.max_staleness, config.trainer.device
+    if staleness and resolve_device(device) != "cpu":
+        raise ConfigError(
+            f"trainer.max_staleness={staleness}: rollouts go on while the learner computes, but"
+            f" with rollout.name=local and trainer.device={device} both use one GPU. Set"
+            " trainer.device=cpu, or trainer.max_staleness=0"
+        )
 
 
 def _is_due(step: int, freq: int, last: bool) -> bool:

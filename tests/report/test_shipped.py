@@ -305,6 +305,13 @@ def test_mismatch(changes, subject):
     assert (finding.name, finding.subject) == ("mismatch", subject)
 
 
+def test_older_tokens_are_no_mismatch():
+    run = make_run(learning(**{"rollout_corr/logprob_diff_mean": noisy(0.07, 1, 0.1)}))
+    assert the_alarm(run).name == "mismatch"
+    run.__dict__["config"] |= {"trainer": {"max_staleness": 1}}
+    assert alarms(run) == []
+
+
 def test_lost_rollouts():
     assert the_alarm(make_run(learning(**{"rollout/dropped": [2.0] * N}))).name == "dropped"
     assert alarms(make_run(learning(**{"rollout/dropped": [2.0] + [0.0] * 39}))) == []

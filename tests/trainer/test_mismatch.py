@@ -22,6 +22,7 @@ from agentrl.trainer.mismatch import (
     MEAN,
     MismatchGuard,
     importance_weight_metrics,
+    mean_drift,
     mismatch_metrics,
 )
 
@@ -234,3 +235,57 @@ def test_the_guard_names_the_worst_turn_and_the_causes():
     assert "The step was not trained on" in message
     causes = ["weights", "temperature", "another model", "option of the engine"]
     assert sorted(causes, key=message.index) == causes
+
+
+# --- tokens of older versions --------------------------------------------------------------------
+
+
+def with_versions(batch: Batch, *versions: int) -> Batch:
+    """Return the batch with these versions of its training tokens, in turns."""
+    mask = batch.action_mask
+    rows = torch.full(mask.shape, -1)
+    n = int(mask.sum())
+    rows[mask] = tensor([versions[i % len(versions)] for i in range(n)]).long()
+    return replace(batch, versions=rows)
+
+
+def test_the_drift_of_a_batch_is_that_of_the_versions_after_each_token():
+    drifts = {0: 5.0, 3: 0.5, 4: 0.25, 5: 1.0}
+    batch = episodes()
+    n = int(batch.action_mask.sum())
+    assert mean_drift(with_versions(batch, 5), drifts) == 0
+    assert mean_drift(with_versions(batch, 3), drifts) == 1.25
+    fives, fours = (n + 1) // 2, n // 2
+    assert mean_drift(with_versions(batch, 5, 4), drifts) == pytest.approx(fours / (fives + fours))
+    # Tokens that do not train have no influence, and no token has no drift.
+    old = replace(batch, versions=torch.where(batch.action_mask, tensor(5), tensor(0)))
+    assert mean_drift(old, drifts) == 0
+    nobody = replace(batch, train=torch.zeros_like(batch.train))
+    assert mean_drift(nobody, drifts) == 0
+
+
+def test_the_guard_allows_older_tokens_three_times_their_drift():
+    guard = MismatchGuard(baseline_noise=0.02)
+    guard.drift = 0.1
+    guard.check({MEAN: 0.499})
+    with pytest.raises(RunStopped, match=r"differ by 0\.501 on average.*the limit is 0\.5\)"):
+        guard.check({MEAN: 0.501})
+    guard.check({MEAN: 0.4, f"{MEAN}/current_version": 0.199})
+    with pytest.raises(RunStopped, match=r"differ by 0\.201 on average.*the limit is 0\.2\)"):
+        guard.check({MEAN: 0.4, f"{MEAN}/current_version": 0.201})
+
+
+@pytest.mark.parametrize(
+    ("current", "older", "exists"),
+    [(1000, 1, True), (999, 1, False), (1001, 0, False), (0, 1001, False)],
+)
+def test_tokens_of_the_current_version_have_a_mean_of_their_own(current, older, exists):
+    n = current + older
+    batch = collate([group(scored([segment([1], ("A", [2] * n))], 0.0, [turn(0, 0, n)]))], 31)
+    versions = tensor([7] * current + [6] * older).long()[None]
+    gaps = torch.where(versions == 7, 0.125, 0.5)
+    batch = replace(batch, versions=versions)
+    metrics = mismatch_metrics(batch, apart(batch, gaps), batch.action_mask, version=7)
+    assert (f"{MEAN}/current_version" in metrics) == exists
+    if exists:
+        assert metrics[f"{MEAN}/current_version"] == 0.125
