@@ -149,6 +149,7 @@ class Session:
         self._by_call: dict[str, _Sampled] = {}
         self._answers: dict[bytes, asyncio.Task[Answer]] = {}
         self._waiting: Counter[bytes] = Counter()
+        self._delivered: set[bytes] = set()
         self._openings: Counter[str] = Counter()
         # Requests come from the server's tasks, but their waits belong to the episode's time limit.
         self._context = copy_context()
@@ -165,19 +166,23 @@ class Session:
         """
         digest = blake2b(request.body, digest_size=16).digest()
         task = self._answers.get(digest)
-        is_lost = task is not None and not task.done() and not self._waiting[digest]
+        # Nobody got the answer, and nobody waits for it: its client has lost the connection.
+        is_lost = not self._waiting[digest] and digest not in self._delivered
         if task is not None and (is_lost or request.is_retry):
             self.events.append(Event("retry"))
         else:
             task = asyncio.create_task(self._sample(request), context=self._context.copy())
             task.add_done_callback(_take_error)
             self._answers[digest] = task
+            self._delivered.discard(digest)
             old = [d for d, t in self._answers.items() if t.done()][:-MAX_ANSWERS]
             for d in old:
                 del self._answers[d]
         self._waiting[digest] += 1
         try:
-            return await asyncio.shield(task)
+            answer = await asyncio.shield(task)
+            self._delivered.add(digest)
+            return answer
         except Refusal:
             self._answers.pop(digest, None)
             raise
