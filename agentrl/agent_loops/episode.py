@@ -524,7 +524,12 @@ class Episode:
         self._attempt.outcome = float(reward)
 
     def count(self, metric: str, number: int = 1) -> None:
-        """Add a number to a metric of the step, which is the sum over its rollouts."""
+        """Add to a metric of the step, which is the sum over its rollouts.
+
+        Args:
+            metric: its name, such as `env/resets`.
+            number: the number to add.
+        """
         self._attempt.counts[metric] += number
 
     def split_thinking(self, turn: Turn) -> tuple[str, str]:

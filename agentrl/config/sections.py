@@ -638,6 +638,7 @@ class Config(Section):
         val: the sampling of validation.
         tools: where tools run.
         sandbox: where programs that a model writes run.
+        agent: external agents, which play rows with agent_name external.
         interaction: arguments of interactions.
         reward: the reward functions and their weights.
         algorithm: advantages, loss and KL.
