@@ -17,6 +17,7 @@ import torch
 from support.forked_python import ForkedPython, run_agentrl
 from transformers import AutoModelForCausalLM
 
+from agentrl.cli import main
 from agentrl.config import load_config
 from agentrl.data import RowOrder
 from agentrl.demo import TINY_SETTINGS
@@ -237,6 +238,14 @@ def test_a_reward_that_raises_in_the_background_stops_the_run(start, tmp_path):
         start(tmp_path, "trainer.max_staleness=1", "reward.function=raises_staleness")
     last = [step for step, _ in read_metrics(tmp_path / "metrics.jsonl")][-1:]
     assert last == [at] or (last == [] and at == 0)
+
+
+def test_a_recorded_step_is_replayed_bit_for_bit(start, tmp_path, capsys):
+    start(tmp_path, "trainer.max_staleness=2")
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(tmp_path), "--step", str(STEPS)])
+    assert ended.value.code == 0
+    assert f"step {STEPS} equals the record bit for bit" in capsys.readouterr().out
 
 
 # -- what is refused ------------------------------------------------------------------------------
