@@ -69,6 +69,7 @@ class Ready:
     """A `Sampler` that returns the turns of scripted conversations."""
 
     max_length = 1 << 20
+    is_concurrent = False
 
     def __init__(self, engine_s: float):
         self._engine_s = engine_s

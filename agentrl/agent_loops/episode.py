@@ -510,11 +510,17 @@ class Episode:
         """Make a conversation of this attempt number 0 of the trajectory (`Turn.thread`).
 
         `Trajectory.final_text` is its last message. By default it is the agent loop's own.
+
+        Args:
+            conversation: an episode that `spawn` returned, or this one.
         """
         self._attempt.main = conversation.conversation
 
     def set_outcome(self, reward: float) -> None:
         """Set the outcome reward of the trajectory, in place of that of a reward function.
+
+        Args:
+            reward: a finite number.
 
         Raises:
             UserCodeError: `reward` is not a finite number.
@@ -536,6 +542,9 @@ class Episode:
         """Return the thinking of a turn, and its other text without its well-formed tool calls.
 
         Neither contains control tokens.
+
+        Args:
+            turn: one of `turns`.
         """
         attempt, template = self._attempt, self._runtime.template
         text = attempt.messages[turn.message_index].content

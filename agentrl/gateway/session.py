@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
@@ -515,6 +516,7 @@ def _shared(known: Sequence[Key], keys: Sequence[Key]) -> int:
     return n
 
 
+@lru_cache(4096)  # Each request contains the arguments of all earlier calls again.
 def _canonical(arguments: str) -> str:
     """Return one form for all texts of the same JSON value."""
     try:
