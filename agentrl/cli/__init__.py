@@ -14,6 +14,7 @@ from typer.main import get_command
 
 from agentrl import __version__
 from agentrl.cli import (
+    chat,
     check,
     check_template,
     data,
@@ -45,6 +46,7 @@ app.command("train")(train.train)
 app.command("check")(check.check)
 app.command("check-template")(check_template.check_template)
 app.command("play")(play.play)
+app.command("chat")(chat.chat)
 app.command("eval")(evaluate.eval_)
 app.command("compare")(evaluate.compare)
 app.command("replay")(replay.replay)

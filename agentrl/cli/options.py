@@ -76,6 +76,7 @@ def read_config(
     overrides: list[str] | None,
     *,
     needs_model: bool = True,
+    needs_rows: bool = True,
     **flags: str | list[str] | bool | None,
 ) -> Config:
     """Read the config from the preset, a YAML file, overrides and flags.
@@ -85,6 +86,7 @@ def read_config(
         overrides: texts such as `optim.lr=1e-5`. The first may be a config of verl's, which is
             translated; the translation is printed.
         needs_model: False for a command that plays nothing.
+        needs_rows: False for a command that reads no rows.
         flags: values of flags: `val_dataset` sets the key with the flag `--val-dataset`.
 
     Raises:
@@ -138,7 +140,7 @@ def read_config(
         from agentrl.demo import tiny_settings
 
         loaded, mistakes = load(preset=tiny_settings(loaded))
-    _refuse_mistakes(loaded, mistakes, needs_model)
+    _refuse_mistakes(loaded, mistakes, needs_model, needs_rows)
     return loaded
 
 
@@ -327,7 +329,9 @@ def describe_sampling(temperature: float) -> str:
     return f"sampled at T={temperature}" if temperature else "greedy"
 
 
-def _refuse_mistakes(config: Config, mistakes: list[str], needs_model: bool) -> None:
+def _refuse_mistakes(
+    config: Config, mistakes: list[str], needs_model: bool, needs_rows: bool
+) -> None:
     """Report the mistakes of a config, and with them those of the model, files and rows.
 
     Raises:
@@ -341,7 +345,7 @@ def _refuse_mistakes(config: Config, mistakes: list[str], needs_model: bool) -> 
     problems = []
     file_problems = load_files(config)
     are_rows_set = any(m.startswith(("data.train=", "data.val=")) for m in mistakes)
-    if not config.data.train and not config.data.val and not are_rows_set:
+    if needs_rows and not config.data.train and not config.data.val and not are_rows_set:
         problems.append(
             "no rows: set --dataset FILE (data.train), .parquet or .jsonl"
             + _explain_old_run(config.trainer.output)
