@@ -1,19 +1,20 @@
 """The conversations of one episode, as an agent sends them to an OpenAI-style API.
 
-A chat API has no memory: each request contains the whole conversation. `Session` finds out which
-part of it the policy has sampled, so that a sampled token trains once, with its logprob, and is
-never encoded again:
+A chat API has no memory: each request contains the whole conversation. `Session` compares it with
+the conversations that it knows and finds the turns that the policy has sampled. So each sampled
+token trains once, with its logprob, and is never encoded again:
 
-    the conversation goes on where a known one ends     the row grows (clean)
-    the same, written differently                       the row grows (realigned): arguments in
+    request                                             effect
+    it continues a known conversation at its end        the row grows (clean)
+    it does, but writes earlier messages differently    the row grows (realigned): arguments in
                                                         another JSON form, no thinking
-    it goes on elsewhere in a known one                 a new row begins (branch)
-    it is unknown                                       a new conversation begins (spawn)
+    it changes or removes earlier messages or tools     a new row begins (branch)
+    its conversation is unknown                         a new conversation begins (spawn)
 
-Two messages are the same if role, visible text and calls are. The ids of tool calls are ours, so
-they tell which turn an assistant message was, even if two turns have the same text. An assistant
-message that the policy did not write, or that the client has changed, is foreign: it is shown to
-the policy and has mask 0.
+Two messages are the same if their roles, visible texts and tool calls are the same. The session
+makes the ids of tool calls. So an id identifies the turn of an assistant message, even if two turns
+have the same text. An assistant message that the policy did not write, or that the client has
+changed, is foreign: it is shown to the policy and has mask 0.
 
 A request that is sent again because its client lost the connection gets the same answer. Any other
 request with the same contents gets a new sample, so that best-of-n works.
@@ -50,22 +51,22 @@ the first version of such a line."""
 MAX_ANSWERS = 64
 """The number of answers that a session keeps for requests that are sent again."""
 CONTEXT = 60
-"""The characters that a report shows before and after a difference."""
+"""The number of characters that a report shows before and after a difference."""
 
 Kind = Literal["first", "clean", "realigned", "branch", "spawn", "retry"]
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """How a request was matched, for reports.
+    """The way in which a request was matched, for reports.
 
     Attributes:
-        kind: see the top of this file; "first" for the first conversation, "retry" for a request
-            that was sent again.
-        cause: what made it differ from a clean continuation; "" if nothing did.
+        kind: the top of this file explains them; "first" for the first conversation, "retry" for a
+            request that was sent again.
+        cause: the difference from a clean continuation; "" if there is none.
         index: the index of the first message that differs; -1 if none does.
         before: that message as the session knows it, around the difference.
-        after: the same as the client sends it.
+        after: that message as the client sends it now.
     """
 
     kind: Kind
@@ -76,7 +77,7 @@ class Event:
 
 
 class Key(NamedTuple):
-    """What makes two messages the same, and how this one is written."""
+    """The parts of a message that are compared with other messages."""
 
     role: str
     text: str
@@ -84,42 +85,47 @@ class Key(NamedTuple):
     calls: tuple[tuple[str, str], ...]
     """The name and the canonical arguments of each call."""
     ids: tuple[str, ...]
-    """The ids of its calls, or of the call that it answers, as far as this session made them."""
+    """The ids of its calls, or of the call that it answers; only those that this session made."""
     written: str
-    """What may differ between equal messages: volatile lines, JSON forms, thinking."""
+    """The parts that may differ between equal messages: volatile lines, JSON forms, thinking."""
 
     def is_same(self, other: Key) -> bool:
-        """Return whether two messages are the same. A message without our ids may be any."""
+        """Return whether two messages are the same. Ids are compared only if both have some."""
         return self[:3] == other[:3] and (self.ids == other.ids or not (self.ids and other.ids))
 
 
 @dataclass(slots=True, eq=False)
-class _Sampled:
+class _SampledTurn:
     """A turn that the policy sampled."""
 
     message: Message
     turn: int
     """Its index in `Episode.turns`."""
-    chain: _Chain
+    conversation: _Conversation
     ids: tuple[str, ...]
     """The ids of its well-formed calls."""
     own_ids: tuple[str, ...]
-    """The ids that the model gave these calls, "" without one."""
+    """The ids that the model gave these calls; "" for a call without one."""
     answered: float
     """The `time.monotonic()` seconds at which the client got it."""
     key: Key = field(init=False)
 
 
 @dataclass(slots=True, eq=False)
-class _Chain:
-    """A conversation: what the client sent last, and the messages of the episode for it."""
+class _Conversation:
+    """A conversation of the episode, as the client sent it last."""
 
     episode: Episode
     keys: list[Key] = field(default_factory=list)
+    """The keys of the client's messages, and of the turn that was sampled last."""
     messages: list[Message] = field(default_factory=list)
+    """The messages of the episode, one for each of `keys`."""
     tools: bytes = b""
+    """The schemas of the tools as JSON."""
     is_busy: bool = False
+    """True while the policy samples a turn of it."""
     turns: int = 0
+    """The number of turns that the policy sampled in it."""
 
 
 class Session:
@@ -130,10 +136,10 @@ class Session:
         counts: how often clients asked for something that the run decides, by the field's name, and
             how often volatile lines changed ("volatile").
         refusals: the errors that requests got as their answers.
-        over: set when the episode has ended: each further request is refused.
+        over: an event that is set when the episode has ended. Further requests are refused.
         is_over_budget: whether a budget has ended the episode.
         has_outcome: whether the agent has reported its reward.
-        failure: the infrastructure failure or the bug that ended it, if there is one.
+        failure: the infrastructure error or the bug that ended the episode; None without one.
     """
 
     def __init__(self, episode: Episode):
@@ -145,21 +151,22 @@ class Session:
         self.has_outcome = self.is_over_budget = False
         self.refusals: list[Refusal] = []
         self._episode = episode
-        self._chains: list[_Chain] = []
-        self._sampled: list[_Sampled] = []
-        self._by_call: dict[str, _Sampled] = {}
+        self._conversations: list[_Conversation] = []
+        self._sampled: list[_SampledTurn] = []
+        self._by_call: dict[str, _SampledTurn] = {}
         self._answers: dict[bytes, asyncio.Task[Answer]] = {}
         self._waiting: Counter[bytes] = Counter()
         self._delivered: set[bytes] = set()
         self._openings: Counter[str] = Counter()
-        # Requests come from the server's tasks, but their waits belong to the episode's time limit.
+        # A request runs in a task of the server. It needs the context of the episode's task, so
+        # that its waits pause the time limit of the episode.
         self._context = copy_context()
 
     async def answer(self, request: Request) -> Answer:
         """Return the policy's next message in the conversation of a request.
 
-        If the caller is cancelled because its client has gone, the message is sampled nevertheless:
-        the same request gets it later.
+        If the caller is cancelled because its client disconnected, the message is sampled
+        nevertheless. The client gets it if it sends the same request again.
 
         Raises:
             Refusal: the episode is over, the conversation cannot be continued, or the engine
@@ -167,13 +174,13 @@ class Session:
         """
         digest = blake2b(request.body, digest_size=16).digest()
         task = self._answers.get(digest)
-        # Nobody got the answer, and nobody waits for it: its client has lost the connection.
+        # No client got the answer and none waits for it: the client lost the connection.
         is_lost = not self._waiting[digest] and digest not in self._delivered
         if task is not None and (is_lost or request.is_retry):
             self.events.append(Event("retry"))
         else:
             task = asyncio.create_task(self._sample(request), context=self._context.copy())
-            task.add_done_callback(_take_error)
+            task.add_done_callback(_retrieve_error)
             self._answers[digest] = task
             self._delivered.discard(digest)
             old = [d for d, t in self._answers.items() if t.done()][:-MAX_ANSWERS]
@@ -216,7 +223,7 @@ class Session:
         if self._sampled:
             # Sub-agents may have more turns than the conversation that uses their answers, and an
             # agent that summarizes its history goes on in another conversation.
-            self._episode.make_main(self._sampled[-1].chain.episode)
+            self._episode.make_main(self._sampled[-1].conversation.episode)
 
     # -- one request ------------------------------------------------------------------------------
 
@@ -231,24 +238,26 @@ class Session:
                 "the last message must not be an assistant message: the policy begins a new turn",
                 "messages",
             )
-        chain = None
+        conversation = None
         try:
-            chain = self._match(request)
-            chain.is_busy = True
+            conversation = self._match(request)
+            conversation.is_busy = True
             turns = len(self._episode.turns)
             try:
-                message = await chain.episode.generate(
+                message = await conversation.episode.generate(
                     stop=request.stop, max_tokens=request.max_tokens
                 )
             except EpisodeOver:
-                # The last turn of a budget is an answer, if it is complete enough to be one.
-                turn = next((t for t in self._episode.turns[turns:] if _is_of(t, chain)), None)
+                # If the turn was sampled before the budget ended the episode, it is answered.
+                turn = next(
+                    (t for t in self._episode.turns[turns:] if _belongs_to(t, conversation)), None
+                )
                 self.is_over_budget = True
                 self.over.set()
                 if turn is None:
                     raise
-                message = chain.episode.messages[-1]
-            return self._record(chain, message, request)
+                message = conversation.episode.messages[-1]
+            return self._record(conversation, message, request)
         except EpisodeOver as over:
             self.is_over_budget = True
             self.over.set()
@@ -264,30 +273,30 @@ class Session:
             self._fail(e)
             raise Refusal(500, "bug", f"{type(e).__name__}: {e}") from e
         finally:
-            if chain is not None:
-                chain.is_busy = False
+            if conversation is not None:
+                conversation.is_busy = False
 
     def _fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
         self.over.set()
 
-    def _match(self, request: Request) -> _Chain:
-        """Return the conversation that a request continues, with its messages observed."""
+    def _match(self, request: Request) -> _Conversation:
+        """Return the conversation that a request continues, after adding the new messages to it."""
         keys = [self._key(message) for message in request.messages]
         tools = orjson.dumps(request.tools)
         best, shared = None, 0
-        for chain in reversed(self._chains):
-            n = _shared(chain.keys, keys)
+        for conversation in reversed(self._conversations):
+            n = _count_shared(conversation.keys, keys)
             if n > shared or (n == shared and best is not None and best.is_busy):
-                best, shared = chain, n
+                best, shared = conversation, n
         if best is None or all(key.role == "system" for key in keys[:shared]):
-            # Nothing but instructions is the same. A turn may be, if the client removed the
-            # beginning of a conversation.
+            # At most system messages are shared. If the client removed the beginning of a
+            # conversation, a later assistant message may still be a turn of it.
             known = (self._find(k, set()) for k in reversed(keys) if k.role == "assistant")
             turn = next(filter(None, known), None)
             if turn is None:
                 return self._open(request, keys, tools, Event("spawn", "unknown conversation"))
-            best, shared = turn.chain, _shared(turn.chain.keys, keys)
+            best, shared = turn.conversation, _count_shared(turn.conversation.keys, keys)
         event = self._difference(best, keys, shared, tools)
         if best.is_busy:
             cause = event.cause or "the conversation goes on in another request"
@@ -305,8 +314,8 @@ class Session:
         self.events.append(event)
         return best
 
-    def _open(self, request: Request, keys: list[Key], tools: bytes, event: Event) -> _Chain:
-        """Begin a conversation. The first one is the episode's own."""
+    def _open(self, request: Request, keys: list[Key], tools: bytes, event: Event) -> _Conversation:
+        """Begin a conversation. The first one is conversation 0 of the episode."""
         if keys[0].role not in ("system", "user"):
             raise Refusal(
                 400,
@@ -315,40 +324,49 @@ class Session:
                 "messages",
             )
         messages = self._messages(None, request, keys, 0)
-        if not self._chains:
+        if not self._conversations:
             self._episode.branch(messages, request.tools)
-            chain, event = _Chain(self._episode), Event("first")
+            conversation, event = _Conversation(self._episode), Event("first")
         else:
-            # Independent of the order in which concurrent conversations begin.
+            # The seed does not depend on the order in which concurrent conversations begin.
             opening = repr([key[:3] for key in keys])
             self._openings[opening] += 1
             text = f"{self._openings[opening]} {opening}".encode()
             seed = int.from_bytes(blake2b(text, digest_size=7).digest(), "big")
-            chain = _Chain(self._episode.spawn(messages, request.tools, seed=seed))
-        chain.keys, chain.messages, chain.tools = keys, messages, tools
-        self._chains.append(chain)
+            conversation = _Conversation(self._episode.spawn(messages, request.tools, seed=seed))
+        conversation.keys, conversation.messages, conversation.tools = keys, messages, tools
+        self._conversations.append(conversation)
         self.events.append(event)
-        return chain
+        return conversation
 
-    def _difference(self, chain: _Chain, keys: list[Key], shared: int, tools: bytes) -> Event:
-        """Return how a conversation differs from a known one with the same beginning."""
-        known = chain.keys
+    def _difference(
+        self, conversation: _Conversation, keys: list[Key], shared: int, tools: bytes
+    ) -> Event:
+        """Compare a request with a known conversation that has the same beginning.
+
+        Args:
+            conversation: the known conversation.
+            keys: the keys of the request's messages.
+            shared: the number of messages that are the same at the beginning.
+            tools: the schemas of the request's tools as JSON.
+        """
+        known = conversation.keys
         written = next((i for i in range(shared) if known[i].written != keys[i].written), -1)
         if shared < len(known):
             i = shared
             if i == len(keys):
                 cause = "an earlier request was sent again"
                 return Event("branch", cause, i - 1)
-            before, after = _around(_shown(known[i]), _shown(keys[i]))
+            before, after = _cut_around_difference(_text_of(known[i]), _text_of(keys[i]))
             role = known[i].role
             cause = f"{role} message changed" if keys[i].role == role else "messages were removed"
             return Event("branch", cause, i, before, after)
-        if tools != chain.tools:
-            before, after = _around(chain.tools.decode(), tools.decode())
+        if tools != conversation.tools:
+            before, after = _cut_around_difference(conversation.tools.decode(), tools.decode())
             return Event("branch", "the tools changed", -1, before, after)
         if written < 0:
             return Event("clean")
-        before, after = _around(known[written].written, keys[written].written)
+        before, after = _cut_around_difference(known[written].written, keys[written].written)
         if known[written].role != "assistant":
             self.counts["volatile"] += 1
             return Event("realigned", "a volatile line changed", written, before, after)
@@ -357,7 +375,7 @@ class Session:
     # -- messages ---------------------------------------------------------------------------------
 
     def _key(self, message: ChatMessage) -> Key:
-        """Return what makes a message the same as another."""
+        """Return the parts of a message that are compared."""
         text, written = message.text.strip(), ""
         if message.role in ("system", "user") and VOLATILE.search(text):
             text, written = VOLATILE.sub("", text), text
@@ -370,17 +388,17 @@ class Session:
         return Key("assistant", text, calls, ids, written)
 
     def _messages(
-        self, chain: _Chain | None, request: Request, keys: list[Key], shared: int
+        self, conversation: _Conversation | None, request: Request, keys: list[Key], shared: int
     ) -> list[Message]:
         """Return the episode's messages for those of a request.
 
         Args:
-            chain: a conversation whose first `shared` messages are the same.
+            conversation: the known conversation that the request continues; None for a new one.
             request: the request.
             keys: the keys of its messages.
-            shared: see `chain`.
+            shared: the number of messages that are the same at the beginning of both.
         """
-        messages = chain.messages[:shared] if chain else []
+        messages = conversation.messages[:shared] if conversation else []
         used = set(map(id, messages))
         for message, key in zip(request.messages[shared:], keys[shared:], strict=True):
             if message.role == "assistant":
@@ -394,8 +412,13 @@ class Session:
         row = {(m.role, m.content): m for m in self._episode.sample.prompt if m.role != "assistant"}
         return [row.get((m.role, m.content), m) if m.role != "tool" else m for m in messages]
 
-    def _find(self, key: Key, used: set[int]) -> _Sampled | None:
-        """Return the sampled turn that an assistant message is, each turn once."""
+    def _find(self, key: Key, used: set[int]) -> _SampledTurn | None:
+        """Return the sampled turn that an assistant message repeats; None if it is foreign.
+
+        Args:
+            key: the key of the message.
+            used: the `id` of each message that belongs to an earlier message of the request.
+        """
         candidates = [self._by_call[key.ids[0]]] if key.ids else reversed(self._sampled)
         for sampled in candidates:
             if sampled.key.is_same(key) and id(sampled.message) not in used:
@@ -422,12 +445,12 @@ class Session:
         return self._episode.foreign(message.text, calls)
 
     def _own_id(self, id: str) -> str:
-        """Return the id that the model gave a call; other ids stay as they are."""
+        """Return the id that the model gave a call. An id that is not of this session is kept."""
         sampled = self._by_call.get(id)
         return sampled.own_ids[sampled.ids.index(id)] if sampled else id
 
     def _sort_results(self, request: Request, messages: list[Message], start: int) -> None:
-        """Put results that follow each other into the order of their calls."""
+        """Sort adjacent tool results by the order of their calls."""
         ids = [m.call_id for m in request.messages]
         order = {id: i for s in self._sampled for i, id in enumerate(s.ids)}
         while start < len(messages):
@@ -441,7 +464,7 @@ class Session:
             start = max(end, start + 1)
 
     def _record_results(self, request: Request) -> None:
-        """Record the results of calls that the client ran, in their turns."""
+        """Record the results of the calls that the client ran, each in the turn that called it."""
         texts = {m.call_id: m.text for m in request.messages if m.role == "tool"}
         for sampled in {id(s): s for i in texts if (s := self._by_call.get(i))}.values():
             turn = self._episode.turns[sampled.turn]
@@ -457,9 +480,11 @@ class Session:
             seconds = time.monotonic() - sampled.answered
             self._episode.record_results(turn, results, seconds)
 
-    def _record(self, chain: _Chain, message: Message, request: Request) -> Answer:
+    def _record(self, conversation: _Conversation, message: Message, request: Request) -> Answer:
         """Add the policy's turn to a conversation and return it as the client sees it."""
-        index = max(i for i, turn in enumerate(self._episode.turns) if _is_of(turn, chain))
+        index = max(
+            i for i, turn in enumerate(self._episode.turns) if _belongs_to(turn, conversation)
+        )
         turn, number = self._episode.turns[index], len(self._sampled)
         salt = blake2b(self._episode.episode_id.encode(), digest_size=4).hexdigest()
         reasoning, text = self._episode.split_thinking(turn)
@@ -482,31 +507,31 @@ class Session:
             completion_tokens=turn.end - turn.start,
         )
         ids, own_ids = tuple(c.id for c in calls), tuple(c.id for c in parsed)
-        sampled = _Sampled(message, index, chain, ids, own_ids, time.monotonic())
+        sampled = _SampledTurn(message, index, conversation, ids, own_ids, time.monotonic())
         self._by_call.update(dict.fromkeys(ids, sampled))
         sampled.key = self._key(ChatMessage("assistant", answer.text, calls, reasoning=reasoning))
         self._sampled.append(sampled)
-        chain.keys.append(sampled.key)
-        chain.messages.append(message)
-        chain.turns += 1
+        conversation.keys.append(sampled.key)
+        conversation.messages.append(message)
+        conversation.turns += 1
         return answer
 
 
-def _take_error(task: asyncio.Task[Answer]) -> None:
-    """Let asyncio not complain about an error for which no client waits any more."""
+def _retrieve_error(task: asyncio.Task[Answer]) -> None:
+    """Retrieve the error of a task, because asyncio logs errors that nobody retrieves."""
     if not task.cancelled():
         task.exception()
 
 
-def _is_of(turn: Turn, chain: _Chain) -> bool:
-    return turn.thread == chain.episode.conversation
+def _belongs_to(turn: Turn, conversation: _Conversation) -> bool:
+    return turn.thread == conversation.episode.conversation
 
 
 def _episode_over(why: str) -> Refusal:
     return Refusal(400, "episode_over", f"{why}. End now: no request will be answered")
 
 
-def _shared(known: Sequence[Key], keys: Sequence[Key]) -> int:
+def _count_shared(known: Sequence[Key], keys: Sequence[Key]) -> int:
     """Return how many messages two conversations share at their beginning."""
     n = 0
     for a, b in zip(known, keys, strict=False):
@@ -518,7 +543,7 @@ def _shared(known: Sequence[Key], keys: Sequence[Key]) -> int:
 
 @lru_cache(4096)  # Each request contains the arguments of all earlier calls again.
 def _canonical(arguments: str) -> str:
-    """Return one form for all texts of the same JSON value."""
+    """Return a canonical text of a JSON value."""
     try:
         value: Any = orjson.loads(arguments or "{}")
         return orjson.dumps(_unify(value), option=orjson.OPT_SORT_KEYS).decode()
@@ -535,11 +560,11 @@ def _unify(node: Any) -> Any:
     return [*map(_unify, node)] if isinstance(node, list) else node
 
 
-def _shown(key: Key) -> str:
+def _text_of(key: Key) -> str:
     return "\n".join([key.text, *(f"{name}({arguments})" for name, arguments in key.calls)])
 
 
-def _around(before: str, after: str) -> tuple[str, str]:
+def _cut_around_difference(before: str, after: str) -> tuple[str, str]:
     """Return two texts around their first difference."""
     pairs = zip(before, after, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
