@@ -7,8 +7,8 @@ The agent gets the address of an OpenAI-style API whose model is the policy:
     AGENTRL_SAMPLE      the row as JSON, without its ground truth
     AGENTRL_REWARD_URL  where `agent.reward=post` expects {"reward": NUMBER}
 
-It needs no change but the address: `agentrl.gateway.session` finds out which tokens the policy
-sampled for it.
+Only the address has to change in the agent: `agentrl.gateway.session` finds out which tokens the
+policy sampled for it.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ from agentrl.workers import PerLoop, Threads
 from agentrl.workers.child_process import ChildProcess
 
 OVER_SECONDS = 5.0
-"""The time that an agent has to end after its episode is over. Then it is killed."""
-PASSED = (
+"""The time that an agent has to end after its episode is over. Then its process is killed."""
+ALLOWED_VARIABLES = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX",
     "LD_LIBRARY_PATH", "PYTHONPATH", "SSL_CERT_FILE",
 )  # fmt: skip
-"""The variables of this process that every agent gets; `agent.env` names further ones."""
+"""The environment variables of this process that every agent gets; `agent.env` adds others."""
 SHOWN_LINES = 8
-"""The last lines of a failed agent's output that a message contains."""
+"""The number of last lines of a failed agent's output that a message contains."""
 MODEL = "policy"
+"""The name of the policy as a model."""
 
 
 def describe_sample(sample: Sample) -> dict[str, Any]:
-    """Return a row as its agent sees it: without the ground truth, also where it has a copy."""
+    """Return a row as its agent sees it: without the ground truth and its copies in `extra`."""
     truth = sample.ground_truth
     extra = {k: v for k, v in sample.extra.items() if truth is None or str(v) != str(truth)}
     return {
@@ -67,14 +68,16 @@ class Agent(ABC):
 
     @abstractmethod
     async def run(self) -> None:
-        """Run the agent until it ends. If this is cancelled, the agent is ended.
+        """Run the agent until it ends. If this is cancelled, the agent is stopped where possible.
+
+        The thread of a function that is not async runs on until the function returns.
 
         Raises:
             UserCodeError: the agent failed.
         """
 
     def outcome(self) -> float | None:
-        """Return the reward that the end of the agent says, or None."""
+        """Return the reward that the agent returned when it ended; None if it returned none."""
         return None
 
     def last_lines(self) -> str:
@@ -114,7 +117,7 @@ class Command(Agent):
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code; None if the process was ended by us."""
+        """The exit code; None before the end. If a signal ended it: minus the signal's number."""
         return self._child.exit_code if self._child else None
 
     def last_lines(self) -> str:
@@ -123,10 +126,11 @@ class Command(Agent):
 
 
 class Function(Agent):
-    """An agent that is a function of the user's (`agent.python`).
+    """An agent that is a function of the user (`agent.python`).
 
-    An async function runs on an event loop of its own, in a thread that all of them share, so that
-    one which blocks delays no other part of the run.
+    All async functions run on one event loop in a thread of their own. A function that blocks
+    delays the other async functions, but no other part of the run. A function that is not async
+    runs in a thread.
     """
 
     PARAMETERS: ClassVar[tuple[str, ...]] = ("sample", "base_url", "api_key", "model")
@@ -157,7 +161,7 @@ class Function(Agent):
 
 
 class _Host:
-    """What the agents of an event loop share: the gateway, threads, and free slots."""
+    """The things that all agents of an event loop share: the gateway, threads, and slots."""
 
     def __init__(self):
         from agentrl.gateway.serve import Gateway  # FastAPI takes long to import.
@@ -168,7 +172,11 @@ class _Host:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def slots(self, number: int) -> asyncio.Semaphore:
-        """Return the semaphore of the agents that may run at the same time."""
+        """Return the semaphore that limits how many agents run at the same time.
+
+        Args:
+            number: the limit (`agent.slots`); only the first call uses it.
+        """
         self._slots = self._slots or asyncio.Semaphore(number)
         return self._slots
 
@@ -187,7 +195,7 @@ class _Host:
 
 
 open_session: ContextVar[Callable[[Episode], Session]] = ContextVar("open_session", default=Session)
-"""Opens the session of an episode."""
+"""The function that opens the session of an episode; `agentrl gateway check` replaces it."""
 _host: PerLoop[_Host] = PerLoop(_Host, _Host.close)
 
 
@@ -215,7 +223,7 @@ async def external(ep: Episode) -> None:
 
 
 async def _run(agent: Agent, session: Session) -> None:
-    """Run an agent to its end, or until `OVER_SECONDS` after its episode is over."""
+    """Run an agent until it ends, at most until `OVER_SECONDS` after its episode is over."""
     running = asyncio.create_task(agent.run())
     over = asyncio.create_task(session.over.wait())
     try:
@@ -301,7 +309,9 @@ def _make_agent(config: AgentConfig, sample: Sample, url: str, key: str) -> Agen
     if config.python:
         arguments = {"sample": described, "base_url": url, "api_key": key, "model": MODEL}
         return Function(_function(config), arguments)
-    passed = {name: os.environ[name] for name in (*PASSED, *config.env) if name in os.environ}
+    passed = {
+        name: os.environ[name] for name in (*ALLOWED_VARIABLES, *config.env) if name in os.environ
+    }
     return Command(
         shlex.split(config.command),
         passed

@@ -1,8 +1,8 @@
 """Play a user's agent against a scripted policy, and report what would train.
 
 No model is needed: the policy calls each tool that the agent offers once, with arguments made from
-its schema, and then answers with a text. So a mistake of the agent that would cost training shows
-within seconds: history that changes, tools that change, unsupported fields, crashes.
+the tool's schema, and then answers with a text. So mistakes of the agent are found within seconds,
+before they waste training: history that changes, tools that change, unsupported fields, crashes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from agentrl.plural import plural
 from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Generation, Sample, ToolCall, Trajectory, float_array, token_array
 
-CALLS_AT_ONCE = 2
+CALLS_PER_TURN = 2
+"""The largest number of tools that one turn of the scripted policy calls."""
 MAX_TOOLS = 6
-"""The scripted policy calls at most so many different tools."""
+"""The largest number of different tools that the scripted policy calls."""
 ANSWER = "The answer is 42."
-SHOWN = 3
-"""The examples of each problem that a report shows."""
+"""The text of the last turn of the scripted policy."""
+MAX_KINDS = 3
+"""The largest number of different refusals, and of different lost episodes, in a report."""
 
 ADVICE = {
     "system message changed": "Put what changes into a later message, such as the user's.",
@@ -47,21 +49,22 @@ ADVICE = {
     "an earlier request was sent again": "If it is a retry, send the header"
     " x-stainless-retry-count; otherwise each request is a sample of its own.",
 }
-"""What to change in an agent, by the cause of a new row."""
+"""The advice for each cause of a new row of tokens."""
 
 _request: ContextVar[Request] = ContextVar("request")
+"""The request that the scripted policy answers."""
 
 
 @dataclass(slots=True)
-class Played:
+class CheckedEpisode:
     """An episode of the check.
 
     Attributes:
         events: how its requests were matched.
-        refusals: the requests that got an error as their answer.
+        refusals: the errors that requests got as their answers.
         ignored: the fields that the run decides, with the number of requests.
-        trajectory: what would train; None if the episode was lost.
-        loss: why it was lost.
+        trajectory: the trajectory that would train; None if the episode was lost.
+        loss: why the episode was lost; "" if it was not.
     """
 
     events: list[Event]
@@ -72,16 +75,17 @@ class Played:
 
 
 @dataclass(slots=True)
-class Report:
+class CheckReport:
     """The result of a check.
 
     Attributes:
-        played: the episodes within all budgets.
-        over: the episode in which the second turn is refused, to see whether the agent ends.
+        played: the episodes, with the budgets of the config.
+        over_budget: an episode whose second turn is refused, to test whether the agent ends; None
+            if no agent requested a second turn.
     """
 
-    played: list[Played] = field(default_factory=list)
-    over: Played | None = None
+    played: list[CheckedEpisode] = field(default_factory=list)
+    over_budget: CheckedEpisode | None = None
 
     @property
     def is_clean(self) -> bool:
@@ -132,32 +136,33 @@ class Report:
                 ]
             )
         refusals = Counter((r.status, r.code, str(r)) for p in self.played for r in p.refusals)
-        for (status, _, text), number in refusals.most_common(SHOWN):
+        for (status, _, text), number in refusals.most_common(MAX_KINDS):
             yield f"problem: {plural(number, 'request')} refused ({status}): {text}"
-        for loss, number in Counter(p.loss for p in self.played if p.loss).most_common(SHOWN):
+        for loss, number in Counter(p.loss for p in self.played if p.loss).most_common(MAX_KINDS):
             yield f"problem: {plural(number, 'episode')} lost: {loss}"
-        after = [r for r in self.over.refusals if r.code == "episode_over"] if self.over else []
+        refusals_over_budget = self.over_budget.refusals if self.over_budget else []
+        after = [r for r in refusals_over_budget if r.code == "episode_over"]
         if len(after) > 1:
             yield (
                 f"problem: {plural(len(after) - 1, 'request')} after the episode was over (400"
                 " episode_over). End the agent at this error; it is killed after 5 s"
             )
-        elif self.over and self.over.loss:
-            yield f"problem: after the episode was over (400 episode_over): {self.over.loss}"
+        elif self.over_budget and self.over_budget.loss:
+            yield f"problem: after the episode was over (400 episode_over): {self.over_budget.loss}"
 
 
 async def check_agent_against_script(
     config: Config, tokenizer: Any, samples: Sequence[Sample], rollouts: int = 2
-) -> Report:
+) -> CheckReport:
     """Play episodes of an agent against the scripted policy.
 
     Args:
-        config: the sections `agent` and `rollout`.
+        config: the config, of which the sections `agent` and `rollout` matter.
         tokenizer: a tokenizer with the policy's chat template.
         samples: the rows.
         rollouts: the number of episodes of each row.
     """
-    report = Report()
+    report = CheckReport()
     plays = [(sample, k) for sample in samples for k in range(rollouts)]
     report.played = [*await asyncio.gather(
         *(_play(config, tokenizer, sample, f"check-{sample.row}-{k}", k) for sample, k in plays)
@@ -166,13 +171,13 @@ async def check_agent_against_script(
         limited = config.model_copy(
             update={"rollout": config.rollout.model_copy(update={"max_turns": 1})}
         )
-        report.over = await _play(limited, tokenizer, samples[0], "check-over", 0)
+        report.over_budget = await _play(limited, tokenizer, samples[0], "check-over", 0)
     return report
 
 
 async def _play(
     config: Config, tokenizer: Any, sample: Sample, episode_id: str, rollout: int
-) -> Played:
+) -> CheckedEpisode:
     template = make_template(tokenizer, config)
     runtime = Runtime(ScriptedPolicy(template), template, LocalToolbox(), config)
     sessions: list[Session] = []
@@ -194,13 +199,13 @@ async def _play(
     finally:
         runtime.close()
     if not sessions:
-        return Played([], [], Counter(), trajectory, loss)
+        return CheckedEpisode([], [], Counter(), trajectory, loss)
     (session,) = sessions
-    return Played(session.events, session.refusals, session.counts, trajectory, loss)
+    return CheckedEpisode(session.events, session.refusals, session.counts, trajectory, loss)
 
 
 class ScriptedPolicy(Sampler):
-    """A policy that calls each tool once and then answers."""
+    """A policy that calls each tool once, and then answers with a text."""
 
     max_length = 10**6
 
@@ -248,7 +253,7 @@ def next_turn(request: Request) -> tuple[str, list[ToolCall]]:
     """Return the text and the calls of the scripted policy's next turn."""
     called = {call.name for message in request.messages for call in message.calls}
     functions = [tool["function"] for tool in request.tools]
-    uncalled = [f for f in functions[:MAX_TOOLS] if f["name"] not in called][:CALLS_AT_ONCE]
+    uncalled = [f for f in functions[:MAX_TOOLS] if f["name"] not in called][:CALLS_PER_TURN]
     if not uncalled:
         return ANSWER, []
     calls = [ToolCall(f["name"], example_of(f["parameters"])) for f in uncalled]
@@ -256,7 +261,7 @@ def next_turn(request: Request) -> tuple[str, list[ToolCall]]:
 
 
 def example_of(schema: Mapping[str, Any]) -> Any:
-    """Return a value that a JSON schema accepts, as far as it has the usual keywords."""
+    """Return a value that a JSON schema accepts, if the schema uses common keywords only."""
     if "const" in schema:
         return schema["const"]
     for key in ("enum", "examples"):
@@ -279,7 +284,7 @@ def example_of(schema: Mapping[str, Any]) -> Any:
 
 
 class _CheckedSession(Session):
-    """A session whose requests the scripted policy can read."""
+    """A session that shows its requests to the scripted policy."""
 
     async def _sample(self, request: Request) -> Answer:
         _request.set(request)
@@ -291,7 +296,7 @@ def _distinct(events: Iterator[Event]) -> list[Event]:
 
 
 def _examples(events: Sequence[Event]) -> Iterator[str]:
-    """Yield the differences of some events, once each."""
+    """Yield the first difference among some events, as lines of text."""
     shown = dict.fromkeys((e.index, e.before, e.after) for e in events if e.before or e.after)
     for index, before, after in [*shown][:1]:
         where = f"message {index}" if index >= 0 else "tools"
