@@ -541,7 +541,7 @@ class Episode:
     def split_thinking(self, turn: Turn) -> tuple[str, str]:
         """Return the thinking of a turn, and its other text without its well-formed tool calls.
 
-        Neither contains control tokens.
+        Neither contains control tokens. Without such calls, the text keeps tags (`<tool_call>`).
 
         Args:
             turn: one of `turns`.

@@ -416,15 +416,26 @@ class ChatTemplate:
 
         Returns:
             The thinking, and the rest of the text without these calls; both without control tokens
-            and without white space at their ends.
+            and without white space at their ends. Without calls, the rest keeps its tags.
         """
         answer = self.thinking.answer_of(text, bool(self.thinking.opening(prompt_end)), bool(calls))
         first = len(text) - len(answer)
         for call in sorted(calls, key=lambda c: c.span or (0, len(text)), reverse=True):
             start, end = call.span or (0, len(text))
             answer = answer[: max(start - first, 0)] + answer[max(end - first, 0) :]
-        clean = [self.encoder.control.sub("", t).strip() for t in (text[:first], answer)]
-        return clean[0], clean[1]
+        # Tags around calls are not text; those of a malformed call are what the policy wrote.
+        kept = frozenset() if calls else self.encoder.tags
+        return self._without_control_tokens(text[:first]), self._without_control_tokens(
+            answer, kept
+        )
+
+    def _without_control_tokens(self, text: str, kept: Container[int] = ()) -> str:
+        """Return a text, stripped, without its control tokens except those in `kept`."""
+
+        def replace(match: Any) -> str:
+            return match[0] if self.encoder.encode_trusted(match[0])[0] in kept else ""
+
+        return self.encoder.control.sub(replace, text).strip()
 
     def _may_contain_tags(self, message: Message) -> bool:
         """Return whether a message may contain tags if it is from the dataset row."""

@@ -27,6 +27,7 @@ from agentrl.cli import (
     play,
     replay,
     report,
+    serve,
     sft,
     show,
     tools,
@@ -47,6 +48,7 @@ app.command("check")(check.check)
 app.command("check-template")(check_template.check_template)
 app.command("play")(play.play)
 app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.command("eval")(evaluate.eval_)
 app.command("compare")(evaluate.compare)
 app.command("replay")(replay.replay)

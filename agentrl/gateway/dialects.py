@@ -106,9 +106,9 @@ class ChatCompletions(Dialect):
             ignored.append("tool_choice")
         if data.get("parallel_tool_calls") is False:
             ignored.append("parallel_tool_calls")
-        stop = data.get("stop") or ()
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(isinstance(s, str) and s for s in stops):
+        stop = data.get("stop") or []
+        stops = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
             raise _wrong("stop", stop, "a text or a list of texts", "stop")
         options = data.get("stream_options") or {}
         return Request(
@@ -116,10 +116,11 @@ class ChatCompletions(Dialect):
             tools=self._tools(data.get("tools") or []),
             model=str(data.get("model") or "policy"),
             max_tokens=_max_tokens(data),
-            stop=stops,
+            stop=tuple(stops),
             stream=bool(data.get("stream")),
             stream_usage=bool(isinstance(options, dict) and options.get("include_usage")),
             is_retry=headers.get(RETRIES, "0") not in ("", "0"),
+            sampling=_sampling(data),
             ignored=tuple(ignored),
             body=body,
         )
@@ -180,7 +181,8 @@ class ChatCompletions(Dialect):
         where = f"messages[{i}]"
         if not isinstance(message, dict):
             raise _wrong(where, message, "an object with role and content", "messages")
-        role = self.ROLES.get(message.get("role", ""))
+        name = message.get("role")
+        role = self.ROLES.get(name) if isinstance(name, str) else None
         if role is None:
             choices = ", ".join(self.ROLES)
             raise _wrong(f"{where}.role", message.get("role"), f"one of {choices}", "messages")
@@ -211,20 +213,43 @@ def _tool(tool: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(function, dict) or tool.get("type", "function") != "function":
         expected = '{"type": "function", "function": {...}}; other types are not supported'
         raise _wrong(where, tool, expected, "tools")
-    if not NAME.fullmatch(str(function.get("name"))):
-        raise _wrong(f"{where}.function.name", function.get("name"), "a name", "tools")
+    if not _is_name(name := function.get("name")):
+        raise _wrong(f"{where}.function.name", name, "a name", "tools")
+    description = function.get("description") or ""
+    if not isinstance(description, str):
+        raise _wrong(f"{where}.function.description", description, "a text", "tools")
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    schema = {"name": function["name"], "description": function.get("description") or ""}
-    return {"type": "function", "function": {**schema, "parameters": parameters}}
+    if not isinstance(parameters, dict):
+        raise _wrong(f"{where}.function.parameters", parameters, "a JSON schema", "tools")
+    schema = {"name": name, "description": description, "parameters": parameters}
+    checked = {"type": "function", "function": schema}
+    _write([checked], where, "tools")
+    return checked
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and bool(NAME.fullmatch(name))
+
+
+def _write(value: Any, where: str, field: str) -> str:
+    """Return a value as JSON.
+
+    Raises:
+        Refusal: it is nested more deeply than JSON is written here.
+    """
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError as e:
+        raise Refusal(400, "invalid", f"{where} cannot be written: {e}", field) from None
 
 
 def _read_call(call: Any, where: str) -> Call:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not NAME.fullmatch(str(function.get("name"))):
+    if not isinstance(function, dict) or not _is_name(function.get("name")):
         raise _wrong(where, call, "a call of a function, with its name", "messages")
     arguments = function.get("arguments") or "{}"
     if not isinstance(arguments, str):
-        arguments = orjson.dumps(arguments).decode()
+        arguments = _write(arguments, f"{where}.function.arguments", "messages")
     return Call(str(call.get("id") or ""), function["name"], arguments)
 
 
@@ -244,6 +269,21 @@ def _text(content: Any, where: str) -> str:
                          " or files", "messages")  # fmt: skip
         texts.append(part[kind])
     return "\n".join(texts)
+
+
+def _sampling(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters of a request."""
+    limits = {"temperature": (0, 10), "top_p": (0, 1), "top_k": (0, 2**31)}
+    sampling = {}
+    for name, (low, high) in limits.items():
+        value = data.get(name)
+        if value is None or (name == "top_k" and value == -1):
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or (name == "top_p" and value == 0):
+            raise _wrong(name, value, f"a number from {low} to {high}", name)
+        sampling[name] = int(value) if name == "top_k" else float(value)
+    return sampling
 
 
 def _max_tokens(data: Mapping[str, Any]) -> int | None:

@@ -8,7 +8,7 @@ A `Dialect` (`agentrl.gateway.dialects`) translates both from and to the JSON of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from agentrl.errors import AgentRLError
@@ -62,6 +62,8 @@ class Request:
         stream: whether the client wants the answer as events.
         stream_usage: whether the last event contains the numbers of tokens.
         is_retry: whether the client says that it sends the request again.
+        sampling: the `temperature`, `top_p` and `top_k` that the client asked for. In training the
+            run decides them.
         ignored: what the client asked for and does not get, because the run decides it: the names
             of fields (`temperature`).
         body: the bytes of the request. Equal requests have equal bytes.
@@ -75,6 +77,7 @@ class Request:
     stream: bool = False
     stream_usage: bool = False
     is_retry: bool = False
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     body: bytes = b""
 

@@ -28,6 +28,7 @@ from agentrl.gateway.dialects import DIALECTS, ChatCompletions, Dialect
 from agentrl.gateway.requests import Answer, Refusal
 from agentrl.gateway.requests import Request as ChatRequest
 from agentrl.gateway.session import Session
+from agentrl.gateway.stateless import StatelessSession
 from agentrl.tools.serving.bind import bind, url_of
 
 MAX_BODY = 2**26
@@ -43,7 +44,8 @@ NO_RETRY = {"x-should-retry": "false"}
 MODEL = "policy"
 """The name of the policy as a model. Requests may use any other name, too."""
 
-SessionOf = Callable[[str], Session | None]
+AnySession = Session | StatelessSession
+SessionOf = Callable[[str], AnySession | None]
 
 
 def create_app(session_of: SessionOf) -> FastAPI:
@@ -54,9 +56,9 @@ def create_app(session_of: SessionOf) -> FastAPI:
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
-    def find_session(request: Request) -> Session:
+    def find_session(request: Request) -> AnySession:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        session = session_of(key.strip()) if scheme.lower() == "bearer" else None
+        session = session_of(key.strip() if scheme.lower() == "bearer" else "")
         if session is None:
             raise Refusal(
                 401, "unknown_key", "no session has this key: use OPENAI_API_KEY of this process"
@@ -182,7 +184,7 @@ class _EmbeddedServer(uvicorn.Server):
 
 
 async def _stream(
-    dialect: Dialect, chat: ChatRequest, session: Session, answering: asyncio.Task[Answer]
+    dialect: Dialect, chat: ChatRequest, session: AnySession, answering: asyncio.Task[Answer]
 ) -> Response:
     """Return a streaming response. An error within `PLAIN_SECONDS` is a plain response."""
     done, _ = await asyncio.wait([answering], timeout=PLAIN_SECONDS)

@@ -1,0 +1,131 @@
+"""`agentrl serve`: the policy at an OpenAI-style URL."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import closing
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.agent_loops.attempt import Runtime, make_template
+from agentrl.agent_loops.play import play
+from agentrl.chat import load_tokenizer
+from agentrl.cli import app
+from agentrl.config import Config, RolloutConfig
+from agentrl.engine.base import Sampling
+from agentrl.engine.local import LocalEngine
+from agentrl.errors import UserError
+from agentrl.gateway.serve import create_app
+from agentrl.gateway.stateless import StatelessSession
+from agentrl.testing import Scripted, byte_tokenizer, call
+from agentrl.tools import LocalToolbox
+from agentrl.trajectory import Message, Sample
+
+PROMPT = (
+    Message("system", "Use the tools. Answer with ####."),
+    Message("user", "Zoe has 7 boxes of 9 stamps and 6 break. How many stamps in all?"),
+)
+TOOL = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}
+
+
+def ask(engine, tokenizer, bodies, config=None, path="/v1/chat/completions"):
+    """Send requests at the same time to the application; return the responses."""
+    config = config or Config()
+    runtime = Runtime(engine, make_template(tokenizer, config), LocalToolbox(), config)
+    session = StatelessSession(runtime, temperature=1.0)
+
+    async def send_all():
+        transport = httpx.ASGITransport(create_app(lambda key: session))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await asyncio.gather(*(client.post(path, json=body) for body in bodies))
+
+    return asyncio.run(send_all())
+
+
+def test_a_greedy_answer_is_that_of_an_episode(tiny_model):
+    tokenizer = load_tokenizer(tiny_model)
+    body = {"messages": [m.as_dict() for m in PROMPT], "temperature": 0, "max_tokens": 40}
+    with closing(LocalEngine.load(tiny_model, tokenizer)) as engine:
+        answers = [r.json() for r in ask(engine, tokenizer, [body] * 3)]
+        config = Config(rollout=RolloutConfig(max_turn_tokens=40))
+        sampler = GreedySampler(engine)
+        t = play(Sample("s", PROMPT), sampler, tokenizer, config=config)
+    expected = t.final_text
+    contents = {a["choices"][0]["message"]["content"] for a in answers}
+    assert contents == {expected.strip()} and answers[0]["usage"]["completion_tokens"] > 1
+
+
+class GreedySampler:
+    """Passes the requests of an episode to an engine, at temperature 0."""
+
+    is_concurrent = False
+
+    def __init__(self, engine):
+        self.engine, self.max_length = engine, engine.max_length
+        self.begin, self.end = engine.begin, engine.end
+
+    async def generate(self, prompt_ids, sampling, **others):
+        greedy = Sampling(0.0, max_tokens=sampling.max_tokens, stop_ids=sampling.stop_ids)
+        return await self.engine.generate(prompt_ids, greedy, **others)
+
+
+def test_calls_are_parsed_and_fields_are_used():
+    engine = Scripted([call("calc", x=1)], byte_tokenizer())
+    body = {"messages": [{"role": "user", "content": "Q"}], "tools": [TOOL], "top_p": 0.5}
+    (response,) = ask(engine, byte_tokenizer(), [body])
+    (made,) = response.json()["choices"][0]["message"]["tool_calls"]
+    assert made["function"] == {"name": "calc", "arguments": '{"x": 1}'}
+    assert engine.requests[0].sampling.top_p == 0.5 and not engine.playing
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("temperature", -1), ("temperature", "x"), ("top_p", 0), ("top_k", True)]
+)
+def test_wrong_fields_are_refused(field, value):
+    body = {"messages": [{"role": "user", "content": "Q"}], field: value}
+    (response,) = ask(Scripted(["a"], byte_tokenizer()), byte_tokenizer(), [body])
+    assert response.status_code == 400 and response.json()["error"]["param"] == field
+
+
+def test_it_takes_no_rewards():
+    engine = Scripted([], byte_tokenizer())
+    (response,) = ask(engine, byte_tokenizer(), [{"reward": 1}], path="/v1/reward")
+    assert response.status_code == 404 and "trains nothing" in response.text
+
+
+def test_a_token_that_is_not_set_is_refused(tiny_model):
+    command = ["serve", "--model", str(tiny_model), "--token-env", "NO_SUCH_TOKEN"]
+    assert "NO_SUCH_TOKEN" in str(CliRunner().invoke(app, command).exception)
+    command = ["serve", "--model", str(tiny_model), "--host", "0.0.0.0"]
+    assert isinstance(CliRunner().invoke(app, command).exception, UserError)
+
+
+def test_the_command_serves_until_it_is_stopped(tiny_model):
+    command = ["-m", "agentrl", "serve", "--model", str(tiny_model), "--port", "0"]
+    environment = os.environ | {"KEY": "secret"}
+    with subprocess.Popen(
+        [sys.executable, *command, "--token-env", "KEY"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdout
+        url = re.search(r"http://\S+/v1", process.stdout.readline())[0]  # type: ignore[index]
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+        for key, status in (("wrong", 401), ("secret", 200)):
+            headers = {"authorization": f"Bearer {key}"}
+            for _ in range(50):  # The socket is bound, but the server may not accept yet.
+                response = httpx.post(f"{url}/chat/completions", json=body, headers=headers)
+                if response.status_code == status:
+                    break
+            assert response.status_code == status, response.text
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) in (0, 130, -2)
+    assert json.loads(response.text)["object"] == "chat.completion"
