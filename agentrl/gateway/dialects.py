@@ -324,9 +324,11 @@ def _event(data: bytes) -> bytes:
 
 
 def _wrong(where: str, value: Any, expected: str, field: str) -> Refusal:
-    return cast(
-        Refusal, Refusal(400, "invalid", f"{where} must be {expected}, not {value!r:.200}", field)
-    )
+    try:
+        shown = f"{value!r:.200}"
+    except RecursionError:
+        shown = "a deeply nested value"
+    return cast(Refusal, Refusal(400, "invalid", f"{where} must be {expected}, not {shown}", field))
 
 
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(),)

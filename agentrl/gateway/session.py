@@ -430,8 +430,11 @@ class Session:
         calls = []
         for call in message.calls:
             try:
+                # The stricter parser refuses NaN, lone surrogates and deep nesting. The other one
+                # reads large integers exactly.
+                orjson.dumps(orjson.loads(call.arguments or "{}"))
                 arguments = json.loads(call.arguments or "{}")
-            except ValueError:
+            except (ValueError, TypeError):
                 arguments = None
             if not isinstance(arguments, dict):
                 raise Refusal(
@@ -547,7 +550,7 @@ def _canonical(arguments: str) -> str:
     try:
         value: Any = orjson.loads(arguments or "{}")
         return orjson.dumps(_unify(value), option=orjson.OPT_SORT_KEYS).decode()
-    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError, RecursionError):
         return arguments
 
 

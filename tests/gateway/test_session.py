@@ -386,3 +386,47 @@ def test_the_same_script_gives_the_same_rows_as_our_own_loop(tiny_model):
         for seed in range(3):
             ours, theirs = run("tool_agent", seed), run("session_test", seed)
             assert len(ours.turns) > 1 and ours.segments == theirs.segments
+
+
+def nested(depth):
+    return {"a": nested(depth - 1)} if depth else {}
+
+
+def calling(function):
+    turn = {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}
+    return {"messages": [QUESTION, turn, GO_ON]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": [{"role": ["user"]}]}, r"messages\[0\].role must be one of"),
+        ({"stop": 5}, "stop must be a text or a list of texts"),
+        ({"stop": {"a": 1}}, "stop must be a text or a list of texts"),
+        ({"tools": [{"function": {}}]}, "name must be a name, not None"),
+        ({"tools": [{"function": {"name": 5}}]}, "name must be a name, not 5"),
+        ({"tools": [{"function": {"name": "a", "description": [1]}}]}, "description must be"),
+        ({"tools": [{"function": {"name": "a", "parameters": "x"}}]}, "parameters must be"),
+        ({"tools": [{"function": {"name": "a", "parameters": nested(300)}}]}, "cannot be written"),
+        (calling({"name": None}), "must be a call of a function"),
+        (calling({"name": "a", "arguments": nested(300)}), "cannot be written"),
+        (calling({"name": "a", "arguments": "[" * 9000}), "are not a JSON object"),
+        (calling({"name": "a", "arguments": json.dumps(nested(300))}), "are not a JSON object"),
+        (calling({"name": "a", "arguments": '{"a": "\\ud800"}'}), "are not a JSON object"),
+    ],
+)
+def test_a_hostile_request_is_refused_and_the_episode_goes_on(fields, message):
+    async def agent(client):
+        with pytest.raises(Refusal, match=message) as refused:
+            await client.ask(**({"messages": [QUESTION]} | fields))
+        assert refused.value.status == 400
+        await client.ask([QUESTION])
+
+    t, session = played(agent, ["a"])
+    assert t.final_text == "a" and len(t.turns) == 1 and session.failure is None
+
+
+def test_a_deeply_nested_request_is_refused():
+    for body in (b"[" * 1000 + b"]" * 1000, b"[" * 10**6):
+        with pytest.raises(Refusal):
+            DIALECT.read(b'{"messages": [%b]}' % body, {})
