@@ -57,7 +57,7 @@ MIN_SURVIVORS = 0.75
 MAX_DROPPED = 0.05
 """The largest share of dropped rollouts in a step; with more the run stops."""
 MAX_CAUSE = 1000
-"""The characters of a drop's cause that are stored: a dead engine's error contains its log."""
+"""The stored length of a drop's cause, in characters: a dead engine's error contains its log."""
 REPEATED_SECONDS = 5.0
 """Within this time equal errors are one line in the log, with their number."""
 
@@ -87,8 +87,8 @@ class _Dropped:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """All rollouts of a sample, those that were dropped included."""
+class PlayedSample:
+    """All rollouts of a sample, including those that were dropped."""
 
     sample: Sample
     n: int
@@ -98,7 +98,7 @@ class Played:
 
     @property
     def group(self) -> Group | None:
-        """The group; None if more than a quarter of it, or the greedy rollout, was dropped."""
+        """The group; None if more than a quarter of it was dropped, or the greedy rollout was."""
         sampled, greedy = self.results[: self.n], self.results[self.n :]
         scored = tuple(r for r in sampled if isinstance(r, Scored))
         baselines = [r for r in greedy if isinstance(r, Scored)]
@@ -108,23 +108,24 @@ class Played:
         return Group(self.sample, scored, self.n - len(scored), baseline, _causes_of(self.results))
 
 
-def stop_if_too_many_dropped(played: Sequence[Played]) -> None:
+def stop_if_too_many_dropped(played: Sequence[PlayedSample]) -> None:
     """Raise `RunStopped` if more than 5 % of the rollouts were dropped; it lists the causes."""
     results = [result for p in played for result in p.results]
     _stop_if_too_many_dropped([r for r in results if isinstance(r, _Dropped)], len(results))
 
 
 @dataclass(slots=True, eq=False)
-class _Wave:
-    """Rollouts that were started together, until all of them have ended."""
+class _RolloutCount:
+    """The progress of rollouts that were started together."""
 
     total: int
     ended: int = 0
+    """The number of rollouts that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the episodes that are being played are, and the one that waits longest.
+    """The progress of the episodes that are being played, and the one that waits longest.
 
     Attributes:
         ended: the number of episodes that have ended.
@@ -132,8 +133,8 @@ class Progress:
         sample_id: the row of the episode whose state has not changed for the longest time; "" if no
             episode is in flight.
         rollout: the number of that episode among the rollouts of its row.
-        state: what it waits for.
-        seconds: for how long.
+        state: the thing that it waits for.
+        seconds: the time that it has waited.
     """
 
     ended: int
@@ -195,7 +196,7 @@ class Rollouts:
         self._attempts = itertools.count()
         self._has_shown_bug = False
         self._errors = _ErrorLog()
-        self._waves: list[_Wave] = []
+        self._counts: list[_RolloutCount] = []
         self._watchdog = Watchdog(runtime.config.trainer.watchdog_s, causes=waiting_requests)
         self._loop = _new_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
@@ -236,7 +237,7 @@ class Rollouts:
         plays = [*self._plays(samples, samplings, step, tag, earlier)]
         results = self.run(self._play_all(plays, len(samplings)))
         played = [
-            Played(sample, n, results[i * len(samplings) : (i + 1) * len(samplings)])
+            PlayedSample(sample, n, results[i * len(samplings) : (i + 1) * len(samplings)])
             for i, sample in enumerate(samples)
         ]
         stop_if_too_many_dropped(played)
@@ -244,8 +245,8 @@ class Rollouts:
 
     def start(
         self, sample: Sample, *, n: int, sampling: Sampling, position: int, greedy: bool = False
-    ) -> Future[Played]:
-        """Start to play a training sample n times, and do not wait for it.
+    ) -> Future[PlayedSample]:
+        """Start to play a training sample n times in the background.
 
         Samples request tokens in the order in which they were started. Cancel the future to end
         the rollouts.
@@ -265,8 +266,8 @@ class Rollouts:
         seed = mix_seed(self._seed, position)
         plays = [*self._plays_of(sample, samplings, f"train-p{position}", seed, trains=True)]
 
-        async def play_group() -> Played:
-            return Played(sample, n, await self._play_all(plays, len(plays)))
+        async def play_group() -> PlayedSample:
+            return PlayedSample(sample, n, await self._play_all(plays, len(plays)))
 
         return asyncio.run_coroutine_threadsafe(play_group(), self._loop)
 
@@ -305,7 +306,7 @@ class Rollouts:
         async def play_one_after_another() -> None:
             for sample in waiting:
                 plays = [*self._plays([sample], [sampling] * n, 0, tag, ())]
-                ended.put((sample, await self._play_parts(plays, n, _Wave(n))))
+                ended.put((sample, await self._play_parts(plays, n, _RolloutCount(n))))
                 # A cancellation must arrive even if nothing in an episode waits.
                 await asyncio.sleep(0)
 
@@ -344,14 +345,14 @@ class Rollouts:
                     raise RunStopped("the thread that runs the episodes died") from None
 
     def progress(self) -> Progress | None:
-        """Return how far `collect` and the started samples are; None if nothing is played.
+        """Return the progress of `collect` and of started samples; None if nothing is played.
 
         Any thread may call it.
         """
-        waves = [*self._waves]
-        if not waves:
+        counts = [*self._counts]
+        if not counts:
             return None
-        ended, total = sum(w.ended for w in waves), sum(w.total for w in waves)
+        ended, total = sum(c.ended for c in counts), sum(c.total for c in counts)
         if (slowest := self._watchdog.longest_wait()) is None:
             return Progress(ended, total)
         seconds = time.monotonic() - slowest.since
@@ -369,7 +370,7 @@ class Rollouts:
             raise
 
     def wait(self, future: Future[T]) -> T:
-        """Return the result of work on the event loop when it has ended. Ctrl-C ends the wait."""
+        """Wait for work on the event loop and return its result. Ctrl-C ends only the wait."""
         while True:
             try:
                 return future.result(timeout=1.0)
@@ -454,35 +455,37 @@ class Rollouts:
 
     async def _play_all(self, plays: Sequence[_Play], per_sample: int) -> list[Scored | _Dropped]:
         """Play and score all rollouts. Each run of `per_sample` rollouts belongs to one sample."""
-        wave = _Wave(len(plays))
-        self._waves.append(wave)
+        count = _RolloutCount(len(plays))
+        self._counts.append(count)
         try:
             with self._watchdog.armed():
-                return await self._play_parts(plays, per_sample, wave)
+                return await self._play_parts(plays, per_sample, count)
         finally:
-            self._waves.remove(wave)
+            self._counts.remove(count)
 
     async def _play_parts(
-        self, plays: Sequence[_Play], per_sample: int, wave: _Wave
+        self, plays: Sequence[_Play], per_sample: int, count: _RolloutCount
     ) -> list[Scored | _Dropped]:
         """Play and score rollouts; those of a sample together if a reward needs all of them."""
         for play in plays:
             self._begin(play.episode_id, play.sample)
         size = per_sample if self._scorer.has_group_reward else 1
         parts = [plays[i : i + size] for i in range(0, len(plays), size)]
-        work = [self._play_and_score(part, wave) for part in parts]
+        work = [self._play_and_score(part, count) for part in parts]
         return [r for results in await run_all(work) for r in results]
 
     def _begin(self, episode_id: str, sample: Sample) -> None:
         awaited = registry.agent_loops.get(sample.agent_name).awaited
         self.runtime.sampler.begin(episode_id, **({} if awaited else {"awaited": False}))
 
-    async def _play_and_score(self, plays: Sequence[_Play], wave: _Wave) -> list[Scored | _Dropped]:
+    async def _play_and_score(
+        self, plays: Sequence[_Play], count: _RolloutCount
+    ) -> list[Scored | _Dropped]:
         """Play rollouts of one sample, and score all that were not dropped in one call."""
         outcomes = await run_all([self._play(play) for play in plays])
         trajectories = [p for p in outcomes if isinstance(p, Trajectory)]
         scored = iter(await self._score(trajectories, plays[0]) if trajectories else [])
-        wave.ended += len(plays)
+        count.ended += len(plays)
         return [p if isinstance(p, _Dropped) else next(scored) for p in outcomes]
 
     async def _play(self, play: _Play) -> Trajectory | _Dropped:

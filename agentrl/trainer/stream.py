@@ -11,16 +11,16 @@ reward) or compares rollouts of different rows cannot be combined with `filter_g
 (`agentrl.config.checks`).
 
 With `trainer.max_staleness` = 0, `take` plays the draws, and nothing is played between two steps.
-With k > 0, draws are started before they are taken, as far ahead as a token can be at most k
-versions old when its group is taken:
+With k > 0, draws are started before they are taken. A draw is started as soon as it is certain that
+its tokens are at most k versions old when its group is taken:
 
     draws  0 ... p              p + B              p + 2 B          (batch size B, k = 1)
            taken | step s takes | step s + 1 takes |
-                                                   └ the end of what version s may start
+                                                   └ version s starts no draw after this
 
-Groups are taken in the order of draws, whichever ends first. So no rollout is dropped for its age,
-long rollouts are trained on as often as they are drawn, and a run that resumes at a position plays
-the same draws again.
+Groups are taken in the order of draws, whichever ends first. So no rollout is dropped for its age.
+Long rollouts are trained on as often as they are drawn. A run that resumes at a position plays the
+same draws again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from agentrl.config import Config
 from agentrl.data import row_order
 from agentrl.engine.base import Sampling
 from agentrl.metrics import rollout_metrics
-from agentrl.rollout import Played, Rollouts, stop_if_too_many_dropped
+from agentrl.rollout import PlayedSample, Rollouts, stop_if_too_many_dropped
 from agentrl.trainer.algorithms import dead_groups, estimate
 from agentrl.trainer.batch import Batch
 from agentrl.trajectory import Group, Sample
@@ -113,9 +113,9 @@ class RolloutStream:
         """The number of draws that earlier steps have taken."""
         self._next = 0
         """The position of the next draw to start."""
-        self._started: deque[Future[Played]] = deque()
-        """The draws that were started and not taken, in order."""
-        self._load = Load()
+        self._started: deque[Future[PlayedSample]] = deque()
+        """The draws that were started and not yet taken, in order."""
+        self._waits = WaitMeter()
 
     @property
     def plays_ahead(self) -> bool:
@@ -146,14 +146,14 @@ class RolloutStream:
         if self._algorithm.filter_groups:
             metrics |= _filter_metrics(evicted, live, math.ceil(draws / self._round_size))
         if self.plays_ahead:
-            metrics |= staleness_metrics(trained, step) | self._load.metrics()
+            metrics |= staleness_metrics(trained, step) | self._waits.metrics()
         return StepRollouts(trained, evicted, self._position, metrics)
 
     def advance(self, step: int) -> None:
-        """Start the draws that the version of a step may play. The engine must have the version.
+        """Start the draws that a version of the policy may play. The engine must have this version.
 
         Args:
-            step: the number of steps that the run has made.
+            step: the number of steps that the run has made, which is the version.
         """
         if self.plays_ahead and step < self._total_steps:
             self._start_draws(step)
@@ -190,15 +190,15 @@ class RolloutStream:
 
     def _take_started(self, step: int) -> tuple[list[Group], list[bool], int]:
         """Wait for started draws, in order, until enough groups are live; see `_play`."""
-        played: list[Played] = []
+        played: list[PlayedSample] = []
         groups: list[Group] = []
         live: list[bool] = []
         if not self._started:  # The first step of this process.
             self._next = self._position
-            self._load.restart()
+            self._waits.restart()
         while sum(live) < self._batch_size and len(played) < self._max_draws:
             self._start_draws(step, spare=len(played) - sum(live))
-            with self._load.waiting():
+            with self._waits.waiting():
                 played.append(self._rollouts.wait(self._started[0]))
             self._started.popleft()
             if (group := played[-1].group) is not None:
@@ -211,12 +211,12 @@ class RolloutStream:
     def _start_draws(self, step: int, spare: int = 0) -> None:
         """Start all draws that will be taken at most `max_staleness` steps after `step`.
 
-        The step that takes first ends after `batch_size` draws and as many as are not live, or
-        after `max_draws`; each later step takes at least `batch_size` draws.
+        The next step to take draws takes `batch_size` live ones and the dead ones among them, at
+        most `max_draws`. Each later step takes at least `batch_size` draws.
 
         Args:
             step: the version of the policy.
-            spare: how many of the draws that the step has taken so far are not live.
+            spare: how many of the draws that the current step has taken are dead or dropped.
         """
         end = self._position + min(self._batch_size + spare, self._max_draws)
         end += min(self._max_staleness, self._total_steps - step - 1) * self._batch_size
@@ -230,8 +230,8 @@ class RolloutStream:
             )
             self._next += 1
             self._started.append(future)
-            self._load.add(1)
-            future.add_done_callback(lambda _: self._load.add(-1))
+            self._waits.add(1)
+            future.add_done_callback(lambda _: self._waits.add(-1))
 
     def _draw(self, position: int, count: int) -> list[Sample]:
         """Return the rows of `count` draws, from a position on."""
@@ -249,8 +249,8 @@ class RolloutStream:
         return (~dead_groups(batch, advantages)).tolist()
 
 
-class Load:
-    """Measures which side of a run waits for the other."""
+class WaitMeter:
+    """Measures how long learner and engines wait for each other."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -258,12 +258,12 @@ class Load:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was measured."""
+        """Set all sums to 0."""
         self._start = self._since = time.monotonic()
         self._sum = self._idle = self._waited = 0.0
 
     def add(self, groups: int) -> None:
-        """Count groups that were started; a negative number: groups that ended. In any thread."""
+        """Add to the number of groups in flight. Any thread may call it."""
         with self._lock:
             now = time.monotonic()
             self._sum += self._in_flight * (now - self._since)

@@ -24,7 +24,7 @@ from agentrl.engine.scripted import Scripted
 from agentrl.errors import EngineError, RunStopped, UserCodeError
 from agentrl.plan import Plan, describe_run
 from agentrl.rewards import make_scorer, reward
-from agentrl.rollout import Played, Rollouts
+from agentrl.rollout import PlayedSample, Rollouts
 from agentrl.tools import LocalToolbox
 from agentrl.trainer.batch import collate
 from agentrl.trainer.stream import RolloutStream, StepRollouts
@@ -429,15 +429,15 @@ class StartedTable(Table):
         self.version = 0
         self.started: dict[int, int] = {}
 
-    def start(self, sample: Sample, *, n: int, position: int, **_: Any) -> Future[Played]:
+    def start(self, sample: Sample, *, n: int, position: int, **_: Any) -> Future[PlayedSample]:
         self.started[position] = self.version
         rewards = self.rewards[sample.row]
         results = [rollout(r) for r in rewards] if rewards else []
-        future: Future[Played] = Future()
-        future.set_result(Played(sample, n, results))
+        future: Future[PlayedSample] = Future()
+        future.set_result(PlayedSample(sample, n, results))
         return future
 
-    def wait(self, future: Future[Played]) -> Played:
+    def wait(self, future: Future[PlayedSample]) -> PlayedSample:
         return future.result()
 
 
