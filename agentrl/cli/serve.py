@@ -33,14 +33,13 @@ def serve(
 
         agentrl serve -c runs/a/config.yaml --model runs/a --port 9000
     """
-    import uvicorn
     from transformers.utils import logging
 
     from agentrl.agent_loops.attempt import Runtime, load_template
     from agentrl.cli.options import read_config, with_model_folder
     from agentrl.engine.open import open_engine
     from agentrl.errors import UserError
-    from agentrl.gateway.serve import MODEL, create_app
+    from agentrl.gateway.serve import MODEL, create_app, serve_forever
     from agentrl.gateway.stateless import StatelessSession
     from agentrl.tools import LocalToolbox
     from agentrl.tools.serving.bind import bind, url_of
@@ -68,9 +67,6 @@ def serve(
             + (f' -H "authorization: Bearer {key}"' if token_env else "")
             + ' -d \'{"messages": [{"role": "user", "content": "Hi"}]}\''
         )
-        server_config = uvicorn.Config(
-            app, log_level="warning", access_log=False, server_header=False, lifespan="off"
-        )
-        uvicorn.Server(server_config).run(sockets=[bound])
+        serve_forever(app, bound)
     finally:
         engine.close()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -107,6 +108,14 @@ def create_app(session_of: SessionOf) -> FastAPI:
         app.router.routes.append(Route(f"{prefix}/models", list_models, methods=["GET"]))
         app.router.routes.append(Route(f"{prefix}/reward", set_reward, methods=["POST"]))
     return app
+
+
+def serve_forever(app: FastAPI, bound: socket.socket) -> None:
+    """Serve an application on a listening socket until a signal arrives."""
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, lifespan="off"
+    )
+    uvicorn.Server(config).run(sockets=[bound])
 
 
 class Gateway:
