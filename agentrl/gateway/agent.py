@@ -14,16 +14,20 @@ policy sampled for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import os
+import re
 import shlex
 import shutil
+import signal
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 from agentrl.agent_loops import Episode, agent_loop
@@ -52,8 +56,9 @@ MODEL = "policy"
 
 def describe_sample(sample: Sample) -> dict[str, Any]:
     """Return a row as its agent sees it: without the ground truth and its copies in `extra`."""
-    truth = sample.ground_truth
-    extra = {k: v for k, v in sample.extra.items() if truth is None or str(v) != str(truth)}
+    extra: Any = dict(sample.extra)
+    if sample.ground_truth is not None:
+        extra = _without(extra, str(sample.ground_truth).strip())
     return {
         "id": sample.id,
         "row": sample.row,
@@ -61,6 +66,25 @@ def describe_sample(sample: Sample) -> dict[str, Any]:
         "prompt": [message.as_dict() for message in sample.prompt],
         "extra_info": extra,
     }
+
+
+SOLUTION = re.compile(r"^####\s|\\boxed\{[^}]", re.MULTILINE)
+"""The final answer in a worked solution, such as `extra_info.answer` of verl's rows of GSM8K."""
+
+
+def _without(value: Any, truth: str) -> Any:
+    """Return a JSON value without copies of the ground truth and worked solutions, at any depth."""
+
+    def tells(value: Any) -> bool:
+        return str(value).strip() == truth or (
+            isinstance(value, str) and SOLUTION.search(value) is not None
+        )
+
+    if isinstance(value, Mapping):
+        return {k: _without(v, truth) for k, v in value.items() if not tells(v)}
+    if isinstance(value, list | tuple):
+        return [_without(v, truth) for v in value if not tells(v)]
+    return value
 
 
 class Agent(ABC):
@@ -113,7 +137,13 @@ class Command(Agent):
             await ended.wait()
         finally:
             child.kill()
-            await asyncio.shield(_host.get().threads.run(child.stop))
+            await asyncio.shield(_host.get().threads.run(self._stop))
+
+    def _stop(self) -> None:
+        """End the process, and those that have left its process group (daemons, browsers)."""
+        assert self._child
+        self._child.stop()
+        _kill_with_variable("OPENAI_API_KEY", self._environment["OPENAI_API_KEY"])
 
     @property
     def exit_code(self) -> int | None:
@@ -123,6 +153,20 @@ class Command(Agent):
     def last_lines(self) -> str:
         lines = [*self._child.tail][-SHOWN_LINES:] if self._child else []
         return "".join(f"\n  {line}" for line in lines)
+
+
+def _kill_with_variable(name: str, value: str) -> None:
+    """Kill all processes that were started with an environment variable (Linux)."""
+    wanted = f"{name}={value}".encode()
+    killed: set[int] = set()
+    count = -1
+    while len(killed) > count:  # A process may have started another one in the meantime.
+        count = len(killed)
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # It ended, or it belongs to another user.
+                if wanted in path.read_bytes().split(b"\0"):
+                    os.kill(pid := int(path.parent.name), signal.SIGKILL)
+                    killed.add(pid)
 
 
 class Function(Agent):
@@ -147,13 +191,23 @@ class Function(Agent):
     async def run(self) -> None:
         try:
             if self._is_async:
-                work = asyncio.run_coroutine_threadsafe(self._call(), _host.get().agent_loop())
+                work = asyncio.run_coroutine_threadsafe(self._play(), _host.get().agent_loop())
                 self._returned = await asyncio.wrap_future(work)
             else:
                 self._returned = await _host.get().threads.run(self._call)
-        except asyncio.CancelledError:
+        except UserCodeError:
             raise
         except BaseException as e:
+            task = asyncio.current_task()
+            if isinstance(e, asyncio.CancelledError) and task and task.cancelling():
+                raise
+            raise UserCodeError.of("agent.python", e) from e
+
+    async def _play(self) -> Any:
+        try:
+            return await self._call()
+        except (SystemExit, KeyboardInterrupt) as e:
+            # asyncio would end the event loop of all agents.
             raise UserCodeError.of("agent.python", e) from e
 
     def outcome(self) -> float | None:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,18 @@ def test_the_environment_of_an_agent_is_an_allow_list(script, monkeypatch, tmp_p
 def test_an_agent_does_not_see_the_ground_truth():
     assert "12" not in json.dumps(describe_sample(SAMPLE))
     assert describe_sample(SAMPLE)["extra_info"] == {"level": 1}
+    extra = {
+        "answer": "3 times 4 is 12.\n#### 12",
+        "solution": r"So it is $\boxed{12}$.",
+        "tools_of_row": {"calc": {"ground_truth": " 12", "unit": "m"}},
+        "targets": [12, 13],
+        "question": "Write the answer after ####.",
+    }
+    assert describe_sample(replace(SAMPLE, extra=extra))["extra_info"] == {
+        "tools_of_row": {"calc": {"unit": "m"}},
+        "targets": [13],
+        "question": "Write the answer after ####.",
+    }
 
 
 @pytest.mark.parametrize(
@@ -174,6 +187,53 @@ def test_an_agent_that_fails_gets_no_reward(script, end, keys, message):
 def test_a_function_that_raises_fails(function):
     with pytest.raises(UserCodeError, match="ZeroDivisionError"):
         run(function("def run(): 1 / 0"))
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("import asyncio; raise asyncio.CancelledError", "CancelledError"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    ],
+)
+def test_an_async_function_that_raises_anything_fails_alone(function, end, message):
+    slow = function(ASYNC + "    import asyncio; await asyncio.sleep(0.5)")
+    bad = function(f"async def run(): {end}")
+    agents = iter([slow, bad, slow])
+
+    async def play_all():
+        plays = []
+        for i, agent in enumerate(agents):
+            config = Config(agent=agent)
+            engine = Scripted(["a"], TOKENIZER)
+            engine.begin(f"e{i}")
+            runtime = Runtime(engine, make_template(TOKENIZER, config), LocalToolbox(), config)
+            plays.append(
+                play_episode(
+                    runtime, SAMPLE, episode_id=f"e{i}", rollout=i, seed=0, sampling=Sampling()
+                )
+            )
+        return await asyncio.wait_for(asyncio.gather(*plays, return_exceptions=True), 20)
+
+    first, failed, last = asyncio.run(play_all())
+    assert first.final_text == last.final_text == "a"
+    assert isinstance(failed, UserCodeError) and message in str(failed)
+
+
+def test_a_daemon_of_an_agent_ends_with_it(script, tmp_path):
+    end = f"""
+solve()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+        time.sleep(60)
+    os._exit(0)
+while not os.path.exists({str(tmp_path / "pid")!r}) or os.wait() == 0: time.sleep(0.01)
+"""
+    run(script(end))
+    assert not _is_running(int((tmp_path / "pid").read_text()))
 
 
 def test_an_engine_failure_is_no_failure_of_the_agent(script):
