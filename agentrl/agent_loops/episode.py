@@ -9,7 +9,7 @@ An observed message waits until the next `generate`, for three reasons: consecut
 rendered as one group; an episode that ends there has no masked tail; and a message that no longer
 fits the budget is not cut in half.
 
-A message that somebody else wrote in the assistant's name (`foreign`) has mask 0.
+An assistant message that the policy did not write (`foreign`) has mask 0.
 
 A new row begins where the history is no longer what was sampled: after `branch`, in a conversation
 that `spawn` returns, and, with `rollout.history_thinking=strip`, where the chat template drops the
@@ -415,7 +415,7 @@ class Episode:
             messages: the new history. The last message must not be an assistant message. Assistant
                 messages must be from this episode (sampled, or of `foreign`); the new row contains
                 their tokens.
-            schemas: the tools that the template shows from now on; by default those so far.
+            schemas: the tools that the template shows from now on; by default the same as before.
 
         Raises:
             UserCodeError: an assistant message is not from this episode, or is the last message.
@@ -427,7 +427,7 @@ class Episode:
         self.schemas = self.schemas if schemas is None else schemas
         self._context.edit(messages, self.schemas)
         if not attempt.turns and not self._conversation:
-            # The policy will never see the opening.
+            # The policy never sees the old opening, so the trajectory does not contain it.
             attempt.messages.clear()
             attempt.control_token_attempts = self._runtime.template.schema_control_tokens(
                 messages, self.schemas
@@ -467,7 +467,9 @@ class Episode:
         attempt = self._attempt
         opening = [*takewhile(lambda m: m.role != "assistant", messages)]
         if not opening:
-            raise UserCodeError("ep.spawn needs a text, or messages that a user or system begins")
+            raise UserCodeError(
+                "ep.spawn needs a text, or messages whose first one is a user or system message"
+            )
         if any(m.role == "assistant" and id(m) not in attempt.turn_ids for m in messages):
             raise UserCodeError(
                 "ep.spawn takes only assistant messages that ep.generate() or ep.foreign() returned"

@@ -386,9 +386,9 @@ class AgentConfig(Section):
     """Agents of your own, which play the rows with `agent_name: external`."""
 
     command: str = ""
-    """The command that starts an agent, one process per episode. It reaches the policy at the
-    environment variables OPENAI_BASE_URL and OPENAI_API_KEY, and reads the row from
-    AGENTRL_SAMPLE."""
+    """The command that starts an agent, one process per episode. The environment variables
+    OPENAI_BASE_URL and OPENAI_API_KEY contain the address of the policy and the key for it,
+    AGENTRL_SAMPLE contains the row."""
     python: str = key("", allowed="path.py:function")
     """Instead of a command: a function, which may be async, with any of the parameters sample,
     base_url, api_key and model."""
@@ -397,10 +397,10 @@ class AgentConfig(Section):
     the row. post: the agent sends it to AGENTRL_REWARD_URL, or its function returns it. exit: 1 if
     the command exits with code 0, and 0 if it exits with code 1."""
     env: list[str] = key([], allowed="a list of names of environment variables")
-    """Environment variables of this process that agents get, in addition to PATH, HOME and the
-    like."""
+    """Environment variables of this process that agents get in addition to PATH, HOME and a few
+    others (docs/agents.md)."""
     slots: int = key(16, ge=1)
-    """Agents that run at the same time. Async functions have no limit."""
+    """The largest number of agents that run at the same time. Async functions have no limit."""
 
     @field_validator("command")
     @classmethod

@@ -65,12 +65,12 @@ OUTPUTS = (
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """The thing that a run does now.
+    """The part of a step that runs now.
 
     Attributes:
-        part: the part of the step, as in `timing_s/*`; "" between two of them.
+        part: its name, as in `timing_s/*`; "" between two parts.
         seconds: the time since the part began.
-        progress: how far the episodes are, if some are being played.
+        progress: the progress of the episodes; None if none is being played.
     """
 
     part: str
@@ -110,7 +110,7 @@ class Console:
         self._print("  ".join([f"validation at step {step}:", *cells]))
 
     def checkpoint(self, step: int, folder: Path) -> None:
-        """Show that a checkpoint is complete. The phase of saving it is enough for a reader."""
+        """Show that a checkpoint is complete. The text shows nothing: saving it is a phase."""
 
     def finding(self, finding: Finding) -> None:
         """Warn about a finding of a diagnosis."""
@@ -134,8 +134,8 @@ class Console:
 
         Args:
             name: what the block does, such as "load the model".
-            progress: returns how far the episodes are that the block plays. Another thread calls
-                it.
+            progress: returns the progress of the episodes that the block plays. Another thread
+                calls it.
         """
         start = time.monotonic()
         timer = threading.Timer(PHASE_SECONDS, self._print, [f"{name}: started"])
@@ -176,7 +176,7 @@ class Console:
         self._print("\n".join(lines))
 
     def close(self) -> None:
-        """End a display that redraws itself; what follows is printed below it. Idempotent."""
+        """End a display that redraws itself. Later lines are printed below it. Idempotent."""
 
     def __enter__(self) -> Console:
         return self

@@ -2,9 +2,9 @@
 
     tables of the last steps and validations
     reward       a sparkline
-    time         where it goes
+    time         the shares of each part
     now          what the run does, and the episode that waits longest
-    12/120       elapsed, and about how much is left
+    12/120       the time that has passed, and the estimated time that is left
 
 A thread draws it twice a second. The thread of the step only stores numbers.
 """
@@ -50,13 +50,13 @@ MAX_STEPS, MAX_VALIDATIONS = 16, 7
 MAX_WIDTH = 100
 """The largest number of columns of the display."""
 MIN_LINES = 8
-"""The number of lines that the display may have in a terminal of few lines."""
+"""The number of lines that the display may have even if they are more than half the terminal."""
 SPACIOUS = 16
-"""The number of lines of both tables from which on blank lines separate them."""
+"""If the tables may have this many lines, a blank line follows each table."""
 MAX_REWARDS = 60
 """The largest number of steps in the sparkline."""
 WAIT_SECONDS = 2.0
-"""An episode that waits longer is named."""
+"""An episode that waits longer than this is named."""
 BARS = "▁▂▃▄▅▆▇█"
 
 PARTS = {
@@ -66,9 +66,9 @@ PARTS = {
     "validation": ("testing",),
     "checkpoint": ("save_checkpoint",),
 }
-"""Where the time goes, apart from `timing_s/gen`: names, and their parts of `timing_s/*`."""
+"""The parts of the time apart from `timing_s/gen`: name, and the metrics `timing_s/*` to add."""
 OUTSIDE = ("testing", "save_checkpoint")
-"""The parts that `timing_s/step` does not contain."""
+"""The metrics `timing_s/*` that `timing_s/step` does not contain."""
 DOING = {
     "gen": "episodes",
     "store": "waiting for the disk",
@@ -81,7 +81,7 @@ DOING = {
     "update_actor": "update",
     "publish": "sending the weights",
 }
-"""The names of the parts of a step."""
+"""The names that the line `now` shows for the parts of a step."""
 BOLD, CYAN, STRONG = Style(bold=True), Style(color="cyan"), Style(bold=True, color="green")
 STYLES = ("green", "yellow", "blue", "magenta", "cyan", "red", "bright_black")
 
@@ -116,7 +116,7 @@ class LiveConsole(Console):
         self._activity: Callable[[], Activity] | None = None
         self._phases: list[_Phase] = []
         self._tables: tuple[object, list[list[Segment]]] = (None, [])
-        """The tables as they were drawn last, and what they were drawn for."""
+        """The inputs of the tables that were drawn last, and their lines."""
         self._drawn = self._terminal.size, _Lines([])
         """The display as it was drawn last, and the size of the terminal then."""
         self._live = _Display(self)
@@ -154,7 +154,7 @@ class LiveConsole(Console):
             self._phases = [other for other in self._phases if other is not phase]
 
     def close(self) -> None:
-        # The last state does not say what runs or how much time is left: nothing runs any more.
+        # Nothing runs any more, so the last state shows no activity and no remaining time.
         self._activity, self._phases = None, []
         self._live.stop()
 
@@ -262,10 +262,10 @@ class LiveConsole(Console):
 class _Display(Live):
     """A display on the last lines of the terminal, below the lines that stay visible.
 
-    The cursor rests behind these lines, so everything below it belongs to the display and can be
-    erased. A terminal that is resized breaks long lines anew, or cuts them, and the cursor stays
-    with its line. With the cursor at the end of the display, as rich has it, the number of lines
-    above would have to be guessed.
+    The cursor stays after the lines that stay visible. So everything below it belongs to the
+    display and can be erased. A terminal that is resized wraps long lines again, or cuts them, and
+    the cursor stays with its line. rich leaves the cursor at the end of the display. Then the
+    number of lines to erase above it would be unknown.
     """
 
     def __init__(self, console: LiveConsole):
@@ -273,7 +273,7 @@ class _Display(Live):
             get_renderable=console.render,
             console=console._terminal,
             refresh_per_second=2,
-            redirect_stderr=sys.stderr.isatty(),  # a file keeps what is meant for it
+            redirect_stderr=sys.stderr.isatty(),  # not if standard error is a file
         )
         self._source = console
 
@@ -316,7 +316,7 @@ class _Redraw:
             return
         rest = len(self._display) - 1
         up = f"\x1b[{rest}A" * bool(rest)
-        # Line feeds make room for the display, and go back to the line where the cursor rests.
+        # Line feeds make room for the display. Then the cursor returns to its line.
         yield _control("\r" + f"{ERASE_LINE}\n" * rest + ERASE_BELOW + up + SAVE_CURSOR)
         yield _control(f"{TO_LAST_LINE}{up}")
         for i, line in enumerate(self._display):

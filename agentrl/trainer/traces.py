@@ -1,4 +1,4 @@
-"""Episodes as trackers of LLM applications show them: messages, and a span for each operation.
+"""Episodes in the form that trackers of LLM applications show: messages and operations.
 
 A trace has the messages of an episode in the form of OpenAI's API, and one `Operation` for each
 generated turn and each tool call.
@@ -24,7 +24,7 @@ class Operation:
     Attributes:
         kind: "generation" of a turn, or "tool" for a tool call.
         name: "generate", or the name of the tool.
-        input: the arguments of a tool; of a turn nothing, because the messages show it.
+        input: the arguments of a tool; None for a turn, because the messages show its input.
         output: the text of the turn, or the result of the tool.
         start: in seconds since 1970.
         end: in seconds since 1970.
@@ -58,7 +58,7 @@ def as_message(message: Message) -> dict[str, Any]:
 
 
 def summary(scored: Scored) -> dict[str, Any]:
-    """Return what identifies an episode, and its result."""
+    """Return the ids of an episode, its reward and its stop reason."""
     trajectory = scored.trajectory
     return {
         "episode_id": trajectory.episode_id,
@@ -115,5 +115,5 @@ def times(trajectory: Trajectory) -> tuple[float, float]:
 
 
 def reply_messages(trajectory: Trajectory) -> Sequence[Message]:
-    """Return the messages behind the prompt."""
+    """Return the messages after the prompt."""
     return trajectory.messages[len(trajectory.sample.prompt) :]

@@ -1,18 +1,18 @@
 """The HTTP server of `agentrl view`: pages of recorded runs, and the JSON that they show.
 
     GET /api/runs                                       the runs
-    GET /api/state                                      changes when a run gets new files
+    GET /api/state                                      numbers that change when a run has new data
     GET /api/runs/{r}/metrics, /findings                of one run
-    GET /api/runs/{r}/curves?by=                        what `rollout_curves` returns
-    GET /api/runs/{r}/episodes?q=&after=&limit=         what a query finds, as lines of JSON
-    GET /api/runs/{r}/step?step=                        what `describe_step` returns
+    GET /api/runs/{r}/curves?by=                        the result of `rollout_curves`
+    GET /api/runs/{r}/episodes?q=&after=&limit=         the episodes of a query, as lines of JSON
+    GET /api/runs/{r}/step?step=                        the result of `describe_step`
     GET /api/runs/{r}/gaps?step=                        the largest gaps between trainer and engine
     GET /api/runs/{r}/episode?id=&step=                 an episode without tokens
     GET /api/runs/{r}/message?id=&step=&index=          the whole text of one message
     GET /api/runs/{r}/tokens?id=&step=&segment=&from=&to=
 
-A search sends the episodes that it has found until now, file by file. It stops when the client
-closes the connection.
+A search sends the episodes of each file as soon as it has searched the file. It stops when the
+client closes the connection.
 
 The folder of a run is readable by its owner alone, so all data needs the bearer token; the page
 gets it in the fragment of its address, which browsers do not send. The page itself has no data.
@@ -59,6 +59,7 @@ MAX_LIMIT = 2000
 MAX_TEXT = 2**16
 """The characters of a message that an episode contains; /message returns the rest."""
 GAPS = 5
+"""The number of tokens that /gaps returns."""
 PROGRESS_SECONDS = 0.2
 """How often a search that finds nothing reports its progress."""
 POLICY = (
@@ -105,7 +106,7 @@ def create_app(folders: Sequence[Path], token: str, names: frozenset[str]) -> Fa
     def open_run(r: int) -> Run:
         if not 0 <= r < len(folders):
             raise DataError(f"there is no run {r}; there are {len(folders)}, counted from 0")
-        return load_run(folders[r])  # each time anew, because it may still be training
+        return load_run(folders[r])  # for each request, because the run may still be training
 
     @lru_cache(4)
     def cached_view(r: int, episode: str, step: int | None, version: object) -> EpisodeView:
@@ -237,7 +238,7 @@ def describe_tunnel(port: int) -> str:
 
 
 async def _search(run: Run, query: Query, after: int, limit: int) -> AsyncIterator[bytes]:
-    """Yield lines of JSON: the rows of each file that has some, and what was searched until now.
+    """Yield lines of JSON: the matching rows of each file, and the number of files searched so far.
 
     The last line has `choices` and no rows, or the `message` of an error. If the client closes the
     connection, this generator is cancelled, and the files that follow are not read.
@@ -263,7 +264,7 @@ async def _search(run: Run, query: Query, after: int, limit: int) -> AsyncIterat
 class _Headers:
     """ASGI middleware that adds `HEADERS` to each response.
 
-    Starlette's own middleware for functions hides it from a response when the client leaves.
+    Starlette's `BaseHTTPMiddleware` would hide from a response that its client disconnected.
     """
 
     def __init__(self, app: ASGIApp):

@@ -21,10 +21,13 @@ from agentrl.store import TrajectoryStore, parse_json
 
 Part = Literal["all", "source", "agent", "tool"]
 MAX_EPISODES = 50_000
-"""The most episodes that are read. Of a longer run, every second, third, ... step is taken."""
+"""The most episodes that are read. If a run has more, only every n-th step is read."""
 MAX_PARTS = 12
-"""The number of parts: the most frequent ones."""
-_INVENTED: dict[str, str] = {"unknown_tool": "(unknown tools)", "bad_call": "(malformed calls)"}
+"""The largest number of parts. The most frequent ones are shown."""
+_INVALID_CALLS: dict[str, str] = {
+    "unknown_tool": "(unknown tools)",
+    "bad_call": "(malformed calls)",
+}
 """The parts of calls that name no tool of the run, by their kind of error."""
 _SPLITS = ("train", "evicted")
 
@@ -36,7 +39,7 @@ class _Call(NamedTuple):
 
 
 class _Rollout(NamedTuple):
-    """What the curves need of a rollout."""
+    """The fields of a rollout from which curves are computed."""
 
     sample: str
     source: str
@@ -56,8 +59,8 @@ def rollout_curves(run: Run, by: Part) -> dict[str, Any]:
         by: how to divide the rollouts: by data source, agent loop, tool, or not at all.
 
     Returns:
-        `every`: every how many steps were read; `curves`: of each the `name` and `lines`, of each
-        line the `part` and `points`. A point is step, mean, standard error (None if the step has a
+        `every`: n if every n-th step was read; `curves`: each has a `name` and `lines`, and each
+        line a `part` and `points`. A point is step, mean, standard error (None if the step has a
         single row), n values and rows. The standard error is clustered by row
         (`agentrl.metrics.standard_error`).
 
@@ -82,7 +85,7 @@ def rollout_curves(run: Run, by: Part) -> dict[str, Any]:
 
 
 def _choose_steps(run: Run) -> tuple[dict[int, list[Path]], int]:
-    """Return the files of the chosen steps, and every how many steps were chosen."""
+    """Return the files of the chosen steps, and n if every n-th step was chosen."""
     steps: dict[int, list[Path]] = defaultdict(list)
     for path, step, split in run.store.files():
         if split in _SPLITS and run.has_step(step):
@@ -161,4 +164,4 @@ def _read_version(path: Path, modified: int, size: int) -> list[_Rollout]:
 
 def _part_of(call: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     name: str = call["name"]
-    return _INVENTED.get(result["error"], name)
+    return _INVALID_CALLS.get(result["error"], name)

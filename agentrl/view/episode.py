@@ -162,8 +162,8 @@ def decode(tokenizer: Tokenizer, token: Any) -> str:
 @lru_cache(8)
 def read_tokenizer(folder: Path) -> Tokenizer | None:
     """Return the tokenizer of a run's folder; None if it has none."""
-    # Without transformers, whose import takes longer than all else here. Older runs have the
-    # tokenizer only beside their trained model.
+    # Not with transformers, whose import takes longer than everything else here. Older runs have
+    # the tokenizer only in the folder of their trained model.
     for name in ("tokenizer", "model"):
         if (path := folder / name / "tokenizer.json").is_file():
             return Tokenizer.from_file(str(path))

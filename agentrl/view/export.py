@@ -1,4 +1,4 @@
-"""One HTML file with a part of the runs, which opens without a server.
+"""Export a part of the runs as one HTML file, which opens without a server.
 
 It is the page of `agentrl view` with the answers to its requests: style, scripts and data are in
 the file, and its Content-Security-Policy allows these scripts by their hashes and no request.
@@ -36,14 +36,14 @@ _FEWER = "Choose fewer episodes, for example --query 'step=12' or --query 'step>
 
 @dataclass
 class _Bundle:
-    """The answers by the names under which `page/dom.js` looks for them (`bundleKey`)."""
+    """The server's responses, by the keys that `bundleKey` in `page/dom.js` makes."""
 
     client: httpx.AsyncClient
     answers: dict[str, bytes] = field(default_factory=dict)
     size: int = 0
 
     async def add(self, path: str, **parameters: Any) -> Any:
-        """Ask the application, keep the answer and return it.
+        """Request a path of the application, keep the response and return its content.
 
         Raises:
             UserError: the answers have more than `MAX_EXPORT` bytes.
@@ -102,7 +102,7 @@ async def _collect(folders: Sequence[Path], query: str) -> dict[str, bytes]:
 
 
 async def _add_run(bundle: _Bundle, run: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Add what the page asks for: the run, the list of the episodes, their steps, each of them."""
+    """Add the responses that the page requests: for the run, the list, each step, each episode."""
     for name in ("metrics", "findings"):
         await bundle.add(f"{run}/{name}")
     for part in get_args(Part):
@@ -130,7 +130,7 @@ def _to_html(answers: dict[str, bytes]) -> str:
     before, *tags = page.split('<script defer src="')
     names = [tag.partition('"')[0] for tag in tags]
     after = tags[-1].partition("</script>\n")[2]
-    # Deferred scripts run when the page is parsed; scripts in the file stand at its end instead.
+    # Deferred scripts run when the page is parsed; scripts in the file are at its end instead.
     head, _, rest = after.partition("</body>")
     scripts = [(PAGE / name).read_text() for name in names]
     policy = (

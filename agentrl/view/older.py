@@ -1,4 +1,4 @@
-"""What a run lacks because an older version of agentrl recorded it."""
+"""Find the data that a run lacks because an older version of agentrl recorded it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COLUMNS = {
 
 
 def find_lacking(run: Run) -> list[str]:
-    """Return what the pages of a run cannot show, because it was not recorded.
+    """Return descriptions of the data that a run lacks, so that its pages cannot show them.
 
     Raises:
         DataError: a file is damaged.

@@ -1,4 +1,4 @@
-"""One step of a run: its rollouts over time, what was not trained on, and its slowest tool calls.
+"""Describe one step of a run: its rollouts over time, the untrained ones, the slowest tool calls.
 
 A number that the run did not record is None, never 0.
 """
@@ -80,13 +80,13 @@ def _find_calls(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> l
 
 
 def _summarize_time(rollouts: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Set `start` and `end` of the rollouts, and return what their time was spent on.
+    """Set `start` and `end` of the rollouts, and return how their time was spent.
 
-    Those of training and of a validation are two phases; if the step has both, this is training.
+    If a step has rollouts of training and of a validation, only those of training are counted.
 
     Returns:
         None if the run did not record it. Else `seconds` from the first start to the last end;
-        `parts`: for each kind of span the sum over all rollouts, and `loop` for what lies between
+        `parts`: for each kind of span the sum over all rollouts, and `loop` for the time between
         spans; `others_end`: when the last of the other rollouts ended; and `last`: the
         `LAST_SHARE` of the rollouts that ended last, each with `parts` after `others_end`.
     """
@@ -137,7 +137,7 @@ def _sum_spans(row: Mapping[str, Any], start: float, end: float) -> dict[str, fl
 
 
 def _limit_spans(rollouts: Sequence[dict[str, Any]]) -> None:
-    """Remove the spans of the rollouts that ended first if there are too many; then None."""
+    """If there are too many spans, set those of the rollouts that ended first to None."""
     left = MAX_SPANS
     for row in sorted(rollouts, key=lambda row: -(row["end"] or 0.0)):
         left -= len(row["spans"])
@@ -149,10 +149,10 @@ def _limit_spans(rollouts: Sequence[dict[str, Any]]) -> None:
 
 
 def _find_untrained(run: Run, rollouts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what was played, or should have been, and did not train.
+    """Return the rollouts that were not trained on, by kind: dropped, masked or evicted.
 
     Returns:
-        `what`, `count` (of rollouts), `why` and some `episodes` or `groups` of each kind.
+        Of each kind: `what` (its name), `count` (of rollouts), `why`, some `episodes`, `groups`.
     """
     causes: dict[tuple[str, str], list[int | None]] = defaultdict(list)
     groups = {(row["split"], row["group"], row["sample"]): row for row in rollouts}
