@@ -485,6 +485,36 @@ def test_the_reward_falls(rising):
     assert ("while actor/ppo_kl rose from 0.001" in finding.text) == rising
 
 
+def with_validations(training: Sequence[float], validation: dict[int, float]) -> Run:
+    """Return a run with the mean rewards of its validations by step; 0 is before training."""
+    run = make_run(learning(**{"critic/score/mean": noisy(np.array(training))}))
+    name = "val-core/a/reward/mean@1"
+    record = [(int(r["step"]), {k: v for k, v in r.items() if k != "step" and v is not None})
+              for r in run.metrics.to_pylist()]  # fmt: skip
+    by_step = dict([(0, {}), *record])
+    for step, value in validation.items():
+        by_step[step] = by_step[step] | {name: value}
+    run.__dict__["metrics"] = metrics_table(sorted(by_step.items()))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("validation", "is_named"),
+    [
+        ({0: 0.2, 10: 0.3, 20: 0.38, 30: 0.35, 40: 0.4}, True),
+        ({0: 0.2, 10: 0.33, 20: 0.42, 30: 0.52, 40: 0.62}, False),  # a small gap
+        ({0: 0.0, 10: 0.1, 20: 0.2, 30: 0.3, 40: 0.4}, False),  # harder from the start
+        ({10: 0.35, 20: 0.45, 30: 0.42, 40: 0.4}, False),  # nobody knows how it began
+    ],
+)
+def test_overfitting(validation, is_named):
+    run = with_validations(ramp(0.2, 0.7), validation)
+    found = [f for f in alarms(run) if f.name == "overfitting"]
+    assert bool(found) == is_named
+    if is_named:
+        assert found[0].step == 30 and "the validation rows 0.4 at step 40" in found[0].text
+
+
 def test_clipping_and_spikes():
     finding = the_alarm(make_run(learning(**{"actor/pg_clipfrac": noisy(0.5, 1)})))
     assert (finding.name, finding.subject) == ("unstable_update", "clip")
