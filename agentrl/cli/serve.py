@@ -10,7 +10,7 @@ import typer
 from agentrl.cli.options import ConfigFile, Model, Overrides
 
 UNLIMITED = {"max_turn_tokens": 2**20, "max_trajectory_tokens": 2**24, "timeout_s": 3600.0}
-"""The context of the model and `max_tokens` of a request limit an answer, not the run's budgets."""
+"""The budgets of an answer: only the model's context and the request's `max_tokens` limit it."""
 
 
 def serve(
@@ -39,7 +39,8 @@ def serve(
     from agentrl.cli.options import read_config, with_model_folder
     from agentrl.engine.open import open_engine
     from agentrl.errors import UserError
-    from agentrl.gateway.serve import MODEL, create_app, serve_forever
+    from agentrl.gateway.requests import MODEL
+    from agentrl.gateway.serve import create_app, serve_forever
     from agentrl.gateway.stateless import StatelessSession
     from agentrl.tools import LocalToolbox
     from agentrl.tools.serving.bind import bind, url_of

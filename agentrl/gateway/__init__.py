@@ -1,8 +1,10 @@
 """An OpenAI-style API whose model is the policy, so that existing agents can be trained.
 
-requests.py   what a client asks and is answered
-session.py    the conversations of an episode: what the policy sampled, what it did not
-dialects.py   the JSON of APIs
+requests.py   requests of clients and answers to them
+dialects.py   translates them from and to the JSON of an API
+session.py    matches the requests of an episode with the turns that the policy sampled
+stateless.py  answers requests without an episode, for `agentrl serve`
 serve.py      the HTTP server
 agent.py      the agent loop `external`, which runs the user's agent
+check.py      `agentrl gateway check`: plays an agent against a scripted policy
 """

@@ -33,6 +33,7 @@ from typing import Any, ClassVar
 from agentrl.agent_loops import Episode, agent_loop
 from agentrl.config import AgentConfig
 from agentrl.errors import ConfigError, UserCodeError
+from agentrl.gateway.requests import MODEL
 from agentrl.gateway.session import Session
 from agentrl.http.pool import paused_time_limits
 from agentrl.registry import load_function
@@ -50,8 +51,6 @@ ALLOWED_VARIABLES = (
 """The environment variables of this process that every agent gets; `agent.env` adds others."""
 SHOWN_LINES = 8
 """The number of last lines of a failed agent's output that a message contains."""
-MODEL = "policy"
-"""The name of the policy as a model."""
 
 
 def describe_sample(sample: Sample) -> dict[str, Any]:

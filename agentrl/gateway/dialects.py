@@ -1,6 +1,6 @@
-"""The APIs that the gateway speaks: JSON of a request to `Request`, `Answer` to JSON or events.
+"""The APIs of the gateway: they translate JSON to `Request`, and `Answer` to JSON or events.
 
-A new API is a new subclass of `Dialect`; nothing else knows JSON.
+A new API is a new subclass of `Dialect`. No other module knows the JSON of an API.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, cast
 
 import orjson
 
-from agentrl.gateway.requests import Answer, Call, ChatMessage, Refusal, Request
+from agentrl.gateway.requests import MODEL, Answer, Call, ChatMessage, Refusal, Request
 from agentrl.trajectory import Role
 
 RETRIES = "x-stainless-retry-count"
@@ -21,7 +21,7 @@ RETRIES = "x-stainless-retry-count"
 
 
 class Dialect(ABC):
-    """An API for chats."""
+    """An API for chats, as the JSON of its requests and responses."""
 
     path: ClassVar[str]
     """The path of its requests, below the base URL."""
@@ -31,7 +31,7 @@ class Dialect(ABC):
         """Return a request.
 
         Raises:
-            Refusal: the request is wrong, or asks for something that the gateway does not do.
+            Refusal: the request is wrong, or asks for something that is not supported.
         """
 
     @abstractmethod
@@ -74,12 +74,12 @@ class ChatCompletions(Dialect):
         "top_logprobs": "answers contain no logprobs; the trajectory does",
         "prediction": "predicted outputs are not supported",
     }
-    """Fields that change the answer in a way that a client must not miss, and why."""
+    """Fields that are refused, with the reason. To ignore them would mislead the client."""
     IGNORED: ClassVar[tuple[str, ...]] = (
         "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
         "repetition_penalty", "seed", "reasoning_effort", "verbosity", "chat_template_kwargs",
     )  # fmt: skip
-    """Fields that the run decides. They are counted."""
+    """Fields that are ignored and counted, because the run decides their values."""
 
     def read(self, body: bytes, headers: Mapping[str, str]) -> Request:
         try:
@@ -114,7 +114,7 @@ class ChatCompletions(Dialect):
         return Request(
             messages=tuple(self._message(m, i) for i, m in enumerate(messages)),
             tools=self._tools(data.get("tools") or []),
-            model=str(data.get("model") or "policy"),
+            model=str(data.get("model") or MODEL),
             max_tokens=_max_tokens(data),
             stop=tuple(stops),
             stream=bool(data.get("stream")),
@@ -205,10 +205,11 @@ class ChatCompletions(Dialect):
 
 
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+"""The names of tools that are accepted."""
 
 
 def _tool(tool: Any, where: str) -> Mapping[str, Any]:
-    """Return a tool's schema as chat templates take it."""
+    """Return a tool's schema in the form that chat templates expect."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type", "function") != "function":
         expected = '{"type": "function", "function": {...}}; other types are not supported'

@@ -1,4 +1,4 @@
-"""What a client asks and what it is answered, in no particular API's form.
+"""Requests of clients and answers to them, in a form that no API's JSON determines.
 
     Request ─► Session ─► Answer
 
@@ -13,6 +13,9 @@ from typing import Any, Literal
 
 from agentrl.errors import AgentRLError
 from agentrl.trajectory import Role
+
+MODEL = "policy"
+"""The name of the policy as a model. Requests may use any other name, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class ChatMessage:
 
     Attributes:
         role: system, user, assistant or tool.
-        text: its text, without tool calls and thinking.
+        text: the text, without tool calls and thinking.
         calls: the calls of an assistant message.
         call_id: in a tool message, the id of the call that it answers.
         reasoning: the thinking of an assistant message; "" if the client does not send it.
@@ -57,15 +60,15 @@ class Request:
         messages: the whole conversation so far.
         tools: the schemas of the tools, as chat templates take them.
         model: the name that the client gave the model.
-        max_tokens: the most tokens of the answer; None: no limit but the run's.
+        max_tokens: the largest number of tokens of the answer; None: only the run's limits apply.
         stop: texts that end the answer.
-        stream: whether the client wants the answer as events.
-        stream_usage: whether the last event contains the numbers of tokens.
-        is_retry: whether the client says that it sends the request again.
+        stream: True if the client wants the answer as events.
+        stream_usage: True if the last event must contain the numbers of tokens.
+        is_retry: True if the client says that it sends the request again.
         sampling: the `temperature`, `top_p` and `top_k` that the client asked for. In training the
             run decides them.
-        ignored: what the client asked for and does not get, because the run decides it: the names
-            of fields (`temperature`).
+        ignored: the names of the fields that are ignored because the run decides them, such as
+            `temperature`.
         body: the bytes of the request. Equal requests have equal bytes.
     """
 
@@ -108,13 +111,13 @@ class Answer:
 
 
 class Refusal(AgentRLError):
-    """A request that gets an error as its answer.
+    """An error that is the answer to a request.
 
     Args:
         status: the HTTP status.
         code: a short name of the reason (`episode_over`).
-        message: what is wrong, and what to do.
-        field: the field of the request that is wrong; "" if it is none.
+        message: the reason, and what to do.
+        field: the field of the request that is wrong; "" if no field is.
     """
 
     def __init__(self, status: int, code: str, message: str, field: str = ""):

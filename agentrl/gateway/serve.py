@@ -1,8 +1,8 @@
 """The HTTP server of the gateway: an OpenAI-style API whose model is the policy.
 
     POST /v1/chat/completions     the policy's next message
-    GET  /v1/models               its name
-    POST /v1/reward               {"reward": number}: the outcome of the episode
+    GET  /v1/models               the policy's name as a model
+    POST /v1/reward               {"reward": number}: the outcome reward of the episode
 
 The key of a request (`Authorization: Bearer KEY`) names its session, so one server serves all
 episodes. It listens on loopback only, runs on the event loop of the episodes, and exists as long as
@@ -21,12 +21,13 @@ from typing import Any
 import orjson
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from agentrl.errors import UserCodeError
 from agentrl.gateway.dialects import DIALECTS, ChatCompletions, Dialect
-from agentrl.gateway.requests import Answer, Refusal
+from agentrl.gateway.requests import MODEL, Answer, Refusal
 from agentrl.gateway.requests import Request as ChatRequest
 from agentrl.gateway.session import Session
 from agentrl.gateway.stateless import StatelessSession
@@ -34,16 +35,15 @@ from agentrl.tools.serving.bind import bind, url_of
 
 MAX_BODY = 2**26
 """The longest body of a request, in bytes."""
-PLAIN_SECONDS = 2.0
-"""A stream whose answer comes within this time begins with it, so that an error has its status."""
+FIRST_WAIT_SECONDS = 2.0
+"""The time that a streaming request waits for its answer before the response begins. An error
+within this time has its own HTTP status."""
 PING_SECONDS = 10.0
 """The time between two pings of a stream that waits for its answer. They keep proxies and clients
 from closing the connection."""
 PING = b": ping\n\n"
 NO_RETRY = {"x-should-retry": "false"}
-"""OpenAI's clients read this header."""
-MODEL = "policy"
-"""The name of the policy as a model. Requests may use any other name, too."""
+"""The header that keeps OpenAI's clients from sending a refused request again."""
 
 AnySession = Session | StatelessSession
 SessionOf = Callable[[str], AnySession | None]
@@ -119,7 +119,7 @@ def serve_forever(app: FastAPI, bound: socket.socket) -> None:
 
 
 class Gateway:
-    """The server of an event loop. It starts with the first session and stops after the last.
+    """The server for all sessions of an event loop. It runs while there is a session.
 
     Args:
         host: the IP address to bind.
@@ -195,8 +195,8 @@ class _EmbeddedServer(uvicorn.Server):
 async def _stream(
     dialect: Dialect, chat: ChatRequest, session: AnySession, answering: asyncio.Task[Answer]
 ) -> Response:
-    """Return a streaming response. An error within `PLAIN_SECONDS` is a plain response."""
-    done, _ = await asyncio.wait([answering], timeout=PLAIN_SECONDS)
+    """Return a streaming response. An error within `FIRST_WAIT_SECONDS` is raised instead."""
+    done, _ = await asyncio.wait([answering], timeout=FIRST_WAIT_SECONDS)
     if done:
         answering.result()  # raises Refusal
 
@@ -221,13 +221,17 @@ NO_CACHE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 async def _until_disconnect(request: Request, answering: asyncio.Task[Answer]) -> Answer:
-    """Wait for an answer. If the client disconnects, nobody waits for it any more."""
+    """Return an answer; stop waiting for it if the client disconnects.
+
+    Raises:
+        Refusal: the request was refused, or the client disconnected.
+    """
     leaving = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not answering.done():
             answering.cancel()
-            raise Refusal(499, "disconnected", "the client has closed the connection")
+            raise _disconnected_refusal()
         return answering.result()
     finally:
         leaving.cancel()
@@ -241,12 +245,19 @@ async def _disconnected(request: Request) -> None:
 async def _body(request: Request) -> bytes:
     """Return the body of a request, of bounded length."""
     chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > MAX_BODY:
-            raise Refusal(413, "too_long", f"the body is longer than {MAX_BODY} bytes")
-        chunks.append(chunk)
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > MAX_BODY:
+                raise Refusal(413, "too_long", f"the body is longer than {MAX_BODY} bytes")
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise _disconnected_refusal() from None
     return b"".join(chunks)
+
+
+def _disconnected_refusal() -> Refusal:
+    return Refusal(499, "disconnected", "the client has closed the connection")
 
 
 def _error(dialect: Dialect, refusal: Refusal) -> Response:

@@ -194,6 +194,10 @@ class Session:
         except Refusal:
             self._answers.pop(digest, None)
             raise
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise
+            raise _episode_over("the episode has ended") from None  # by `close`
         finally:
             self._waiting[digest] -= 1
 

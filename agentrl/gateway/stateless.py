@@ -1,7 +1,7 @@
-"""Answers requests without an episode: what `agentrl serve` does.
+"""Answer requests that are independent of each other, for `agentrl serve`.
 
-Each request is an episode of one turn, with the sampling that its client asks for. All assistant
-messages in it are encoded from their text, as an inference server does.
+Each request is an episode of one turn, with the sampling parameters that its client asks for. All
+its assistant messages are encoded from their text, as in an inference server.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from agentrl.gateway.session import Session
 from agentrl.trajectory import Message, Sample
 
 KEPT_REFUSALS = 100
+"""The number of last refusals that are kept."""
 _OPENING = (Message("user", ""),)
 
 
 class StatelessSession:
-    """Answers the requests of any client, each by itself.
+    """Answers the requests of all clients, each independently of the others.
 
     Args:
         runtime: the engine, its template and the config.
-        temperature: the temperature of requests that name none.
+        temperature: the temperature for requests without one.
     """
 
     def __init__(self, runtime: Runtime, temperature: float):
