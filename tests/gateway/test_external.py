@@ -358,3 +358,45 @@ def test_rows_are_checked_with_their_agent(tmp_path, function):
 def test_the_loop_is_known_before_it_is_imported():
     assert "external" in registry.agent_loops.names()
     assert not registry.agent_loops.get("external").awaited
+
+
+def test_clients_that_disconnect_leave_no_trace(function, capfd):
+    """They leave in the middle of a body, of an answer, and before the agent ends."""
+    code = """
+import asyncio, json, urllib.parse
+
+async def run(sample, base_url, api_key):
+    url = urllib.parse.urlsplit(base_url)
+    body = json.dumps({"messages": sample["prompt"]})
+    head = f"POST {url.path}/chat/completions HTTP/1.1\\\\r\\\\nHost: a\\\\r\\\\n"
+    head += f"Authorization: Bearer {api_key}\\\\r\\\\nContent-Length: "
+
+    async def send(length):
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        writer.write(f"{head}{length}\\\\r\\\\n\\\\r\\\\n{body}".encode())
+        await writer.drain()
+        return reader, writer
+
+    for missing in (5, 0):
+        _, writer = await send(len(body) + missing)
+        await asyncio.sleep(0.05)
+        writer.close()
+    reader, writer = await send(len(body))
+    assert (await reader.readline()).split()[1] == b"200"
+    writer.close()
+    global left
+    left = await send(len(body))
+    await asyncio.sleep(0.05)
+""".replace("\\\\", "\\")
+    t = run(function(code), engine=SlowEngine(["a"] * 9, TOKENIZER))
+    sampled = sum(turn.end - turn.start for turn in t.turns)
+    assert sampled == sum(sum(s.response_mask) for s in t.segments) and sampled
+    assert "Exception" not in capfd.readouterr().err
+
+
+class SlowEngine(Scripted):
+    """Each turn takes a while."""
+
+    async def generate(self, *args, **kwargs):
+        await asyncio.sleep(0.2)
+        return await super().generate(*args, **kwargs)
