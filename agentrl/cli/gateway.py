@@ -36,12 +36,15 @@ def check(
     config: ConfigFile = None,
     n: Annotated[int, typer.Option("-n", help="How many rows to play.", min=1)] = 1,
     rollouts: Annotated[int, typer.Option(help="Episodes per row.", min=1)] = 2,
-    reward: Annotated[str, typer.Option(help="grader, post or exit (agent.reward).")] = "grader",
+    reward: Annotated[str | None, typer.Option(help="grader, post or exit (agent.reward).")] = None,
     env: Annotated[
         list[str] | None,
         typer.Option(help="A variable of this shell that the agent gets. It may be repeated."),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="The time of an episode, in seconds.")] = 30.0,
+    timeout: Annotated[
+        float | None,
+        typer.Option(help="The time of an episode, in seconds. Default: 30, or that of --config."),
+    ] = None,
 ) -> None:
     """Play your agent against a scripted policy, and report what would train.
 
@@ -69,7 +72,9 @@ def check(
     from agentrl.testing import byte_tokenizer
     from agentrl.trajectory import Message, Sample
 
-    overrides = [f"agent.reward={reward}", f"rollout.timeout_s={timeout}"]
+    overrides = [f"agent.reward={reward}"] if reward else []
+    if timeout or not config:
+        overrides.append(f"rollout.timeout_s={timeout or 30.0}")
     keys = {
         "agent.command": shlex.join(command or []),
         "agent.python": python,

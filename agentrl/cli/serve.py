@@ -33,6 +33,8 @@ def serve(
 
         agentrl serve -c runs/a/config.yaml --model runs/a --port 9000
     """
+    from secrets import compare_digest
+
     from transformers.utils import logging
 
     from agentrl.agent_loops.attempt import Runtime, load_template
@@ -58,7 +60,7 @@ def serve(
     try:
         runtime = Runtime(engine, template, LocalToolbox(), settings)
         session = StatelessSession(runtime, settings.rollout.temperature)
-        app = create_app(lambda key: session if key == token or not token else None)
+        app = create_app(lambda key: session if not token or compare_digest(key, token) else None)
         url = f"{url_of(bound)}/v1"
         typer.echo(f"serving {settings.model.path} as {MODEL!r} at {url}\n")
         key = f"${token_env}" if token_env else "any"

@@ -205,8 +205,11 @@ class Session:
         """Set the outcome reward of the episode. A second call replaces the first.
 
         Raises:
+            Refusal: the agent does not report its reward: a model that has a shell could send one.
             UserCodeError: `reward` is not a finite number.
         """
+        if self._episode.config.agent.reward != "post":
+            raise Refusal(403, "reward", "the reward is not the agent's: agent.reward is not post")
         self._episode.set_outcome(reward)
         self.has_outcome = True
 

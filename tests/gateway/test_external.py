@@ -164,6 +164,16 @@ def test_an_agent_posts_its_reward(script):
     assert run(script(end, reward="post")).outcome == 0.25
 
 
+def test_a_model_with_a_shell_cannot_set_the_reward(script):
+    end = """
+try: post(os.environ["OPENAI_BASE_URL"] + "/reward", {"reward": 9})
+except urllib.error.HTTPError as e: assert e.code == 403
+else: sys.exit(3)
+solve()
+"""
+    assert run(script(end)).outcome is None
+
+
 def test_a_function_returns_its_reward(function):
     code = SYNC + "        return 0.75\n"
     assert run(function(code, reward="post"), ["a"]).outcome == 0.75
