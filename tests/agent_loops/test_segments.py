@@ -195,7 +195,7 @@ def test_sub_agents_at_once():
         (lambda ep: ep.branch(QUESTION), "a list of messages"),
         (lambda ep: ep.reward("x"), "a finite number"),
         (lambda ep: ep.observe(Message("assistant", "x")), "user, tool or system"),
-        (lambda ep: ep.spawn([Message("assistant", "x")]), "a user or system begins"),
+        (lambda ep: ep.spawn([Message("assistant", "x")]), "a user or system message"),
         (lambda ep: ep.spawn([QUESTION, Message("assistant", "x")]), "ep.foreign"),
         (lambda ep: ep.spawn([]), "needs a text"),
         (lambda ep: ep.spawn(["x"]), "takes messages"),

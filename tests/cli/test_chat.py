@@ -3,6 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
+from agentrl import registry
 from agentrl.cli import app
 
 
@@ -10,7 +11,8 @@ from agentrl.cli import app
 def chat(tiny_model):
     def run(text, *options):
         command = ["chat", "--model", str(tiny_model), "rollout.max_turn_tokens=48", *options]
-        result = CliRunner().invoke(app, command, input=text)
+        with registry.tools.isolated(keep=("calculator",)):  # without those of other tests
+            result = CliRunner().invoke(app, command, input=text)
         assert result.exception is None, result.exception
         return result.output
 
