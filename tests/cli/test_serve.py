@@ -106,6 +106,7 @@ def test_a_token_that_is_not_set_is_refused(tiny_model):
     assert isinstance(CliRunner().invoke(app, command).exception, UserError)
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_it_is_stopped(tiny_model):
     command = ["-m", "agentrl", "serve", "--model", str(tiny_model), "--port", "0"]
     environment = os.environ | {"KEY": "secret"}

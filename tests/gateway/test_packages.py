@@ -51,11 +51,11 @@ def run(python: str, agent: str, turns, engine=Scripted) -> Trajectory:
 @pytest.mark.parametrize(
     ("agent", "matched"),
     [
-        ("openai_client", "clean"),
         ("openai_client stream", "clean"),
-        ("openai_agents", "clean"),
         ("pydantic_ai_agent", "realigned"),  # It writes arguments without spaces.
-        ("langgraph_agent", "clean"),
+        pytest.param("openai_client", "clean", marks=pytest.mark.slow),
+        pytest.param("openai_agents", "clean", marks=pytest.mark.slow),
+        pytest.param("langgraph_agent", "clean", marks=pytest.mark.slow),
     ],
 )
 def test_a_plain_run_is_one_row(packages_python, agent, matched):
