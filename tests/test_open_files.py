@@ -55,6 +55,7 @@ def over_http(
 
 
 @pytest.mark.load
+@pytest.mark.slow
 def test_2048_rollouts_under_the_usual_limit(tmp_path):
     """Engine and tools over HTTP: all are played at the first try, and stored."""
     report = over_http(tmp_path, 1024, 256, 8, 0.2, timeout=60.0)

@@ -309,6 +309,7 @@ def kill_often(keys: list[str], output: Path, kills: int, steps: int) -> None:
     check_record(output, 2, steps)
 
 
+@pytest.mark.slow
 def test_kill_9_loses_no_draw_and_repeats_none(keys, tmp_path):
     kill_often([*keys, "trainer.max_staleness=2"], tmp_path, kills=2, steps=6)
 
