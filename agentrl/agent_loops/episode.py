@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from array import array
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -305,6 +306,17 @@ class Episode:
         attempt.foreign[id(message)] = message
         attempt.turn_ids[id(message)] = ids
         return message
+
+    def recall(self, message: Message, ids: array[int]) -> None:
+        """Make a turn that the policy sampled in another episode known to this one.
+
+        `branch` takes it then, and the row contains its tokens as they were sampled.
+
+        Args:
+            message: the message that `generate` returned. The caller keeps it until `branch`.
+            ids: its tokens.
+        """
+        self._attempt.turn_ids[id(message)] = ids
 
     async def call_tools(
         self, answer_as: Callable[[str], Message] | None = None

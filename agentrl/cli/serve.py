@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli.options import ConfigFile, Model, Overrides
+from agentrl.cli.options import ConfigFile, Model, Overrides, read_config_to_play
 
-UNLIMITED = {"max_turn_tokens": 2**20, "max_trajectory_tokens": 2**24, "timeout_s": 3600.0}
-"""The budgets of an answer: only the model's context and the request's `max_tokens` limit it."""
+if TYPE_CHECKING:
+    from agentrl.config import Config
 
 
 def serve(
@@ -22,16 +23,31 @@ def serve(
     token_env: Annotated[
         str, typer.Option(help="The environment variable with the API key that clients must send.")
     ] = "",
+    check: Annotated[
+        int | None,
+        typer.Option(
+            metavar="ROWS",
+            help="Serve to this process alone: compare the answers with `agentrl eval` on the first"
+            " rows of data.val, greedily.",
+            min=1,
+        ),
+    ] = None,
 ) -> None:
     """Serve a policy at an OpenAI-style URL, with the engine, template and tool parser of a run.
 
     Clients decide temperature, top_p, top_k, stop and max_tokens. Without --token-env, any API key
-    is accepted, and the server is reachable from this machine only.
+    is accepted, and the server is reachable from this machine only. For a run or a checkpoint
+    of one, the run's config.yaml is the default of --config.
+
+    With --check, rows are played greedily, and their conversations are sent to the API turn by
+    turn. Exit code 0 if all answers are equal, else 1; the first difference of each row is shown.
 
     Examples:
         agentrl serve --model runs/a
 
         agentrl serve -c runs/a/config.yaml --model runs/a --port 9000
+
+        agentrl serve --model runs/a --check 32
     """
     from secrets import compare_digest
 
@@ -43,16 +59,18 @@ def serve(
     from agentrl.errors import UserError
     from agentrl.gateway.requests import MODEL
     from agentrl.gateway.serve import create_app, serve_forever
-    from agentrl.gateway.stateless import StatelessSession
+    from agentrl.gateway.stateless import StatelessSession, without_budgets
     from agentrl.tools import LocalToolbox
     from agentrl.tools.serving.bind import bind, url_of
 
+    config = config or _config_of_run(model)
+    if check:
+        raise typer.Exit(_check(read_config_to_play(config, overrides, None, model, None), check))
     token = os.environ.get(token_env, "") if token_env else ""
     if token_env and not token:
         raise UserError(f"--token-env {token_env}: this environment variable is empty or not set")
-    settings = with_model_folder(read_config(config, overrides, model=model, needs_rows=False))
-    rollout = settings.rollout.model_copy(update=UNLIMITED)
-    settings = settings.model_copy(update={"rollout": rollout})
+    settings = read_config(config, overrides, model=model, needs_rows=False)
+    settings = with_model_folder(without_budgets(settings))
     logging.disable_progress_bar()
     bound = bind(host, port, token)
     template = load_template(settings)
@@ -73,3 +91,33 @@ def serve(
         serve_forever(app, bound)
     finally:
         engine.close()
+
+
+def _config_of_run(model: str | None) -> Path | None:
+    """Return the config of the run that a model belongs to; None if it belongs to none."""
+    folder = Path(model or "").expanduser()
+    if folder.name in ("best", "model") or folder.name.startswith("global_step_"):
+        folder = folder.parent
+    file = folder / "config.yaml"
+    return file if model and file.is_file() else None
+
+
+def _check(settings: Config, n: int) -> int:
+    """Compare served answers with an evaluation; return the exit code."""
+    from itertools import islice
+
+    from agentrl.cli.session import open_session
+    from agentrl.config import file_names
+    from agentrl.engine.base import Sampling
+    from agentrl.gateway.served import compare_served
+
+    with open_session(settings) as (plan, rollouts):
+        rows, greedy = [*islice(plan.train, n)], Sampling(temperature=0.0)
+        files = file_names(settings.data.train)
+        typer.echo(f"{files}: the first {len(rows)} of {len(plan.train)} rows, greedy")
+        groups = rollouts.collect(rows, n=1, sampling=greedy, step=0, tag="greedy")
+        trajectories = [s.trajectory for group in groups for s in group.scored]
+        comparison = rollouts.run(compare_served(rollouts.runtime, trajectories))
+    for line in comparison.lines():
+        typer.echo(line)
+    return 0 if comparison.is_equal else 1

@@ -128,7 +128,7 @@ class Gateway:
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0):
         self._host, self._port = host, port
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, AnySession] = {}
         self._users = 0
         self._lock = asyncio.Lock()
         self._server: uvicorn.Server | None = None
@@ -136,7 +136,7 @@ class Gateway:
         self._url = ""
 
     @contextlib.asynccontextmanager
-    async def session(self, session: Session, key: str = "") -> AsyncIterator[tuple[str, str]]:
+    async def session(self, session: AnySession, key: str = "") -> AsyncIterator[tuple[str, str]]:
         """Serve a session within this block; yield the base URL and the key.
 
         Args:

@@ -364,16 +364,16 @@ class Session:
             if i == len(keys):
                 cause = "an earlier request was sent again"
                 return Event("branch", cause, i - 1)
-            before, after = _cut_around_difference(_text_of(known[i]), _text_of(keys[i]))
+            before, after = cut_around_difference(_text_of(known[i]), _text_of(keys[i]))
             role = known[i].role
             cause = f"{role} message changed" if keys[i].role == role else "messages were removed"
             return Event("branch", cause, i, before, after)
         if tools != conversation.tools:
-            before, after = _cut_around_difference(conversation.tools.decode(), tools.decode())
+            before, after = cut_around_difference(conversation.tools.decode(), tools.decode())
             return Event("branch", "the tools changed", -1, before, after)
         if written < 0:
             return Event("clean")
-        before, after = _cut_around_difference(known[written].written, keys[written].written)
+        before, after = cut_around_difference(known[written].written, keys[written].written)
         if known[written].role != "assistant":
             self.counts["volatile"] += 1
             return Event("realigned", "a volatile line changed", written, before, after)
@@ -390,7 +390,7 @@ class Session:
             ids = (message.call_id,) if message.call_id in self._by_call else ()
             return Key(message.role, text, (), ids, written)
         ids = tuple(call.id for call in message.calls if call.id in self._by_call)
-        calls = tuple((call.name, _canonical(call.arguments)) for call in message.calls)
+        calls = tuple((call.name, canonical(call.arguments)) for call in message.calls)
         written = "\n".join([message.reasoning, *(call.arguments for call in message.calls)])
         return Key("assistant", text, calls, ids, written)
 
@@ -552,8 +552,8 @@ def _count_shared(known: Sequence[Key], keys: Sequence[Key]) -> int:
 
 
 @lru_cache(4096)  # Each request contains the arguments of all earlier calls again.
-def _canonical(arguments: str) -> str:
-    """Return a canonical text of a JSON value."""
+def canonical(arguments: str) -> str:
+    """Return a canonical text of the arguments of a call, or the text if it is not JSON."""
     try:
         value: Any = orjson.loads(arguments or "{}")
         return orjson.dumps(_unify(value), option=orjson.OPT_SORT_KEYS).decode()
@@ -574,7 +574,7 @@ def _text_of(key: Key) -> str:
     return "\n".join([key.text, *(f"{name}({arguments})" for name, arguments in key.calls)])
 
 
-def _cut_around_difference(before: str, after: str) -> tuple[str, str]:
+def cut_around_difference(before: str, after: str) -> tuple[str, str]:
     """Return two texts around their first difference."""
     pairs = zip(before, after, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))

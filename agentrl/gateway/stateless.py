@@ -1,38 +1,62 @@
 """Answer requests that are independent of each other, for `agentrl serve`.
 
-Each request is an episode of one turn, with the sampling parameters that its client asks for. All
-its assistant messages are encoded from their text, as in an inference server.
+Each request is an episode of one turn, with the sampling parameters that its client asks for. If it
+contains answers of this server, the policy sees their tokens as it sampled them, as in training.
+Other assistant messages are encoded from their text.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections import deque
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
+from typing import NamedTuple
 
 from agentrl.agent_loops import Episode
 from agentrl.agent_loops.attempt import Attempt, Runtime
+from agentrl.config import Config
 from agentrl.engine.base import Sampling
-from agentrl.gateway.requests import Answer, Refusal, Request
-from agentrl.gateway.session import Session
+from agentrl.gateway.requests import Answer, ChatMessage, Refusal, Request
+from agentrl.gateway.session import Session, canonical
 from agentrl.trajectory import Message, Sample
 
 KEPT_REFUSALS = 100
 """The number of last refusals that are kept."""
+KEPT_TURNS = 4096
+"""The number of last answers whose tokens are kept."""
+UNLIMITED = {"max_turn_tokens": 2**20, "max_trajectory_tokens": 2**24, "timeout_s": 3600.0}
+"""The budgets of an answer: only the model's context and the request's `max_tokens` limit it."""
 _OPENING = (Message("user", ""),)
+
+
+class _Turn(NamedTuple):
+    """A message that the policy sampled, and its tokens."""
+
+    message: Message
+    ids: array[int]
+
+
+def without_budgets(config: Config) -> Config:
+    """Return the config of a server for the config of a run."""
+    rollout = config.rollout.model_copy(update=UNLIMITED)
+    return config.model_copy(update={"rollout": rollout})
 
 
 class StatelessSession:
     """Answers the requests of all clients, each independently of the others.
 
     Args:
-        runtime: the engine, its template and the config.
+        runtime: the engine, its template, and a config `without_budgets`.
         temperature: the temperature for requests without one.
     """
 
     def __init__(self, runtime: Runtime, temperature: float):
         self.refusals: deque[Refusal] = deque(maxlen=KEPT_REFUSALS)
         self._runtime = runtime
+        self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
         self._default = Sampling(temperature=temperature)
 
     async def answer(self, request: Request) -> Answer:
@@ -46,13 +70,35 @@ class StatelessSession:
         seed = secrets.randbits(62)
         attempt = Attempt(self._runtime, Sample("serve", _OPENING), episode_id, 0, sampling, seed)
         sampler.begin(episode_id, awaited=False)
-        session = Session(Episode(attempt, _OPENING, ()))
+        episode = Episode(attempt, _OPENING, ())
+        known = self._known_turns(request.messages)
+        session = _RecallingSession(episode, known)
         try:
-            return await session.answer(request)
+            answer = await session.answer(request)
+            message = episode.messages[-1]
+            self._keep(request, answer, _Turn(message, attempt.turn_ids[id(message)]))
+            return answer
         finally:
             await session.close()
             await attempt.end()
             sampler.end(episode_id)
+
+    def _known_turns(self, messages: Sequence[ChatMessage]) -> dict[int, _Turn]:
+        """Return the messages that are answers of this server, by `id(message)`."""
+        known = {}
+        for message, digest in zip(messages, _digests(messages), strict=True):
+            if message.role == "assistant" and digest in self._turns:
+                self._turns.move_to_end(digest)
+                known[id(message)] = self._turns[digest]
+        return known
+
+    def _keep(self, request: Request, answer: Answer, turn: _Turn) -> None:
+        """Keep an answer for requests that contain it."""
+        answered = ChatMessage("assistant", answer.text, answer.calls)
+        *_, digest = _digests([*request.messages, answered])
+        self._turns[digest] = turn
+        if len(self._turns) > KEPT_TURNS:
+            self._turns.popitem(last=False)
 
     def set_outcome(self, reward: float) -> None:
         """Refuse a reward, because nothing trains.
@@ -61,3 +107,33 @@ class StatelessSession:
             Refusal: always.
         """
         raise Refusal(404, "no_episode", "this server trains nothing, so it takes no rewards")
+
+
+class _RecallingSession(Session):
+    """A session that knows turns of other episodes.
+
+    Args:
+        episode: the episode.
+        known: these turns, by the `id` of the message of the request that repeats them.
+    """
+
+    def __init__(self, episode: Episode, known: Mapping[int, _Turn]):
+        super().__init__(episode)
+        self._known = known
+
+    def _foreign(self, message: ChatMessage) -> Message:
+        if id(message) not in self._known:
+            return super()._foreign(message)
+        sampled, ids = self._known[id(message)]
+        self._episode.recall(sampled, ids)
+        return sampled
+
+
+def _digests(messages: Sequence[ChatMessage]) -> Iterator[bytes]:
+    """Yield a digest of each message and those before it. Ids and thinking do not matter."""
+    digest = b""
+    for m in messages:
+        calls = [(call.name, canonical(call.arguments)) for call in m.calls]
+        text = repr((m.role, m.text.strip(), calls))
+        digest = blake2b(digest + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        yield digest

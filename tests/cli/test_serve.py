@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 from contextlib import closing
+from pathlib import Path
 
 import httpx
 import pytest
+from support.forked_python import run_agentrl
 from typer.testing import CliRunner
 
 from agentrl.agent_loops.attempt import Runtime, make_template
@@ -130,3 +132,36 @@ def test_the_command_serves_until_it_is_stopped(tiny_model):
         process.send_signal(signal.SIGINT)
         assert process.wait(20) in (0, 130, -2)
     assert json.loads(response.text)["object"] == "chat.completion"
+
+
+VAL = Path(__file__).parent.parent.parent / "datasets/arithmetic_val.parquet"
+
+
+def check(*words):
+    result = CliRunner().invoke(app, ["serve", *map(str, words)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output.splitlines()
+
+
+def test_served_answers_are_those_of_an_evaluation(tiny_model, shipped_registries):
+    code, lines = check("--model", tiny_model, "--check", 9, f"data.val={VAL}",
+                        "files=[shelf:calculator]")  # fmt: skip
+    assert code == 0 and lines[0].endswith("the first 9 of 240 rows, greedy")
+    assert lines[-1].startswith("9 of 9 rows equal (")
+
+
+@pytest.mark.slow
+def test_a_model_is_trained_exported_served_and_checked(tmp_path, shipped_registries):
+    chats = tmp_path / "chats.jsonl"
+    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "No"}]}
+    chats.write_text("\n".join([json.dumps(row)] * 8))
+    tuned, run, plain = tmp_path / "tuned", tmp_path / "run", tmp_path / "plain"
+    options = ["--steps", 2, "--batch-size", 4, "--lr", 1e-4]
+    run_agentrl("sft", "--dataset", chats, "--model", "tiny", "--output", tuned, *options)
+    rows = ["--dataset", VAL, "--val-dataset", VAL, "--file", "shelf:calculator"]
+    budgets = ["rollout.n=4", "data.batch_size=8", "trainer.total_steps=2", "optim.lr=1e-3"]
+    run_agentrl("train", "--model", tuned, *rows, "--output", run, *budgets)
+    run_agentrl("export", run, plain)
+    for words in (["--model", run], ["-c", run / "config.yaml", "--model", plain]):
+        code, lines = check(*words, "--check", 40)
+        assert code == 0 and lines[-1].startswith("40 of 40 rows equal ("), lines
