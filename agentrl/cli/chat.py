@@ -24,24 +24,27 @@ def chat(
 ) -> None:
     """Talk with a policy: you are the user, and it calls the tools of --file.
 
+    For a run or a checkpoint of one, the run's config.yaml is the default of --config.
+
     `/reset` begins a new conversation, `/exit` or the end of the input ends it.
 
     Examples:
         agentrl chat --model tiny --file shelf:calculator
 
-        agentrl chat -c runs/a/config.yaml --model runs/a
+        agentrl chat --model runs/a
     """
     from transformers.utils import logging
 
     from agentrl import registry
     from agentrl.agent_loops.attempt import load_template
     from agentrl.agent_loops.play import play
-    from agentrl.cli.options import read_config, with_model_folder
+    from agentrl.cli.options import config_of_run, read_config, with_model_folder
     from agentrl.engine.open import open_engine
     from agentrl.errors import UserError
     from agentrl.interactions.person import Person, read_line
     from agentrl.trajectory import Message, Sample
 
+    config = config or config_of_run(model)
     settings = read_config(config, overrides, model=model, file=file, needs_rows=False)
     rollout = settings.rollout.model_copy(update=UNLIMITED)
     settings = with_model_folder(settings.model_copy(update={"rollout": rollout}))

@@ -34,7 +34,7 @@ def check(
         ),
     ] = None,
     config: ConfigFile = None,
-    n: Annotated[int, typer.Option("-n", help="How many rows to play.", min=1)] = 1,
+    n: Annotated[int, typer.Option("-n", help="How many rows to play.", min=1)] = 3,
     rollouts: Annotated[int, typer.Option(help="Episodes per row.", min=1)] = 2,
     reward: Annotated[str | None, typer.Option(help="grader, post or exit (agent.reward).")] = None,
     env: Annotated[
@@ -48,10 +48,11 @@ def check(
 ) -> None:
     """Play your agent against a scripted policy, and report what would train.
 
-    Needs no model and no GPU. The policy calls each tool that the agent offers once, and then
-    answers. The report says which requests continue a conversation cleanly, and which begin a new
-    row of tokens and why; what the run decides instead of the agent; and which requests and
-    episodes are lost. Exit code 0 if everything trains cleanly, 1 if there are problems.
+    Needs no model and no GPU. The policy calls each tool that the agent offers once, with one
+    malformed call among them, and then answers. The report says which requests continue a
+    conversation cleanly, and which begin a new row of tokens and why; what the run decides instead
+    of the agent; and which requests and episodes are lost. Exit code 0 if everything trains
+    cleanly, 1 if there are problems.
 
     Examples:
         agentrl gateway check -- python my_agent.py

@@ -306,6 +306,15 @@ def with_model_folder(config: Config) -> Config:
     return config.model_copy(update={"model": model})
 
 
+def config_of_run(model: str | None) -> Path | None:
+    """Return the config of the run that a model belongs to; None if it belongs to none."""
+    folder = Path(model or "").expanduser()
+    if folder.name in ("best", "model") or folder.name.startswith("global_step_"):
+        folder = folder.parent
+    file = folder / "config.yaml"
+    return file if model and file.is_file() else None
+
+
 def read_config_to_play(
     config: Path | None,
     overrides: list[str] | None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -54,7 +53,7 @@ def serve(
     from transformers.utils import logging
 
     from agentrl.agent_loops.attempt import Runtime, load_template
-    from agentrl.cli.options import read_config, with_model_folder
+    from agentrl.cli.options import config_of_run, read_config, with_model_folder
     from agentrl.engine.open import open_engine
     from agentrl.errors import UserError
     from agentrl.gateway.requests import MODEL
@@ -63,7 +62,7 @@ def serve(
     from agentrl.tools import LocalToolbox
     from agentrl.tools.serving.bind import bind, url_of
 
-    config = config or _config_of_run(model)
+    config = config or config_of_run(model)
     if check:
         raise typer.Exit(_check(read_config_to_play(config, overrides, None, model, None), check))
     token = os.environ.get(token_env, "") if token_env else ""
@@ -91,15 +90,6 @@ def serve(
         serve_forever(app, bound)
     finally:
         engine.close()
-
-
-def _config_of_run(model: str | None) -> Path | None:
-    """Return the config of the run that a model belongs to; None if it belongs to none."""
-    folder = Path(model or "").expanduser()
-    if folder.name in ("best", "model") or folder.name.startswith("global_step_"):
-        folder = folder.parent
-    file = folder / "config.yaml"
-    return file if model and file.is_file() else None
 
 
 def _check(settings: Config, n: int) -> int:

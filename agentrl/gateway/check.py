@@ -1,8 +1,9 @@
 """Play a user's agent against a scripted policy, and report what would train.
 
 No model is needed: the policy calls each tool that the agent offers once, with arguments made from
-the tool's schema, and then answers with a text. So mistakes of the agent are found within seconds,
-before they waste training: history that changes, tools that change, unsupported fields, crashes.
+the tool's schema, and then answers with a text. One call is malformed. So mistakes of the agent are
+found within seconds, before they waste training: history that changes, tools that change,
+unsupported fields, crashes.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ class CheckReport:
         """Yield the report as text."""
         events = [event for p in self.played for event in p.events]
         kinds = Counter(event.kind for event in events)
-        shares = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+        shares = ", ".join(
+            f"{number} {kind} = {number / len(events):.0%}" for kind, number in kinds.most_common()
+        )
         yield f"{plural(len(self.played), 'episode')}: {plural(len(events), 'request')} ({shares})"
         trajectories = [p.trajectory for p in self.played if p.trajectory]
         turns = sum(len(t.turns) for t in trajectories)
@@ -115,6 +118,7 @@ class CheckReport:
             yield f"decided by the run, not by the agent: {name} ({plural(number, 'request')})"
         for event in _distinct(e for e in events if e.kind == "realigned"):
             yield f"realigned, which costs nothing: {event.cause}"
+            yield from _examples([event])
         if kinds["spawn"]:
             yield f"further conversations (sub-agents train as well): {kinds['spawn']}"
         problems = list(self._problems())
@@ -179,7 +183,8 @@ async def _play(
     config: Config, tokenizer: Any, sample: Sample, episode_id: str, rollout: int
 ) -> CheckedEpisode:
     template = make_template(tokenizer, config)
-    runtime = Runtime(ScriptedPolicy(template), template, LocalToolbox(), config)
+    policy = ScriptedPolicy(template)
+    runtime = policy.runtime = Runtime(policy, template, LocalToolbox(), config)
     sessions: list[Session] = []
 
     def open_checked(ep: Episode) -> Session:
@@ -205,9 +210,16 @@ async def _play(
 
 
 class ScriptedPolicy(Sampler):
-    """A policy that calls each tool once, and then answers with a text."""
+    """A policy that calls each tool once, and then answers with a text.
+
+    Its first turn with calls also contains a malformed call.
+
+    Attributes:
+        runtime: the runtime that it samples for.
+    """
 
     max_length = 10**6
+    runtime: Runtime
 
     def __init__(self, template: ChatTemplate):
         self._template = template
@@ -222,8 +234,11 @@ class ScriptedPolicy(Sampler):
         deadline: float,
     ) -> Generation:
         """Return the tokens of the next turn, as the chat template writes it."""
-        content, calls = next_turn(_request.get())
-        turn = [*self._thought(), *self._template.foreign_turn(content, calls)]
+        request = _request.get()
+        content, calls = next_turn(request)
+        turn = token_array([*self._thought(), *self._template.foreign_turn(content, calls)])
+        if calls and not any(message.calls for message in request.messages):
+            turn += await self._malformed_call(turn, calls, request.tools)
         ids = token_array([*turn, sampling.stop_ids[0]][: sampling.max_tokens])
         return Generation(
             token_ids=ids,
@@ -239,6 +254,24 @@ class ScriptedPolicy(Sampler):
 
     async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
         return float_array([0.0] * len(token_ids))
+
+    async def _malformed_call(
+        self, turn: array[int], calls: Sequence[ToolCall], schemas: Sequence[Any]
+    ) -> array[int]:
+        """Return the tokens of a malformed call that may follow a turn with well-formed calls.
+
+        They are those of a well-formed call without one token. If no such tokens leave the other
+        calls as they are, there are none.
+        """
+        whole = self._template.foreign_turn("", calls[:1])
+        for i in reversed(range(len(whole))):
+            broken = whole[:i] + whole[i + 1 :]
+            text = self._template.decode(turn + broken)
+            parsed = await self.runtime.parse_calls(text, schemas)
+            names = [(c.name, c.arguments) for c in parsed if not c.error]
+            if names == [(c.name, c.arguments) for c in calls] and len(parsed) == len(calls) + 1:
+                return broken
+        return token_array()
 
     def _thought(self) -> array[int]:
         """Return a thought, if the template has a token for it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -58,14 +59,29 @@ def ask(messages):
 """
 EDITS = "kept = lambda message: message | {'content': (message['content'] or '').upper()}"
 DROPS = "keep = lambda messages: messages if calls < 1 else [messages[0], *messages[2:]]"
+LOSES_TEXT = "kept = lambda m: m | {'content': None} if m.get('tool_calls') else m"
+SENDS_TWICE = """
+plain = ask
+def ask(messages):
+    plain(messages)
+    return plain(messages)
+"""
+REWRITES = """
+def kept(message):
+    for function in [call["function"] for call in message.get("tool_calls", ())]:
+        function["arguments"] = json.dumps(json.loads(function["arguments"]), indent=1)
+    return message
+"""
 TWO = "MORE = lambda: {'n': 2}"
 TOOLS = "MORE = lambda: {'tools': [TOOL] * (1 + (calls > 0))}"
 FORMAT = "MORE = lambda: {'response_format': {'type': 'json_object'}}"
 
 
 @pytest.fixture
-def check(tmp_path):
+def check(tmp_path, monkeypatch):
     """Return a function that checks an agent; it returns the exit code and the output."""
+
+    monkeypatch.chdir(tmp_path)
 
     def run(change: str = "", *options: str) -> tuple[int, str]:
         script = tmp_path / "my_agent.py"
@@ -81,7 +97,7 @@ def check(tmp_path):
 def test_an_agent_that_trains_cleanly(check):
     code, text = check()
     assert code == 0
-    assert "2 episodes: 4 requests (2 first, 2 clean)" in text
+    assert "2 episodes: 4 requests (2 first = 50%, 2 clean = 50%)" in text
     assert "4 turns in 2 rows of tokens (2.0 turns per row)" in text
     assert "0 tokens of prompts of further rows\nthe agent trains cleanly" in text
 
@@ -91,6 +107,8 @@ def test_an_agent_that_trains_cleanly(check):
     [
         ("SYSTEM = lambda: f'You calculate. {uuid.uuid4()}'", ["system message changed", "now  "]),
         (EDITS, ["assistant message changed", "LET ME SEE"]),
+        (LOSES_TEXT, ["assistant message changed", "ids of their calls"]),
+        (SENDS_TWICE, ["an earlier request was sent again", "x-stainless-retry-count"]),
         (DROPS, ["messages were removed", "Keep the history"]),
         (TOOLS, ["the tools changed"]),
         (TWO, ["2 requests refused (400): n=2", "2 episodes lost: the agent exited with code 1"]),
@@ -100,7 +118,20 @@ def test_an_agent_that_trains_cleanly(check):
         ("kept = lambda message: 1 / 0", ["ZeroDivisionError"]),
         (IGNORES, ["2 requests after the episode was over"]),
     ],
-    ids=["system", "edit", "drop", "tools", "n", "format", "url", "silent", "crash", "ignores"],
+    ids=[
+        "system",
+        "edit",
+        "text",
+        "twice",
+        "drop",
+        "tools",
+        "n",
+        "format",
+        "url",
+        "silent",
+        "crash",
+        "ignores",
+    ],
 )
 def test_a_fault_of_an_agent_is_named(check, change, problems):
     code, text = check(change)
@@ -121,12 +152,27 @@ def test_what_the_run_decides_is_counted(check):
     assert "tool_choice (4 requests)" in text
 
 
+def test_calls_in_another_json_form_train_cleanly(check):
+    code, text = check(REWRITES)
+    assert code == 0 and "2 realigned = 50%" in text
+    assert 'was  \'\\n{"expression": "1+1"}\'' in text and '\\n "expression"' in text
+
+
+def test_the_policy_writes_a_malformed_call(check):
+    keeps = "kept = lambda m: (open('answers', 'a').write(json.dumps(m) + '\\n'), m)[1]"
+    code, _ = check(keeps, "--rollouts", "1")
+    first, last = map(json.loads, Path("answers").read_text().splitlines()[:2])
+    assert code == 0 and len(first["tool_calls"]) == 1
+    assert "Let me see." in first["content"] and '"name": "calculator"' in first["content"]
+    assert last["content"] == "The answer is 42."
+
+
 def test_rows_of_a_file(check, tmp_path):
     rows = tmp_path / "rows.jsonl"
     row = {"prompt": [{"role": "user", "content": "Q"}], "agent_name": "external"}
-    rows.write_text("\n".join(json.dumps(row) for _ in range(3)))
-    code, text = check("", "--dataset", str(rows), "-n", "2", "--rollouts", "1")
-    assert code == 0 and "2 episodes" in text
+    rows.write_text("\n".join(json.dumps(row) for _ in range(4)))
+    code, text = check("", "--dataset", str(rows), "--rollouts", "1")
+    assert code == 0 and "3 episodes" in text
 
 
 def test_an_agent_must_be_named():

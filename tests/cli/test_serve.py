@@ -19,6 +19,7 @@ from agentrl.agent_loops.attempt import Runtime, make_template
 from agentrl.agent_loops.play import play
 from agentrl.chat import load_tokenizer
 from agentrl.cli import app
+from agentrl.cli.options import config_of_run
 from agentrl.config import Config, RolloutConfig
 from agentrl.engine.base import Sampling
 from agentrl.engine.local import LocalEngine
@@ -148,6 +149,14 @@ def test_served_answers_are_those_of_an_evaluation(tiny_model, shipped_registrie
                         "files=[shelf:calculator]")  # fmt: skip
     assert code == 0 and lines[0].endswith("the first 9 of 240 rows, greedy")
     assert lines[-1].startswith("9 of 9 rows equal (")
+
+
+@pytest.mark.parametrize("name", ["", "global_step_00000002", "best", "model", "other"])
+def test_a_run_brings_its_config(tmp_path, name):
+    file = tmp_path / "config.yaml"
+    assert config_of_run(str(tmp_path / name)) is None and config_of_run(None) is None
+    file.touch()
+    assert config_of_run(str(tmp_path / name)) == (None if name == "other" else file)
 
 
 @pytest.mark.slow
