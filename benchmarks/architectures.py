@@ -47,26 +47,33 @@ LINEAR: Keys = {
     "linear_num_value_heads": 16,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
+    "full_attention_interval": 4,
 }
 EXPERTS: Keys = {"num_experts_per_tok": 8}
+UNTIED: Keys = {"tie_word_embeddings": False}
+"""As published: SGLang ignores that the config of such a model ties its embeddings."""
 MODELS: dict[str, tuple[str, Keys]] = {
     "qwen2.5": ("qwen2", {"intermediate_size": 4864}),
     "qwen3": ("qwen3", {"intermediate_size": 4096, "head_dim": 128}),
     "qwen3-moe": (
         "qwen3_moe",
-        {"head_dim": 128, "num_experts": 64, "moe_intermediate_size": 512, **EXPERTS},
+        {"head_dim": 128, "num_experts": 64, "moe_intermediate_size": 512, **EXPERTS, **UNTIED},
     ),
     "qwen3.5": ("qwen3_5_text", {"intermediate_size": 3584, "head_dim": 256, **LINEAR}),
     "gpt-oss": (
         "gpt_oss",
-        {"intermediate_size": 512, "head_dim": 64, "num_local_experts": 64, **EXPERTS},
+        {
+            **{"intermediate_size": 512, "head_dim": 64, "num_local_experts": 64},
+            **{"swiglu_limit": 7.0, **EXPERTS, **UNTIED},
+        },
     ),
     "gemma3": (
         "gemma3_text",
         {"intermediate_size": 4096, "head_dim": 128, "sliding_window": 512},
     ),
 }
-"""The type of each config, and its values: 3B of weights with experts, 0.6B otherwise."""
+"""The type of each config, and its values: 3B of weights with experts, 0.6B otherwise. SGLang reads
+keys that published configs have and those of transformers may lack (`swiglu_limit`)."""
 SHAPE: Keys = {
     "hidden_size": 1024,
     "num_hidden_layers": 24,

@@ -87,17 +87,15 @@ ROW = {
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
-def test_a_limit_that_is_too_low_is_reported_at_once(tmp_path, command):
+def test_a_limit_that_is_too_low_is_reported_before_the_model_is_loaded(tmp_path, command):
     rows = tmp_path / "rows.jsonl"
     rows.write_text((json.dumps(ROW) + "\n") * 256)
     options = ["--dataset", str(rows), "--model", "tiny", "--file", "shelf:calculator"]
     sizes = ["data.batch_size=256", "rollout.n=8", f"trainer.output={tmp_path / 'run'}"]
     arguments = [command, *options, *sizes[: 3 if command == "train" else 2]]
-    began = time.monotonic()
     done = run_agentrl(*arguments, open_files=256)
-    took = time.monotonic() - began
-    print(f"{took:.1f} s")
-    assert done.returncode == 1 and took < 5.0
+    assert done.returncode == 1
+    assert "load the model" not in done.stdout + done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
     assert (
         "lets a process open 256 files" in done.stderr and "2,048 rollouts at once" in done.stderr

@@ -152,9 +152,9 @@ def keys(server):
 
 
 async def check(server, policies, gpu, **target):
-    """A policy in one bucket, another in one and in many: the server's scores are transformers'."""
+    """Two policies in turn, in one bucket and in many: the server's scores are transformers'."""
     scored_rows = []
-    ways = [(2**30, 0), (2**30, 1), (1, 1), (100_000, 1), (100_000, 0)]
+    ways = [(2**30, 0), (2**30, 1), (1, 0), (1, 1), (100_000, 0), (100_000, 1)]
     engine = SGLangEngine(
         server.url,
         vocabulary=policies[0].config.vocab_size,
@@ -175,7 +175,7 @@ async def check(server, policies, gpu, **target):
     assert (scored_rows[0] - first).abs().mean() < 0.05
     assert (scored_rows[1] - other).abs().mean() < 0.05
     assert (scored_rows[0] - other).abs().mean() > 0.5, "a control: the policies differ"
-    for again, as_before in ((2, 1), (3, 1), (4, 0)):
+    for again, as_before in ((2, 0), (3, 1), (4, 0), (5, 1)):
         assert torch.equal(scored_rows[again], scored_rows[as_before])
 
 

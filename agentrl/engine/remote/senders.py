@@ -164,7 +164,8 @@ class Sent:
     names: list[str] = field(default_factory=list)
     """The names of the tensors."""
     digest: str = ""
-    """A text that changes if weights change. It is compared with earlier digests only."""
+    """A text that changes if weights change, or their buckets. It is compared with earlier digests
+    only, of the same `Route.bucket_bytes`."""
     rows: dict[str, Tensor] = field(default_factory=dict)
     """The first `COMPARED_ROWS` rows of some tensors, on the CPU."""
     norms: dict[str, Tensor] = field(default_factory=dict)
