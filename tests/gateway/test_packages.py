@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,15 +19,6 @@ HERE = Path(__file__).parent / "packages"
 TOKENIZER = byte_tokenizer()
 SAMPLE = Sample("r0", (Message("user", "How much is 3*4?"),), agent_name="external")
 CALCULATE = call("calculator", expression="3*4")
-
-
-@pytest.fixture(scope="session")
-def packages_python() -> str:
-    """Return the Python of the environment with the packages (`make agents`)."""
-    python = Path(__file__).parents[2] / ".venv-agents/bin/python"
-    if not python.exists() and not os.environ.get("CI"):
-        pytest.skip("no agent packages: `make agents`")
-    return str(python)
 
 
 def run(python: str, agent: str, turns, engine=Scripted) -> Trajectory:
