@@ -41,7 +41,7 @@ async def run(sample, base_url, api_key, model):
     texts = []
     async with httpx.AsyncClient(headers=headers, timeout=120) as client:
         async def turn(messages, **fields):
-            body = {{"model": model, "messages": messages, **fields}}
+            body = {{"model": model, "messages": messages, "max_tokens": 40, **fields}}
             response = await client.post(base_url + "/chat/completions", json=body)
             assert response.status_code == 200, response.text
             message = response.json()["choices"][0]["message"]
@@ -61,7 +61,7 @@ async def run(sample, base_url, api_key, model):
         await turn(main, tools=[TOOL])
         await turn(main, tools=[TOOL])
         await asyncio.gather(sub_agent("ada"), sub_agent("bob"))
-        await turn(main, tools=[TOOL], max_tokens=24)
+        await turn(main, tools=[TOOL])
     return "".join(texts).count("e") / len("".join(texts))
 """
 TURNS = 7
