@@ -1,153 +1,250 @@
 """What the gateway costs: CPU time per request, and how many agents it serves at the same time.
 
-    python benchmarks/gateway.py
+    python benchmarks/gateway.py                    # all cases: a minute
+    python benchmarks/gateway.py cpu_8k             # some of them
+    python benchmarks/gateway.py cpu_8k --profile   # where the time goes
 
 One JSON object per line: name, value, unit, context. The engine answers at once, so the figures are
-those of HTTP, JSON, matching and tokens.
+those of HTTP, JSON, matching, tokens and parsing. For `cpu_...` the agent is a process of its own,
+which is not included: the figure is the CPU time of the process that serves it, from one request
+that reaches the engine to the next. It includes what every agent loop does for a turn: encoding the
+tool's result, decoding and parsing the turn. Other processes on the same cores make it larger;
+`p10_ms` is the figure of the least disturbed tenth.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import cProfile
+import gc
 import json
+import pstats
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import uvloop
+from workload.conversations import SYSTEM, Talk, passages, wide
 from workload.timing import print_figure
+from workload.tokenizer import workload_tokenizer
 
-from agentrl.agent_loops import Episode, agent_loop
-from agentrl.agent_loops.attempt import Runtime, make_template
+from agentrl.agent_loops.attempt import Runtime
 from agentrl.agent_loops.play import play_episode
+from agentrl.chat import ChatTemplate
 from agentrl.config import AgentConfig, Config, RolloutConfig
-from agentrl.engine.base import Sampling
-from agentrl.engine.scripted import Scripted
-from agentrl.gateway.serve import Gateway
-from agentrl.gateway.session import Session
-from agentrl.testing import byte_tokenizer, call
+from agentrl.engine.base import Sampler, Sampling
 from agentrl.tools import LocalToolbox
-from agentrl.trajectory import Message, Sample
+from agentrl.trajectory import Generation, Message, Sample
 
-CALLS = 30
-"""The measured requests of an episode."""
-CALL = call("calc", expression="3*4")
-TOOL = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}
+SPREAD = 1 / 8
+"""The measured requests have a history of so many tokens, give or take this share."""
+REQUESTS = 8
+"""The requests of an agent in the cases with many agents."""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Evaluate an arithmetic expression.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    },
+}
+
+
+@dataclass(frozen=True)
+class History:
+    """A case with a long history.
+
+    Attributes:
+        tokens: the tokens of the prompts that are measured.
+        result_tokens: about the number of tokens of a tool's result.
+        episodes: the number of episodes.
+    """
+
+    tokens: int
+    result_tokens: int
+    episodes: int
+
+
+HISTORIES = {"cpu_8k": History(8_000, 300, 16), "cpu_128k": History(128_000, 900, 2)}
 AGENT = """
-import json, os, urllib.request
+import http.client, json, os, sys, urllib.parse
 
+results, tool = json.load(open(sys.argv[1]))
 messages = json.loads(os.environ["AGENTRL_SAMPLE"])["prompt"]
+url = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
+connection = http.client.HTTPConnection(url.hostname, url.port)
 headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-for _ in range(8):
-    body = json.dumps({"messages": messages}).encode()
-    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    answer = json.load(urllib.request.urlopen(urllib.request.Request(url, body, headers)))
-    messages += [answer["choices"][0]["message"], {"role": "user", "content": "Go on."}]
+for result in results:
+    body = {"model": "policy", "messages": messages, "tools": [tool]}
+    body = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    connection.request("POST", url.path + "/chat/completions", body, headers)
+    message = json.load(connection.getresponse())["choices"][0]["message"]
+    messages.append(message)
+    for call in message["tool_calls"]:
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
 """
-TOKENIZER = byte_tokenizer()
+FUNCTION = """
+import asyncio, json
+import httpx
+
+async def run(sample, base_url, api_key):
+    results, tool = json.load(open({file!r}))
+    messages = sample["prompt"]
+    headers = {{"authorization": f"Bearer {{api_key}}"}}
+    async with httpx.AsyncClient(headers=headers, timeout=60, verify=False) as client:
+        for result in results:
+            body = {{"model": "policy", "messages": messages, "tools": [tool]}}
+            answer = await client.post(base_url + "/chat/completions", json=body)
+            message = answer.json()["choices"][0]["message"]
+            messages.append(message)
+            for call in message["tool_calls"]:
+                messages.append(dict(role="tool", tool_call_id=call["id"], content=result))
+"""
 
 
-class Script(Scripted):
-    """Answers at once, whatever the length of the prompt."""
+@dataclass
+class Ready(Sampler):
+    """Returns the turns of a scripted conversation at once, to each episode from the beginning.
 
-    def _text(self, episode_id: str, prompt_ids: Any, turn: int) -> str:
-        return CALL
+    Attributes:
+        talk: the conversation.
+        calls: for each request the CPU seconds of this process, and the tokens of the prompt.
+    """
+
+    talk: Talk
+    calls: list[tuple[float, int]] = field(default_factory=list)
+    max_length = 1 << 24
+    is_concurrent = True
+
+    def __post_init__(self):
+        self._turns: dict[str, int] = {}
+
+    def begin(self, episode_id: str, *, awaited: bool = True) -> None:
+        self._turns[episode_id] = 0
+
+    async def generate(
+        self, prompt_ids: Any, sampling: Sampling, *, episode_id: str, seed: int, deadline: float
+    ) -> Generation:
+        self.calls.append((time.process_time(), len(prompt_ids)))
+        turn = self.talk.turns[self._turns[episode_id]]
+        self._turns[episode_id] += 1
+        return Generation(turn.token_ids, turn.logprobs, turn.versions, "stop", len(prompt_ids))
+
+    def end(self, episode_id: str) -> None:
+        del self._turns[episode_id]
+
+    async def score(self, token_ids: Any, temperature: float = 1.0) -> Any:
+        raise NotImplementedError
 
 
-def make_runtime(**agent: Any) -> Runtime:
+async def play(
+    engine: Ready, template: ChatTemplate, talk: Talk, number: int, **agent: Any
+) -> float:
+    """Play so many episodes of an agent at once; return the seconds that they took."""
     rollout = RolloutConfig(max_turns=10**6, max_tool_calls=10**6, max_trajectory_tokens=10**7)
-    config = Config(agent=AgentConfig(**agent), rollout=rollout)
-    engine = Script([], TOKENIZER, max_length=10**7)
-    return Runtime(engine, make_template(TOKENIZER, config), LocalToolbox(), config)
-
-
-async def play(runtime: Runtime, loop: str, number: int) -> None:
-    sample = Sample(str(number), (Message("user", "How much?"),), agent_name=loop)
-    runtime.sampler.begin(f"e{number}")
-    await play_episode(
-        runtime, sample, episode_id=f"e{number}", rollout=0, sampling=Sampling(), seed=0
+    config = Config(agent=AgentConfig(slots=number, **agent), rollout=rollout)
+    runtime = Runtime(engine, template, LocalToolbox(), config)
+    prompt = Message("system", SYSTEM), talk.prompt[1]
+    sample = Sample("s", prompt, agent_name="external")
+    begin = time.perf_counter()
+    for i in range(number):
+        engine.begin(f"e{i}")
+    await asyncio.gather(
+        *(
+            play_episode(
+                runtime, sample, episode_id=f"e{i}", rollout=i, sampling=Sampling(), seed=0
+            )
+            for i in range(number)
+        )
     )
+    return time.perf_counter() - begin
 
 
-async def measure_history(tokens: int) -> None:
-    """Measure requests whose history has about so many tokens (one for each byte)."""
-    runtime, gateway = make_runtime(), Gateway()
-    seconds: list[float] = []
+def write_agent(folder: Path, results: Sequence[str]) -> dict[str, str]:
+    """Write the agents, a process and a function; return `agent.command` and `agent.python`."""
+    (folder / "talk.json").write_text(json.dumps([results, TOOL]))
+    (folder / "agent.py").write_text(AGENT)
+    (folder / "function.py").write_text(FUNCTION.format(file=str(folder / "talk.json")))
+    command = f"{sys.executable} {folder}/agent.py {folder}/talk.json"
+    return {"processes": command, "functions": f"{folder}/function.py:run"}
+
+
+async def measure_history(name: str, case: History, template: ChatTemplate, profile: bool) -> None:
+    """Measure requests with a long history."""
+    used: list[float] = []
     lengths: list[int] = []
-
-    @agent_loop(f"history_{tokens}")
-    async def loop(ep: Episode) -> None:
-        session = Session(ep)
-        turns = max(tokens // 1000 - CALLS, 0)
-        messages: list[dict[str, Any]] = [{"role": "user", "content": "x" * 200}]
-        async with gateway.session(session) as (url, key):
-            headers = {"authorization": f"Bearer {key}"}
-            async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60) as client:
-                for i in range(turns + CALLS):
-                    body = json.dumps({"messages": messages, "tools": [TOOL]}).encode()
-                    begin = time.process_time()
-                    response = await client.post("/chat/completions", content=body)
-                    used = time.process_time() - begin
-                    if i >= turns:
-                        seconds.append(used)
-                        lengths.append(response.json()["usage"]["prompt_tokens"])
-                    message = response.json()["choices"][0]["message"]
-                    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"]}
-                    messages += [message, result | {"content": "y" * 900}]
-        await session.close()
-
-    await play(runtime, f"history_{tokens}", 0)
+    texts, profiler = passages(), cProfile.Profile()
+    low, high = case.tokens * (1 - SPREAD), case.tokens * (1 + SPREAD)
+    for episode in range(1 + case.episodes):
+        turns = round(high / (case.result_tokens + 90))
+        (talk,) = wide(template.tokenizer, turns, case.result_tokens, 1, texts)
+        engine = Ready(talk)
+        with tempfile.TemporaryDirectory() as folder:
+            command = write_agent(Path(folder), talk.results)["processes"]
+            if profile and episode:
+                profiler.enable()
+            await play(engine, template, talk, 1, command=command)
+            profiler.disable()
+        for (begin, _), (end, length) in zip(engine.calls, engine.calls[1:], strict=False):
+            if episode and low <= length <= high:  # The first one fills caches.
+                used.append(end - begin)
+                lengths.append(length)
+    if profile:
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
+    deciles = statistics.quantiles(used, n=10)
     print_figure(
-        "gateway_call_cpu",
-        round(statistics.median(seconds) * 1e3, 3),
+        f"gateway/{name}",
+        round(statistics.median(used) * 1e3, 3),
         "ms",
-        tokens=round(statistics.mean(lengths)),
-        calls=len(seconds),
-        includes="the client",
+        tokens=round(statistics.median(lengths)),
+        p10_ms=round(deciles[0] * 1e3, 3),
+        p90_ms=round(deciles[-1] * 1e3, 3),
+        calls=len(used),
+        result_tokens=case.result_tokens,
+        includes="the whole process without the client",
     )
 
 
-async def measure_agents(number: int, **agent: Any) -> None:
+async def measure_agents(template: ChatTemplate, kind: str, number: int) -> None:
     """Measure so many agents at the same time, of 8 requests each."""
-    runtime = make_runtime(slots=number, **agent)
-    begin, cpu = time.perf_counter(), time.process_time()
-    await asyncio.gather(*(play(runtime, "external", i) for i in range(number)))
-    kind = "functions" if "python" in agent else "processes"
+    (talk,) = wide(template.tokenizer, REQUESTS, 100, 1, passages())
+    with tempfile.TemporaryDirectory() as folder:
+        agents, cpu = write_agent(Path(folder), talk.results), time.process_time()
+        key = "python" if kind == "functions" else "command"
+        seconds = await play(Ready(talk), template, talk, number, **{key: agents[kind]})
     print_figure(
-        f"gateway_{kind}",
-        round(number * 8 / (time.perf_counter() - begin), 1),
+        f"gateway/{kind}",
+        round(number * REQUESTS / seconds, 1),
         "requests/s",
         agents=number,
-        requests=8,
+        requests=REQUESTS,
         cpu_s=round(time.process_time() - cpu, 2),
     )
 
 
-FUNCTION = """
-import httpx
-
-async def run(sample, base_url, api_key):
-    messages = sample["prompt"]
-    headers = {"authorization": f"Bearer {api_key}"}
-    async with httpx.AsyncClient(headers=headers, timeout=60, verify=False) as client:
-        for _ in range(8):
-            answer = await client.post(base_url + "/chat/completions", json={"messages": messages})
-            message = answer.json()["choices"][0]["message"]
-            messages += [message, {"role": "user", "content": "Go on."}]
-"""
-
-
 def main() -> None:
-    for tokens in (8_000, 128_000):
-        asyncio.run(measure_history(tokens))
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "function.py").write_text(FUNCTION)
-        (Path(folder) / "agent.py").write_text(AGENT)
-        asyncio.run(measure_agents(256, python=f"{folder}/function.py:run"))
-        asyncio.run(measure_agents(16, command=f"{sys.executable} {folder}/agent.py"))
+    parser = argparse.ArgumentParser(description=__doc__)
+    cases = (*HISTORIES, "functions", "processes")
+    parser.add_argument("cases", nargs="*", help=", ".join(cases))
+    parser.add_argument("--profile", action="store_true", help="show the slowest functions")
+    args = parser.parse_args()
+    template = ChatTemplate(workload_tokenizer())
+    gc.collect()
+    gc.freeze()  # as in a run
+    for name in args.cases or cases:
+        # Each case has its own event loop, because `agent.slots` applies to a whole loop.
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            if name in HISTORIES:
+                runner.run(measure_history(name, HISTORIES[name], template, args.profile))
+            else:
+                number = 256 if name == "functions" else 16
+                runner.run(measure_agents(template, name, number))
 
 
 if __name__ == "__main__":
