@@ -14,9 +14,11 @@
     │   │   │   └── PromptTooLong  the prompt exceeds the engine's context length
     │   │   ├── EngineOverloaded the engine's queue is full
     │   │   ├── EngineDead       the engine's process ended; includes the tail of its log
+    │   │   │   └── NoEngineLeft   no engine can be used any more: dropped, not retried
     │   │   └── InvalidEngineResponse  the engine's response is invalid
     │   ├── ChatRefused          the server of a judge or a simulated user rejects a request
     │   ├── ToolServerError
+    │   │   └── SessionLost      the tool server was restarted during the episode
     │   ├── SandboxError         model-written code cannot be isolated, so it is not run
     │   └── GraderCrash          a grader's process died: out of memory, a segmentation fault
     ├── UserCodeError            a loop, interaction, tool constructor or reward of the user raised
@@ -115,6 +117,10 @@ class EngineDead(EngineError):
     """The engine's process ended; the message contains the last lines of its log."""
 
 
+class NoEngineLeft(EngineDead):
+    """No engine can be used, and none will be started again; the message has the error of each."""
+
+
 class InvalidEngineResponse(EngineError):
     """The engine's response is invalid: missing logprobs, NaN, an unknown weight version."""
 
@@ -129,6 +135,10 @@ class ChatRefused(Infrastructure):
 
 class ToolServerError(Infrastructure):
     """The tool server did not answer, or its answer is invalid."""
+
+
+class SessionLost(ToolServerError):
+    """The tool server does not know an episode (any more): it was restarted in the meantime."""
 
 
 class SandboxError(Infrastructure):

@@ -6,6 +6,7 @@ their metrics are comparable. Validation needs an engine, but not torch.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from agentrl.engine.base import Sampling
 from agentrl.errors import DataError, Infrastructure, RunStopped
 from agentrl.metrics import count_calls, mean, standard_error, t_quantile
 from agentrl.rewards import Scorer
-from agentrl.rollout import MAX_ATTEMPTS, Rollouts
+from agentrl.rollout import MAX_ATTEMPTS, RETRY_SECONDS, Rollouts
 from agentrl.store import TrajectoryStore
 from agentrl.trajectory import Group, Message, Sample, Scored, Trajectory, Turn
 from agentrl.workers import run_all
@@ -308,7 +309,9 @@ async def score_stored(
         RunStopped: a server or a process of a reward failed three times.
     """
     cause = ""
-    for _ in range(MAX_ATTEMPTS):
+    for attempt in range(MAX_ATTEMPTS):
+        if attempt:
+            await asyncio.sleep(RETRY_SECONDS[attempt - 1])
         try:
             return tuple(await scorer.score_all(trajectories, trains=trains))
         except Infrastructure as e:

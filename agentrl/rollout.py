@@ -2,9 +2,9 @@
 
 `Rollouts.collect` is its synchronous interface: it takes samples and returns groups of scored
 trajectories. `Rollouts.start` plays one sample in the background. The module also implements the
-failure policy. The model's mistakes are part of the trajectory. After an infrastructure failure the
-episode is retried and then dropped, never rewarded with 0. Errors in user code are shown, and stop
-the run if there are many.
+failure policy. The model's mistakes are part of the trajectory. After an infrastructure failure and
+a pause, the episode is retried, and then dropped, never rewarded with 0. Errors in user code are
+shown, and stop the run if there are many.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import gc
 import itertools
 import logging
 import math
+import random
 import re
 import threading
 import time
@@ -34,8 +35,10 @@ from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import (
     Infrastructure,
+    NoEngineLeft,
     RequestRefused,
     RunStopped,
+    SessionLost,
     UserCodeError,
     UserError,
 )
@@ -50,14 +53,25 @@ from agentrl.workers import run_all
 
 log = logging.getLogger("agentrl")
 
+RETRY_SECONDS = (2.0, 20.0)
+"""The pauses before the second and the third attempt of an episode or a reward, after failures of
+the infrastructure. So no episode is dropped because an engine or a judge fails for 20 seconds."""
 MAX_ATTEMPTS = 3
-"""An episode is retried at most twice after infrastructure failures."""
+MAX_LOST_SESSIONS = 10
+"""How often an episode is also played again because its tool server was restarted. That is no fault
+of the episode, and a server that some tool kills takes the sessions of all others with it."""
+LOST_SESSION_SECONDS = (0.5, 8.0)
+"""The pause after the first lost session of an episode, and the longest one. Each is twice as long
+as the one before."""
 MIN_SURVIVORS = 0.75
 """The smallest share of its rollouts that a group needs for a useful baseline."""
 MAX_DROPPED = 0.05
 """The largest share of dropped rollouts in a step; with more the run stops."""
 MAX_CAUSE = 1000
 """The stored length of a drop's cause, in characters: a dead engine's error contains its log."""
+GC_THRESHOLDS = (50_000, 20, 100)
+"""The new objects between two collections of the first generation, and how many of these come
+before one of the second, and of all. Python's own 700 new objects are a few turns."""
 REPEATED_SECONDS = 5.0
 """Within this time equal errors are one line in the log, with their number."""
 
@@ -491,12 +505,14 @@ class Rollouts:
     async def _play(self, play: _Play) -> Trajectory | _Dropped:
         """Play an episode, and retry it after infrastructure failures."""
         sample, episode_id = play.sample, play.episode_id
-        trajectory, cause = None, ""
+        trajectory, failures, lost, pause = None, 0, 0, 0.0
         try:
-            for attempt in range(MAX_ATTEMPTS):
-                if attempt:
+            while True:
+                if tries := failures + lost:
+                    self._watchdog.set_state(episode_id, "a pause before the next attempt")
+                    await asyncio.sleep(pause * random.uniform(0.8, 1.2))
                     self._watchdog.remove(episode_id)
-                    episode_id = f"{episode_id.partition('+')[0]}+{attempt}"
+                    episode_id = f"{episode_id.partition('+')[0]}+{tries}"
                     self._begin(episode_id, sample)
                 try:
                     await self.runtime.sampler.ready()
@@ -511,18 +527,27 @@ class Rollouts:
                     )
                     self._watchdog.set_state(episode_id, "other rollouts of the sample")
                     return trajectory
-                except RequestRefused as e:  # It would be refused again.
+                except (RequestRefused, NoEngineLeft) as e:  # It would fail again.
                     self._errors.add(e, sample)
                     return _Dropped(f"{type(e).__name__}: {e}")
+                except SessionLost as e:
+                    lost += 1
+                    self._errors.add(e, sample, f" (played again, {lost} of {MAX_LOST_SESSIONS})")
+                    if lost > MAX_LOST_SESSIONS:
+                        return _Dropped(f"{type(e).__name__}: {e}")
+                    first, longest = LOST_SESSION_SECONDS
+                    pause = min(first * 2 ** (lost - 1), longest)
                 except Infrastructure as e:
-                    self._errors.add(e, sample, _attempt_of(attempt))
-                    cause = f"{type(e).__name__}: {e}"
+                    failures += 1
+                    self._errors.add(e, sample, _attempt_of(failures))
+                    if failures == MAX_ATTEMPTS:
+                        return _Dropped(f"{type(e).__name__}: {e}")
+                    pause = RETRY_SECONDS[failures - 1]
                 except (UserCodeError, UserError) as e:
                     if not self._has_shown_bug:
                         self._has_shown_bug = True
                         log.error("row %s (%s): %s", sample.id, sample.agent_name, e)
                     return _Dropped(f"{type(e).__name__}: {str(e).splitlines()[0]}")
-            return _Dropped(cause)
         finally:
             if trajectory is None:
                 self._watchdog.remove(episode_id)
@@ -534,7 +559,7 @@ class Rollouts:
         episode_ids = [trajectory.episode_id for trajectory in trajectories]
         cause, start = "", time.time()
         try:
-            for attempt in range(MAX_ATTEMPTS):
+            for attempt in range(1, MAX_ATTEMPTS + 1):
                 for episode_id in episode_ids:
                     self._watchdog.set_state(episode_id, "reward")
                 try:
@@ -543,6 +568,8 @@ class Rollouts:
                 except Infrastructure as e:
                     self._errors.add(e, play.sample, _attempt_of(attempt))
                     cause = f"{type(e).__name__}: {e}"
+                if attempt < MAX_ATTEMPTS:
+                    await asyncio.sleep(RETRY_SECONDS[attempt - 1] * random.uniform(0.8, 1.2))
             return [_Dropped(cause)] * len(trajectories)
         finally:
             for episode_id in episode_ids:
@@ -560,7 +587,7 @@ def _add_reward_span(scored: Scored, start: float) -> Scored:
 
 
 def _attempt_of(attempt: int) -> str:
-    return f" (attempt {attempt + 1} of {MAX_ATTEMPTS})"
+    return f" (attempt {attempt} of {MAX_ATTEMPTS})"
 
 
 def _without_numbers(text: str) -> str:
@@ -596,7 +623,7 @@ def open_rollouts(
 
     The tools run in this process or on a tool server, as the config says.
     """
-    freeze_heap()
+    collect_rarely()
     raise_limit()
     sandbox.configure(config.sandbox)
     with open_toolbox(config.tools, config.files, config.sandbox) as toolbox:
@@ -609,14 +636,17 @@ def open_rollouts(
             rollouts.close()
 
 
-def freeze_heap() -> None:
-    """Exclude all existing objects (modules, schemas, the model) from garbage collection.
+def collect_rarely() -> None:
+    """Make garbage collection rare in this process, from now on.
 
-    These hundreds of thousands of objects live as long as the process. Without this call, the
-    collector scans them again and again, which takes a third of the time of an agent loop.
+    All existing objects (modules, schemas, the model), hundreds of thousands that live as long as
+    the process, are excluded. Those of episodes in flight are scanned rarely: an episode leaves no
+    cycle behind. `Trainer` collects once a step. Otherwise the collector would take a third of the
+    time of an agent loop, and half of it with thousands of episodes.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -35,7 +35,7 @@ from agentrl.agent_loops.play import play_episode
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
-from agentrl.rollout import freeze_heap
+from agentrl.rollout import collect_rarely
 from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Generation, Sample, Trajectory
 
@@ -199,7 +199,7 @@ def main() -> None:
     answers: dict[str, str] = {}
     register_tools(answers, threads=args.threads)
     template = ChatTemplate(workload_tokenizer())
-    freeze_heap()
+    collect_rarely()
     factory = uvloop.new_event_loop if args.loop == "uvloop" else asyncio.new_event_loop
     who = "agentrl_threads" if args.threads else "agentrl"
     with asyncio.Runner(loop_factory=factory) as runner:

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import settings
 
 import agentrl.agent_loops
+import agentrl.evaluate
 import agentrl.interactions
-import agentrl.rewards  # noqa: F401  (what comes with agentrl is registered in every test)
+import agentrl.rewards
+import agentrl.rollout
 from agentrl import registry
 from agentrl.report.diagnosis import diagnoses
 
@@ -26,6 +28,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # No test cuts the power. A run syncs some 20 files, and each waits milliseconds for the disk.
 # Programs in processes of their own keep the real function.
 os.fsync = lambda fd: None
+
+# Tests of failures need not wait until what failed has recovered.
+agentrl.rollout.RETRY_SECONDS = agentrl.evaluate.RETRY_SECONDS = (0.0, 0.0)
+agentrl.rollout.LOST_SESSION_SECONDS = (0.0, 0.0)
 
 # Deadlines fail by chance where three processes share two cores. `make test-all` uses "thorough".
 settings.register_profile("quick", deadline=None, derandomize=CI, max_examples=30)

@@ -185,7 +185,7 @@ def test_all_episodes_begin_before_the_first_request(rollouts):
 
 
 def test_a_failed_episode_is_retried_with_another_id(rollouts):
-    engine = FailingEngine(["#### 12"], failures=2, only=lambda e: "-0-0-" in e)
+    engine = FailingEngine(["#### 12"], failures=2, only=lambda e: "-0-0-0-" in e)
     groups = rollouts(engine).collect(rows(1, "single_turn"), n=3, sampling=SAMPLING, step=0)
     [group] = groups
     assert group.dropped == 0 and [s.reward for s in group.scored] == [1.0] * 3
@@ -228,8 +228,21 @@ def test_infrastructure_failures_are_dropped_and_never_get_reward_0(rollouts):
     assert metrics["critic/score/mean"] == pytest.approx(7 / 23)
 
 
+def test_an_engine_that_fails_for_a_while_drops_no_episode(rollouts, monkeypatch):
+    monkeypatch.setattr("agentrl.rollout.RETRY_SECONDS", (0.2, 1.0))
+    until = time.monotonic() + 0.8
+    engine = FailingEngine(
+        ["#### 12"], failures=10**9, only=lambda episode_id: time.monotonic() < until
+    )
+    groups = rollouts(engine).collect(rows(16, "single_turn"), n=4, sampling=SAMPLING, step=0)
+    assert [len(g.scored) for g in groups] == [4] * 16 and not any(g.dropped for g in groups)
+    tries = {s.trajectory.episode_id.partition("+")[2] for g in groups for s in g.scored}
+    assert tries == {"2"}
+
+
 def test_a_group_that_lost_too_many_is_left_out(rollouts):
-    engine = FailingEngine(["#### 12"], failures=9, only=lambda e: e.startswith("train-0-1-"))
+    lost = tuple(f"train-0-1-{k}-" for k in range(3))
+    engine = FailingEngine(["#### 12"], failures=10**9, only=lambda e: e.startswith(lost))
     groups = rollouts(engine).collect(rows(16, "single_turn"), n=8, sampling=SAMPLING, step=0)
     assert [g.sample.id for g in groups] == ["r0", *(f"r{i}" for i in range(2, 16))]
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from inspect import isawaitable
@@ -194,19 +193,14 @@ class Attempt:
         if time.monotonic() >= self.deadline:
             raise self.end_with("time")
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Register the current task as active within this block, so that `end` can cancel it."""
+    def active(self) -> _Active:
+        """Register the current task as active within a block, so that `end` can cancel it.
+
+        Raises:
+            EpisodeOver: the attempt has ended, or its time is over.
+        """
         self.check()
-        task = asyncio.current_task()
-        assert task
-        outermost = task not in self.active_tasks
-        self.active_tasks.add(task)
-        try:
-            yield
-        finally:
-            if outermost:
-                self.active_tasks.discard(task)
+        return _Active(self.active_tasks)
 
     async def end(self) -> None:
         """End the attempt: cancel the methods of the episode that still run, and wait for them.
@@ -276,30 +270,15 @@ class Attempt:
         """Set `phase`, for the watchdog."""
         self.phase, self.since = phase, time.monotonic()
 
-    @contextlib.contextmanager
-    def waiting_for(self, name: str, thread: int, where: str = "") -> Iterator[None]:
-        """Register what a conversation waits for within this block, and record a span.
+    def waiting_for(self, name: str, thread: int, where: str = "") -> _Wait:
+        """Register what a conversation waits for within a block, and record a span.
 
         Args:
             name: the name of the `Span`.
             thread: the conversation.
             where: the place where the work is done, for the watchdog.
         """
-        state, deadline = f"{name} {where}".rstrip(), self.deadline
-        self.waits.append(state)
-        self.since = start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.waits.remove(state)
-            self.since = time.monotonic()
-            # The deadline has moved by the time that requests waited for a free connection, those
-            # of other conversations included.
-            queued = min(self.deadline - deadline, self.since - start)
-            if queued > 0 and name != "queue":
-                self.record("queue", start, start + queued, thread)
-                start += queued
-            self.record(name, start, self.since, thread)
+        return _Wait(self, name, thread, f"{name} {where}" if where else name)
 
     def record(self, name: str, start: float, end: float, thread: int = 0) -> None:
         """Add a span; start and end are `time.monotonic()` seconds."""
@@ -313,6 +292,52 @@ class Attempt:
             self.runtime.config.rollout.max_trajectory_tokens - used - new,
             self.runtime.sampler.max_length - len(row.ids) - new,
         )
+
+
+class _Active:
+    """See `Attempt.active`. A class, because a generator would cost more than the block's entry."""
+
+    __slots__ = "_is_outermost", "_task", "_tasks"
+
+    def __init__(self, tasks: set[asyncio.Task[Any]]):
+        self._tasks = tasks
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task
+        self._task, self._is_outermost = task, task not in self._tasks
+        self._tasks.add(task)
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_outermost:
+            self._tasks.discard(self._task)
+
+
+class _Wait:
+    """See `Attempt.waiting_for`."""
+
+    __slots__ = "_attempt", "_deadline", "_name", "_start", "_state", "_thread"
+
+    def __init__(self, attempt: Attempt, name: str, thread: int, state: str):
+        self._attempt, self._name, self._thread, self._state = attempt, name, thread, state
+
+    def __enter__(self) -> None:
+        attempt = self._attempt
+        self._deadline = attempt.deadline
+        attempt.waits.append(self._state)
+        attempt.since = self._start = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        attempt, start = self._attempt, self._start
+        attempt.waits.remove(self._state)
+        attempt.since = end = time.monotonic()
+        # The deadline has moved by the time that requests waited for a free connection, those of
+        # other conversations included.
+        queued = min(attempt.deadline - self._deadline, end - start)
+        if queued > 0 and self._name != "queue":
+            attempt.record("queue", start, start + queued, self._thread)
+            start += queued
+        attempt.record(self._name, start, end, self._thread)
 
 
 def cut_at_stop(

@@ -24,8 +24,7 @@ import math
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -176,10 +175,19 @@ class Episode:
         self._is_generating = True
         try:
             with attempt.active():
-                async with self._engine():
-                    attempt.check()  # Another conversation may have used up the budget meanwhile.
-                    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+                stops = (stop,) if isinstance(stop, str) else tuple(stop)
+                if self._runtime.sampler.is_concurrent:
                     return await self._generate(rollout, stops, parse, max_tokens)
+                if attempt.engine_lock.locked():
+                    with attempt.waiting_for("queue", self._conversation):
+                        await attempt.engine_lock.acquire()
+                else:
+                    await attempt.engine_lock.acquire()
+                try:
+                    attempt.check()  # Another conversation may have used up the budget meanwhile.
+                    return await self._generate(rollout, stops, parse, max_tokens)
+                finally:
+                    attempt.engine_lock.release()
         finally:
             self._is_generating = False
 
@@ -208,7 +216,9 @@ class Episode:
             raise attempt.end_with("trajectory_tokens")
         budget, prompt = min(remaining, rollout.max_turn_tokens), row.ids + delta
         max_tokens = min(budget, budget if requested is None else requested)
-        sampling = replace(attempt.sampling, max_tokens=max_tokens, stop=stop)
+        sampling = attempt.sampling
+        if (sampling.max_tokens, sampling.stop) != (max_tokens, stop):
+            sampling = replace(sampling, max_tokens=max_tokens, stop=stop)
         seed = (self._n_turns, *([self._seed] if self._seed else []))
         start_time = time.monotonic()
         attempt.reserved_tokens += len(delta) + max_tokens
@@ -578,9 +588,11 @@ class Episode:
             tool_reward: the sum of the values that the class tools' `reward()` returned.
         """
         attempt = self._attempt
-        renumbered = {attempt.main: 0, 0: attempt.main}
-        turns = [replace(t, thread=renumbered.get(t.thread, t.thread)) for t in attempt.turns]
-        spans = [replace(s, thread=renumbered.get(s.thread, s.thread)) for s in attempt.spans]
+        turns, spans = attempt.turns, attempt.spans
+        if attempt.main:
+            renumbered = {attempt.main: 0, 0: attempt.main}
+            turns = [replace(t, thread=renumbered.get(t.thread, t.thread)) for t in turns]
+            spans = [replace(s, thread=renumbered.get(s.thread, s.thread)) for s in spans]
         return Trajectory(
             sample=attempt.sample,
             episode_id=attempt.episode_id,
@@ -600,21 +612,6 @@ class Episode:
         )
 
     # -- helpers ----------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def _engine(self) -> AsyncIterator[None]:
-        """Hold the engine lock within this block, if the engine needs it."""
-        if self._runtime.sampler.is_concurrent:
-            yield
-            return
-        lock = self._attempt.engine_lock
-        wait = self._attempt.waiting_for("queue", self._conversation)
-        with wait if lock.locked() else nullcontext():
-            await lock.acquire()
-        try:
-            yield
-        finally:
-            lock.release()
 
     def _count_control_tokens(self, messages: Iterable[Message]) -> None:
         """Count the texts of control tokens in messages that the policy did not write."""

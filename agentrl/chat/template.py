@@ -27,6 +27,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+import orjson
+
 from agentrl.chat.encoding import Encoder
 from agentrl.chat.formats import REACT_STOP
 from agentrl.chat.render import (
@@ -91,6 +93,8 @@ class ChatTemplate:
         self._untrusted = untrusted
         self._prompt_ids: dict[Any, array[int]] = {}
         """The tokens of whole prompts, because all rollouts of a row have the same prompt."""
+        self._schema_tokens: dict[str | bytes, frozenset[str]] = {}
+        """See `control_tokens_of`."""
         self._prompt_parts: dict[Any, tuple[TemplateParts, int]] = {}
         """The parts of prompts, and the number of control tokens in their schemas."""
         self._deltas: dict[Any, TurnDelta] = {}
@@ -181,7 +185,11 @@ class ChatTemplate:
 
     def control_tokens_of(self, schemas: Schemas) -> frozenset[str]:
         """Return the texts of the control tokens in the strings of tool schemas."""
-        return frozenset().union(*map(self.encoder.control_tokens_in, strings(schemas)))
+        key = _key_of(schemas)
+        if (found := self._schema_tokens.get(key)) is None:
+            found = frozenset().union(*map(self.encoder.control_tokens_in, strings(schemas)))
+            _cache(self._schema_tokens, key, found)
+        return found
 
     def schema_control_tokens(self, messages: Sequence[Message], schemas: Schemas) -> int:
         """Return the number of control tokens in the tool schemas of a prompt, if there are any.
@@ -696,8 +704,12 @@ def _hermes(call: ToolCall) -> str:
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
-def _key_of(schemas: Schemas) -> str:
-    return json.dumps(schemas) if schemas else ""
+def _key_of(schemas: Schemas) -> str | bytes:
+    """Return a text that is equal for equal schemas only."""
+    try:
+        return orjson.dumps(schemas) if schemas else b""
+    except TypeError:  # a number of more than 64 bits, or half a surrogate pair
+        return json.dumps(schemas)
 
 
 def _roles_of(messages: Sequence[Message]) -> tuple[tuple[str, bool], ...]:

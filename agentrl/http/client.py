@@ -144,7 +144,7 @@ class HttpClient:
         Args:
             method: GET, POST, DELETE, ...
             path: the path below the base URL, percent-encoded.
-            body: anything that orjson can serialize; None sends no body.
+            body: anything that orjson can serialize, numpy arrays included; None sends no body.
             deadline: `time.monotonic()` seconds at which to give up, connecting included. The time
                 that the request waits for a free connection is added to it.
             retries: how often to send the request again after the connection failed. Use 0 unless
@@ -219,7 +219,7 @@ class HttpClient:
         if body is None:
             length = "" if method == "GET" else "content-length: 0\r\n"
             return f"{head}{length}\r\n".encode("ascii")
-        content = orjson.dumps(body)
+        content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         return (
             f"{head}content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
         ).encode("ascii") + content

@@ -46,6 +46,9 @@ from agentrl.workers.processes import START_SECONDS
 log = logging.getLogger("agentrl.tools")
 
 THREADS = 64
+MAX_REPLACED = 512
+"""How many threads with calls that hang get a substitute. A tool server with so many is restarted.
+"""
 PROCESSES = max(2, os.cpu_count() or 1)
 CHECK_THREADS = 4
 """Threads for slow validation of arguments. Few, because they compete with the event loop for
@@ -266,6 +269,11 @@ class Runner:
                 await self._hook(tool, instance.value.close, {}, "close()")
             except Exception as e:
                 log.error("%s", e, exc_info=e.__cause__)
+
+    @property
+    def is_worn_out(self) -> bool:
+        """True if so many calls hang that their threads are not replaced any more."""
+        return self._executors.is_worn_out
 
     def close(self) -> None:
         """Let the threads end. Calls that hang in them end with the process."""
@@ -496,10 +504,17 @@ class Executors:
             job.add_done_callback(lambda _: semaphore.release())
         return job
 
+    @property
+    def is_worn_out(self) -> bool:
+        """See `Runner.is_worn_out`."""
+        return self._threads.replaced >= MAX_REPLACED
+
     def mark_abandoned(self, tool: Tool, job: asyncio.Future[Outcome]) -> None:
-        """Count a call that nobody waits for any more. It keeps its slot until it ends."""
+        """Count a call that nobody waits for any more, and replace its thread."""
         self._hanging[tool.name] += 1
         job.add_done_callback(lambda _: self._hanging.subtract((tool.name,)))
+        if not (isinstance(job, asyncio.Task) or self.is_worn_out):
+            self._threads.replace(job)
 
     def overload_error(self, tool: Tool) -> ToolServerError:
         """Return the error for a call that could not start in time."""
@@ -512,8 +527,9 @@ class Executors:
             limits.append(f"rate_limit={tool.rate_limit:g}")
         hung = ", ".join(f"{n} of {name!r}" for name, n in self._hanging.most_common(3) if n > 0)
         hung = hung and (
-            f". Calls that hang keep their slots until they end: {hung}. Set a timeout in the code"
-            " of the tool, or process=True"
+            f". Calls that hang: {hung}. They keep their slots of max_concurrency and, if more than"
+            f" {MAX_REPLACED} hang, their threads. Set a timeout in the code of the tool, or"
+            " process=True"
         )
         return ToolServerError(
             f"tool {tool.name!r}: a call could not start within {self._limits.queue_seconds:g} s"

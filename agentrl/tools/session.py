@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl import sandbox
-from agentrl.errors import ToolServerError
+from agentrl.errors import SessionLost, ToolServerError
 from agentrl.plural import plural
 from agentrl.registry import tools
 from agentrl.tools.payloads import canonical_json, storable_messages, unknown_tool
@@ -55,7 +55,7 @@ MAX_CALLS = 1024
 """
 
 
-class UnknownEpisode(ToolServerError):
+class UnknownEpisode(SessionLost):
     """There is no such session: it was never opened or is closed, or the server was restarted."""
 
 
@@ -321,6 +321,11 @@ class ToolHost:
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    @property
+    def is_worn_out(self) -> bool:
+        """True if so many calls hang in this process that it should be restarted."""
+        return self._runner.is_worn_out
 
     def enter(self) -> None:
         """Count a call until `leave`.

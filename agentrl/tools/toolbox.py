@@ -383,7 +383,7 @@ def create_kwargs_of(sample: Sample) -> dict[str, Mapping[str, Any]]:
 
 
 _ERRORS: dict[str, type[AgentRLError]] = {
-    e.__name__: e for e in (UserError, DataError, RegistryError, UserCodeError)
+    e.__name__: e for e in (UserError, DataError, RegistryError, UserCodeError, UnknownEpisode)
 }
 
 

@@ -11,6 +11,7 @@ checkpoint is small, and a killed run continues exactly where it was.
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import time
@@ -310,6 +311,7 @@ class Trainer:
         metrics["training/epoch"] = self.position / self.plan.epoch_rows
         metrics |= self.clock.metrics(metrics)
         with self.clock.named("publish"), self.rollouts.paused_time_limits():
+            gc.collect()  # `collect_rarely` made it rare.
             metrics |= self.publisher.publish(self.global_step)
         self.stream.advance(self.global_step)
         metrics |= self.engine.metrics()

@@ -3,7 +3,7 @@
 The event loop's own executor is not used. On a small machine, six calls that hang would fill it.
 Then nothing else that needs the executor would run (DNS included), and the interpreter would wait
 for its threads at exit. In this pool, a call that hangs occupies one daemon thread, which ends with
-the process.
+the process, and `replace` starts another thread for the next calls.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class Threads:
         self._free_threads = asyncio.Semaphore(limit)
         self._running = 0
         self._threads = 0
+        """The number of threads, without those that were replaced."""
+        self._replaced: set[asyncio.Future[Outcome]] = set()
         self._jobs: queue.SimpleQueue[
             tuple[asyncio.AbstractEventLoop, asyncio.Future[Outcome], Callable[[], Any]] | None
         ] = queue.SimpleQueue()
@@ -59,6 +61,22 @@ class Threads:
         self._jobs.put((loop, future, function))
         return future
 
+    @property
+    def replaced(self) -> int:
+        """The number of functions that still run in threads that were replaced."""
+        return len(self._replaced)
+
+    def replace(self, job: asyncio.Future[Outcome]) -> None:
+        """Let another thread take the place of the one that runs a job, which nobody waits for.
+
+        When the job ends after all, a thread ends.
+        """
+        if not job.done() and job not in self._replaced:
+            self._replaced.add(job)
+            self._running -= 1
+            self._threads -= 1
+            self._free_threads.release()
+
     async def run(self, function: Callable[[], Any]) -> Any:
         """Run a function in a thread; return its result or raise its exception."""
         result, error = await (await self.start(function))
@@ -68,7 +86,7 @@ class Threads:
 
     def close(self) -> None:
         """Let each thread end when it becomes free."""
-        for _ in range(self._threads):
+        for _ in range(self._threads + self.replaced):
             self._jobs.put(None)
 
     def _work(self) -> None:
@@ -95,7 +113,11 @@ class Threads:
         self._wake_up_scheduled = False
         while self._done:
             future, outcome = self._done.popleft()
-            self._running -= 1
-            self._free_threads.release()
+            if future in self._replaced:
+                self._replaced.discard(future)
+                self._jobs.put(None)
+            else:
+                self._running -= 1
+                self._free_threads.release()
             if not future.done():
                 future.set_result(outcome)

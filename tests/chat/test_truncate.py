@@ -214,3 +214,23 @@ def test_the_cost_is_linear_in_the_text(text, name, side):
     assert shown is not text
     assert counting.characters <= len(text) + 3 * len(shown)
     assert counting.decoded <= 2 * 5 * 100
+
+
+@pytest.mark.parametrize("side", ["head", "tail", "middle"])
+@pytest.mark.parametrize("name", ["bytes", "qwen"])
+def test_the_middle_of_a_very_long_text_is_not_encoded(side, name):
+    """What is shown is what is shown of the whole text; the number of all tokens is an estimate."""
+    text = "".join(f"line {i}: {i * 7919 % 1000}\n" for i in range(20_000))
+    shown, counting = cut(text, 100, side, name)
+    exact = len(counting.encode(text))
+    [(n, total)] = re.findall(r"\((\d+) of about (\d+) tokens shown\)", shown)
+    assert int(n) <= 100 and abs(int(total) - exact) < 0.1 * exact
+    whole, _ = cut(text[:12_000] if side == "head" else text[-12_000:], 100, side, name)
+    if side != "middle":
+        assert NOTE.sub("", whole).strip() == re.sub(r"\(.*shown\)", "", shown).strip()
+
+
+def test_a_long_text_of_few_tokens_is_encoded_whole():
+    text = "x" * 200_000
+    shown = truncate(text, 3, "middle", lambda t: [0] * (len(t) // 40_000 + 2), lambda i: "x")
+    assert "of 7 tokens shown" in shown

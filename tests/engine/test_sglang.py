@@ -587,5 +587,5 @@ def test_a_server_that_dies_is_restarted_or_the_run_stops(
     assert [m["engine/restarts"] for m in steps] == [0, 0, 1]
     assert "ended with code -9" in caplog.text, "the log's end is shown where the run goes on, too"
     error = str(stopped.value)
-    assert re.search(r"EngineDead: no engine is left(?s:.)*no machine is left\n.*code 7", error)
+    assert re.search(r"NoEngineLeft: no engine is left(?s:.)*no machine is left\n.*code 7", error)
     assert "saved after step 3" in error

@@ -23,8 +23,8 @@ from agentrl.chat import ChatTemplate
 from agentrl.config import Config, load_config
 from agentrl.engine.base import Sampling
 from agentrl.engine.scripted import Scripted
-from agentrl.errors import RunStopped, ToolServerError, UserError
-from agentrl.http import HttpClient, fetch_json
+from agentrl.errors import RunStopped, SessionLost, ToolServerError, UserError
+from agentrl.http import HttpClient, fetch, fetch_json
 from agentrl.rewards import make_scorer
 from agentrl.rollout import Rollouts, open_rollouts
 from agentrl.testing import byte_tokenizer, call
@@ -249,6 +249,89 @@ def test_a_server_killed_in_the_middle_of_a_call_costs_no_reward(file):
         ids = [s.trajectory.episode_id for g in groups for s in g.scored]
         assert all(i.endswith("+1") for i in ids)
         assert results(groups) == {str(second)}
+
+
+def test_a_server_killed_again_and_again_drops_no_episode(file, caplog):
+    """An outage of the server does not use up the attempts of an episode."""
+    served = serve_in_background([file])
+    with served.handle as server:
+        rollouts = _rollouts(served, [call("sleep", seconds=0.4), "#### 12"])
+        killed = []
+
+        def kill_each() -> None:
+            while len(killed) < 4:  # One more death within a minute would be the last.
+                [pid] = server.pids
+                if pid not in killed:
+                    fetch(served.url, "/health", error=ToolServerError, timeout=20.0)
+                    time.sleep(0.3)  # Sessions are open, and no call has ended.
+                    killed.append(pid)
+                    os.kill(pid, signal.SIGKILL)
+                time.sleep(0.02)
+
+        killer = threading.Thread(target=kill_each)
+        killer.start()
+        try:
+            groups = rollouts.collect(_rows(4, "sleep"), n=4, sampling=Sampling(), step=0)
+        finally:
+            killer.join()
+            rollouts.close()
+        assert [[s.reward for s in g.scored] for g in groups] == [[1.0] * 4] * 4
+        assert [g.dropped for g in groups] == [0] * 4
+        assert len(killed) == 4
+        tries = {int(s.trajectory.episode_id.rpartition("+")[2]) for g in groups for s in g.scored}
+        assert max(tries) > 2, "more often than after failures of an episode's own"
+        assert sum("is not open" in r.getMessage() for r in caplog.records) <= 2 * len(killed)
+
+
+HANGING = """
+import threading, time
+import agentrl.tools.runner
+from agentrl import tool
+
+agentrl.tools.runner.MAX_REPLACED = 100
+
+@tool(timeout=0.2)
+def hang(seconds: float = 1000.0) -> str:
+    "Hang."
+    time.sleep(seconds)
+    return "late"
+
+@tool
+def quick() -> str:
+    "Answer with the number of threads."
+    return str(threading.active_count())
+"""
+
+
+async def test_threads_of_calls_that_hang_are_replaced(tmp_path):
+    """With 64 threads, 80 calls hang, and the next ones start at once; late threads end."""
+    (tmp_path / "hanging.py").write_text(HANGING)
+    served = serve_in_background([str(tmp_path / "hanging.py")])
+    with served.handle as server:
+        box = HttpToolbox(served.url, served.token)
+        await box.open("e", Sample("s", (), tools=("hang", "quick")))
+        late = [ToolCall("hang", {"seconds": 0.6})] * 40
+        forever = [ToolCall("hang", {})] * 40
+        for turn, calls in enumerate((late, forever)):
+            hung = await box.run(calls, "e", turn)
+            assert {r.error for r in hung} == {"timeout"}
+        start = time.monotonic()
+        [result] = await box.run([ToolCall("quick", {})], "e", 2)
+        assert time.monotonic() - start < 1.0 and int(result.content) > 40
+        await asyncio.sleep(0.6)
+        [result] = await box.run([ToolCall("quick", {})], "e", 3)
+        assert 40 < int(result.content) < 40 + 64, "the late ones ended"
+        # At the limit of calls that hang, the server starts again.
+        [first] = server.pids
+        for turn in (4, 5):
+            await box.run([ToolCall("hang", {})] * 40, "e", turn)
+        assert await asyncio.to_thread(until, lambda: server.pids != [first], 10.0)
+        with pytest.raises(SessionLost):
+            await box.run([ToolCall("quick", {})], "e", 6)
+        await box.open("f", Sample("s", (), tools=("quick",)))
+        [result] = await box.run([ToolCall("quick", {})], "f", 0)
+        assert result.ok
+        await box.aclose()
 
 
 async def test_a_call_whose_server_died_is_not_run_again(file, tmp_path):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from agentrl.engine.base import Engine, Sampling, Update
@@ -29,6 +30,11 @@ from agentrl.http import HttpClient
 from agentrl.trajectory import Generation, token_array
 
 SCORE_SECONDS = 300.0
+
+
+def as_json_array(ids: Sequence[int]) -> np.ndarray:
+    """Return ids as an array, (n,) int32, which orjson writes six times as fast as a list."""
+    return np.asarray(ids, np.int32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class EnginePool(Engine):
         """Return when an engine can be used.
 
         Raises:
-            EngineDead: no engine will be available; the message has the last lines of each.
+            NoEngineLeft: no engine will be available; the message has the last error of each.
         """
         while not any(map(self.supervisor.is_usable, self.replicas)):
             self.supervisor.raise_if_unrecoverable()

@@ -22,6 +22,7 @@ from agentrl.engine.remote.admin import ADMIN_SECONDS, AdminClient, reading, ref
 from agentrl.engine.remote.client import (
     PolicyVersion,
     RemoteEngine,
+    as_json_array,
     check_turn,
     sampling_params,
     token_versions,
@@ -93,14 +94,14 @@ class SGLangEngine(RemoteEngine):
         self, row: Sequence[int], sampling: Sampling, limit: int, seed: int | None = None
     ) -> dict[str, Any]:
         return {
-            "input_ids": list(row),
+            "input_ids": as_json_array(row),
             "return_logprob": True,
             "sampling_params": _sampling_params(sampling, limit, seed),
         }
 
     def _score_body(self, row: Sequence[int]) -> dict[str, Any]:
         return {
-            "input_ids": list(row),
+            "input_ids": as_json_array(row),
             "return_logprob": True,
             "logprob_start_len": 0,
             "sampling_params": {"max_new_tokens": 0},

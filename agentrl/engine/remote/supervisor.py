@@ -30,6 +30,7 @@ from agentrl.errors import (
     EngineDead,
     EngineError,
     EngineOverloaded,
+    NoEngineLeft,
 )
 
 log = logging.getLogger("agentrl")
@@ -254,12 +255,12 @@ class Supervisor:
         """Raise an error if waiting for every replica is useless.
 
         Raises:
-            EngineDead: no replica can be recovered; the message has the last error of each.
+            NoEngineLeft: no replica can be recovered; the message has the last error of each.
         """
         if self._closing.is_set():
             raise EngineError("the engine is closed")
         if all(replica.is_unrecoverable(self._recovery.outage) for replica in self.replicas):
-            raise EngineDead(f"no engine is left.\n{self._causes()}")
+            raise NoEngineLeft(f"no engine is left.\n{self._causes()}")
 
     def raise_unavailable(self) -> NoReturn:
         """Raise the error that no replica can be used now.

@@ -18,6 +18,7 @@ from agentrl.engine.remote.admin import ADMIN_SECONDS, reading, refusal
 from agentrl.engine.remote.client import (
     PolicyVersion,
     RemoteEngine,
+    as_json_array,
     check_turn,
     sampling_params,
     token_versions,
@@ -52,7 +53,7 @@ class Generate:
         Tokens are decoded only if there are stop strings.
         """
         return {
-            "token_ids": list(row),
+            "token_ids": as_json_array(row),
             "sampling_params": params | {"detokenize": bool(params.get("stop"))},
         }
 
@@ -75,7 +76,7 @@ class Completions:
 
     def body(self, row: Sequence[int], params: dict[str, Any]) -> dict[str, Any]:
         """Return a request, from a row and vLLM's sampling parameters."""
-        return {"prompt": list(row), "return_token_ids": True, **params}
+        return {"prompt": as_json_array(row), "return_token_ids": True, **params}
 
     def tokens(self, choice: dict[str, Any]) -> tuple[list[int], list[float]]:
         """Return the ids and logprobs of an answer's only choice, unchecked."""

@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from agentrl import open_files
 from agentrl.registry import tools
 from agentrl.tools.descriptors import connections_accepted, descriptors_of_tools
+from agentrl.tools.runner import MAX_REPLACED
 from agentrl.tools.serving.app import MAX_SESSION_BODY, RETRY_AFTER_SECONDS, ToolMetrics, create_app
 from agentrl.tools.serving.bind import bind, host_names_of, url_of
 from agentrl.tools.serving.guard import REFUSED, error_response
@@ -216,12 +217,15 @@ class ToolServer(uvicorn.Server):
             self._ready()
 
     async def on_tick(self, counter: int) -> bool:
-        """Close connections with a slow head, and stop when the server is drained."""
+        """Close connections with a slow head; stop when many calls hang, or after draining."""
         if counter % 10 == 0:
             late = time.monotonic() - HEAD_SECONDS
             for connection in list(self.server_state.connections):
                 if isinstance(connection, BoundedHttpProtocol) and connection.head_since < late:
                     connection.refuse(b"408 Request Timeout", b"the head took too long")
+        if self._host.is_worn_out and not self._host.is_draining:
+            log.error("%d calls of tools hang: the tool server is restarted", MAX_REPLACED)
+            self.drain()
         if self._host.is_draining and (
             not self._host.calls_in_flight or time.monotonic() > self._drained_by
         ):

@@ -1,0 +1,243 @@
+"""Measure what one process costs that plays many episodes at once.
+
+    python benchmarks/load.py                                   # 64 to 8,192 episodes: minutes
+    python benchmarks/load.py --episodes 512 2048 --tools http  # some of them
+    python benchmarks/load.py --context 32000 128000 --episodes 64
+
+The engine returns prepared turns after 250 ms, without CPU time; an episode has eight turns with a
+tool call, and one without. Everything else is as in a run: `Rollouts.collect` with the template,
+parser, schemas, checks, retries, rewards and the watchdog. Tools run in this process (`local`), or
+over HTTP on a server with one worker (`http`). With `--context`, the question has so many tokens.
+
+cpu     CPU microseconds of this process for each turn
+wall    the time, as a multiple of 9 x 250 ms
+stall   the 99th percentile of the delay of a timer on the event loop that plays the episodes
+rss     the memory of this process for each episode, at most; with its rows
+files   the open descriptors for each episode, at most
+
+Each case runs in a process of its own. Values are of the best of the rounds by CPU time. Every line
+is a JSON object: name, value, unit, context.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from workload.conversations import TOOLS, Talk, narrow
+from workload.timing import cpu_seconds, print_figure
+from workload.tokenizer import workload_tokenizer
+
+from agentrl import registry, reward
+from agentrl.chat import ChatTemplate
+from agentrl.config import Config
+from agentrl.engine.base import Sampling
+from agentrl.rewards import make_scorer
+from agentrl.rollout import Rollouts, open_rollouts
+from agentrl.trajectory import Generation, Message, Sample, Trajectory
+
+ENGINE_S, CALLS, TOOL_WORDS = 0.25, 8, 90
+ROUNDS = 2
+SIZES = (64, 512, 1024, 2048, 8192)
+TOOL_FILE = '''
+from agentrl import tool
+
+@tool
+async def calculator(expression: str) -> str:
+    """Evaluate an arithmetic expression.
+
+    Args:
+        expression: the expression.
+    """
+    return RESULT
+
+@tool
+async def search(query: str) -> str:
+    """Search for a text.
+
+    Args:
+        query: what to search for.
+    """
+    return RESULT
+
+@tool
+async def python(code: str) -> str:
+    """Run Python code.
+
+    Args:
+        code: the code.
+    """
+    return RESULT
+'''
+
+
+class Prepared:
+    """A `Sampler` that returns the turns of scripted conversations, each after `ENGINE_S`."""
+
+    max_length = 1 << 20
+    is_concurrent = False
+
+    def __init__(self, talks: list[Talk]):
+        self._talks = talks
+        self._turns: dict[str, Iterator[Generation]] = {}
+
+    async def ready(self) -> None: ...
+
+    def begin(self, episode_id: str, *, awaited: bool = True) -> None:
+        row = int(episode_id.split("-")[2])
+        self._turns[episode_id] = iter(self._talks[row % len(self._talks)].turns)
+
+    async def generate(
+        self,
+        prompt_ids: array[int],
+        sampling: Sampling,
+        *,
+        episode_id: str,
+        seed: int,
+        deadline: float,
+    ) -> Generation:
+        await asyncio.sleep(ENGINE_S)
+        turn = next(self._turns[episode_id])
+        return Generation(turn.token_ids, turn.logprobs, turn.versions, "stop", len(prompt_ids))
+
+    def end(self, episode_id: str) -> None:
+        self._turns.pop(episode_id, None)
+
+    async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
+        raise NotImplementedError
+
+
+@dataclass
+class Watch:
+    """The largest memory and number of descriptors while a block runs, and stalls of a loop."""
+
+    rss: float = 0.0
+    files: int = 0
+    stalls: list[float] = field(default_factory=list)
+
+    async def tick(self) -> None:
+        """Sleep 1 ms again and again on the loop of the episodes."""
+        while True:
+            start = time.perf_counter()
+            await asyncio.sleep(0.001)
+            self.stalls.append(time.perf_counter() - start - 0.001)
+
+    def sample(self) -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        self.rss = max(self.rss, pages * os.sysconf("SC_PAGE_SIZE"))
+        self.files = max(self.files, len(os.listdir("/proc/self/fd")))
+
+
+@reward("constant")
+def constant(trajectory: Trajectory) -> float:
+    """Return 1."""
+    return 1.0
+
+
+def play(rollouts: Rollouts, samples: list[Sample]) -> tuple[float, float, Watch]:
+    """Play each sample once. Return CPU and wall seconds, and what was seen meanwhile."""
+    watch, over = Watch(), threading.Event()
+
+    def sample() -> None:
+        while not over.wait(0.1):
+            watch.sample()
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    ticking = asyncio.run_coroutine_threadsafe(watch.tick(), rollouts._loop)
+    cpu, start = cpu_seconds(), time.perf_counter()
+    groups = rollouts.collect(samples, n=1, sampling=Sampling(), step=0)
+    wall, cpu = time.perf_counter() - start, cpu_seconds() - cpu
+    ticking.cancel()
+    over.set()
+    thread.join()
+    turns = [len(s.trajectory.turns) for group in groups for s in group.scored]
+    assert turns == [CALLS + 1] * len(samples), "an episode was dropped or ended early"
+    return cpu, wall, watch
+
+
+def run_case(episodes: int, tools: str, context: int) -> None:
+    tokenizer = workload_tokenizer()
+    talks = narrow(tokenizer, CALLS, TOOL_WORDS)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "tools.py"
+        file.write_text(TOOL_FILE.replace("RESULT", repr(talks[0].results[0])))
+        registry.load_file(str(file))
+        config = Config.model_validate(
+            {
+                "files": [str(file)],
+                "tools": {"transport": {"local": "in_process", "http": "http"}[tools]},
+                "rollout": {
+                    "max_turns": CALLS + 1,
+                    "max_tool_calls": CALLS + 1,
+                    "max_trajectory_tokens": 1 << 20,
+                    "timeout_s": 3600.0,
+                },
+                "reward": {"function": "constant"},
+            }
+        )
+        template = ChatTemplate(tokenizer)
+        words = " ".join(["value"] * context)
+        samples = [
+            Sample(
+                f"r{i}",
+                (*talks[i % len(talks)].prompt[:1], Message("user", f"{words} question {i}"))
+                if context
+                else talks[i % len(talks)].prompt,
+                agent_name="tool_agent",
+                tools=TOOLS,
+                row=i,
+            )
+            for i in range(episodes)
+        ]
+        before = Watch()
+        with open_rollouts(config, Prepared(talks), template, make_scorer(config.reward)) as r:
+            before.sample()
+            rounds = [play(r, samples) for _ in range(ROUNDS)]
+        cpu, wall, watch = min(rounds, key=lambda r: r[0])
+        rss = max(w.rss for _, _, w in rounds) - before.rss
+        files = max(w.files for _, _, w in rounds) - before.files
+    turns, ideal = episodes * (CALLS + 1), (CALLS + 1) * ENGINE_S
+    name = f"load/{tools}/{episodes}" + (f"/context_{context}" if context else "")
+    seen = {"episodes": episodes, "turns": CALLS + 1, "tools": tools, "tokens_of_question": context}
+    p99 = sorted(watch.stalls)[int(0.99 * len(watch.stalls))] if watch.stalls else wall
+    print_figure(f"{name}/cpu", 1e6 * cpu / turns, "us a turn", **seen)
+    print_figure(f"{name}/wall", wall / ideal, "of ideal", **seen)
+    print_figure(f"{name}/stall", 1e3 * p99, "ms", **seen)
+    print_figure(f"{name}/rss", rss / episodes / 1024, "KiB an episode", **seen)
+    print_figure(f"{name}/files", files / episodes, "an episode", **seen)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--episodes", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--tools", nargs="+", choices=("local", "http"), default=["local", "http"])
+    parser.add_argument("--context", type=int, nargs="+", default=[0])
+    parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if args.case:
+        episodes, tools, context = args.case
+        run_case(int(episodes), tools, int(context))
+        return
+    for tools in args.tools:
+        for context in args.context:
+            for episodes in args.episodes:
+                case = [str(episodes), tools, str(context)]
+                subprocess.run([sys.executable, __file__, "--case", *case], check=True)
+
+
+if __name__ == "__main__":
+    main()
