@@ -43,7 +43,7 @@ HEAVY = {
     "accelerate": ("trainer/", "cluster/"),
     "peft": ("trainer/", "cluster/", "engine/local/"),
     "ray": ("cluster/",),
-    "fastapi": ("gateway/", "tools/serving/", "view/"),
+    "fastapi": ("tools/serving/", "view/"),
     "uvicorn": ("gateway/", "tools/serving/", "view/"),
     "typer": ("cli/",),
 }

@@ -77,7 +77,10 @@ def serve(
     try:
         runtime = Runtime(engine, template, LocalToolbox(), settings)
         session = StatelessSession(runtime, settings.rollout.temperature)
-        app = create_app(lambda key: session if not token or compare_digest(key, token) else None)
+        expected = token.encode()
+        app = create_app(
+            lambda key: session if not token or compare_digest(key.encode(), expected) else None
+        )
         url = f"{url_of(bound)}/v1"
         typer.echo(f"serving {settings.model.path} as {MODEL!r} at {url}\n")
         key = f"${token_env}" if token_env else "any"

@@ -217,7 +217,7 @@ class _Host:
     """The things that all agents of an event loop share: the gateway, threads, and slots."""
 
     def __init__(self):
-        from agentrl.gateway.serve import Gateway  # FastAPI takes long to import.
+        from agentrl.gateway.serve import Gateway  # Its server takes long to import.
 
         self.gateway = Gateway()
         self.threads = Threads(1024, "agent")

@@ -92,7 +92,10 @@ class ChatCompletions(Dialect):
             if data.get(name) not in (None, False, [], {}, ["text"]):
                 raise Refusal(400, "unsupported", f"{name} is not supported: {why}", name)
         if data.get("n") not in (None, 1):
-            raise Refusal(400, "unsupported", f"n={data['n']!r}: send {data['n']} requests", "n")
+            why = f"n={data['n']!r} is not supported: send a request for each answer"
+            raise Refusal(400, "unsupported", why, "n")
+        if data.get("stream") not in (None, False, True):
+            raise _wrong("stream", data["stream"], "true or false", "stream")
         if (data.get("response_format") or {"type": "text"}) != {"type": "text"}:
             why = "constrained sampling would train the policy on tokens of another distribution"
             raise Refusal(

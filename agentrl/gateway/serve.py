@@ -20,9 +20,9 @@ from typing import Any
 
 import orjson
 import uvicorn
-from fastapi import FastAPI, Request, Response
-from starlette.requests import ClientDisconnect
-from starlette.responses import StreamingResponse
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from agentrl.errors import UserCodeError
@@ -49,13 +49,12 @@ AnySession = Session | StatelessSession
 SessionOf = Callable[[str], AnySession | None]
 
 
-def create_app(session_of: SessionOf) -> FastAPI:
+def create_app(session_of: SessionOf) -> Starlette:
     """Create the application.
 
     Args:
         session_of: returns the session of a key; None if there is none.
     """
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     def find_session(request: Request) -> AnySession:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -100,17 +99,22 @@ def create_app(session_of: SessionOf) -> FastAPI:
             return _error(ChatCompletions(), e)
         return _json({})
 
-    # Plain routes: FastAPI's dependency injection would cost more than the rest of a request.
+    async def refuse_path(request: Request, _: Exception) -> Response:
+        known = ", ".join(f"POST /v1{dialect.path}" for dialect in DIALECTS)
+        why = f"there is no {request.method} {request.url.path}: this API has {known} and GET"
+        return _error(DIALECTS[0], Refusal(404, "not_found", f"{why} /v1/models"))
+
+    routes = []
     for prefix in ("/v1", ""):
         for dialect in DIALECTS:
             path = prefix + dialect.path
-            app.router.routes.append(Route(path, make_endpoint(dialect), methods=["POST"]))
-        app.router.routes.append(Route(f"{prefix}/models", list_models, methods=["GET"]))
-        app.router.routes.append(Route(f"{prefix}/reward", set_reward, methods=["POST"]))
-    return app
+            routes.append(Route(path, make_endpoint(dialect), methods=["POST"]))
+        routes.append(Route(f"{prefix}/models", list_models, methods=["GET"]))
+        routes.append(Route(f"{prefix}/reward", set_reward, methods=["POST"]))
+    return Starlette(routes=routes, exception_handlers={404: refuse_path, 405: refuse_path})
 
 
-def serve_forever(app: FastAPI, bound: socket.socket) -> None:
+def serve_forever(app: Starlette, bound: socket.socket) -> None:
     """Serve an application on a listening socket until a signal arrives."""
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, lifespan="off"

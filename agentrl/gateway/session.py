@@ -39,15 +39,15 @@ import orjson
 from agentrl.agent_loops import Episode
 from agentrl.errors import EpisodeOver, Infrastructure, TemplateError
 from agentrl.gateway.requests import Answer, Call, ChatMessage, Refusal, Request
-from agentrl.trajectory import Message, ToolCall, ToolResult, Turn
+from agentrl.trajectory import Message, Role, ToolCall, ToolResult, Turn
 
 VOLATILE = re.compile(
     r"^(?:x-anthropic-billing-header:.*"
-    r"|(?:(?:the )?current|today's) (?:date|time|date and time)\b.*)$",
+    r"|(?:(?:the )?current|today's) (?:date|time|date and time)\b[^?\n]*\d[^?\n]*)$",
     re.IGNORECASE | re.MULTILINE,
 )
-"""Lines of system and user messages that clients change in every request. The policy keeps seeing
-the first version of such a line."""
+"""Lines of system and user messages that clients change in every request. In a row of tokens, the
+policy keeps seeing the first version of such a line."""
 MAX_ANSWERS = 64
 """The number of answers that a session keeps for requests that are sent again."""
 CONTEXT = 60
@@ -79,7 +79,7 @@ class Event:
 class Key(NamedTuple):
     """The parts of a message that are compared with other messages."""
 
-    role: str
+    role: Role
     text: str
     """The visible text, without volatile lines."""
     calls: tuple[tuple[str, str], ...]
@@ -128,6 +128,25 @@ class _Conversation:
     """The number of turns that the policy sampled in it."""
 
 
+@dataclass(slots=True, eq=False)
+class _Sent:
+    """A request that was sent, perhaps several times."""
+
+    body: int
+    """The hash of its body."""
+    task: asyncio.Task[Answer]
+    """Samples the answer."""
+    waiting: int = 0
+    """The number of clients that wait for the answer."""
+    is_delivered: bool = False
+    """Whether a client got the answer."""
+
+    @property
+    def is_lost(self) -> bool:
+        """True if no client got the answer and none waits for it: it lost the connection."""
+        return not self.waiting and not self.is_delivered
+
+
 class Session:
     """Answers the requests of one episode.
 
@@ -154,9 +173,7 @@ class Session:
         self._conversations: list[_Conversation] = []
         self._sampled: list[_SampledTurn] = []
         self._by_call: dict[str, _SampledTurn] = {}
-        self._answers: dict[bytes, asyncio.Task[Answer]] = {}
-        self._waiting: Counter[bytes] = Counter()
-        self._delivered: set[bytes] = set()
+        self._sent: list[_Sent] = []
         self._openings: Counter[str] = Counter()
         # A request runs in a task of the server. It needs the context of the episode's task, so
         # that its waits pause the time limit of the episode.
@@ -172,34 +189,38 @@ class Session:
             Refusal: the episode is over, the conversation cannot be continued, or the engine
                 failed.
         """
-        digest = blake2b(request.body, digest_size=16).digest()
-        task = self._answers.get(digest)
-        # No client got the answer and none waits for it: the client lost the connection.
-        is_lost = not self._waiting[digest] and digest not in self._delivered
-        if task is not None and (is_lost or request.is_retry):
+        sent = self._find_retried(request)
+        if sent is not None:
             self.events.append(Event("retry"))
         else:
             task = asyncio.create_task(self._sample(request), context=self._context.copy())
             task.add_done_callback(_retrieve_error)
-            self._answers[digest] = task
-            self._delivered.discard(digest)
-            old = [d for d, t in self._answers.items() if t.done()][:-MAX_ANSWERS]
-            for d in old:
-                del self._answers[d]
-        self._waiting[digest] += 1
+            sent = _Sent(hash(request.body), task)
+            self._sent.append(sent)
+            for old in [s for s in self._sent if s.task.done()][:-MAX_ANSWERS]:
+                self._sent.remove(old)
+        sent.waiting += 1
         try:
-            answer = await asyncio.shield(task)
-            self._delivered.add(digest)
+            answer = await asyncio.shield(sent.task)
+            sent.is_delivered = True
             return answer
         except Refusal:
-            self._answers.pop(digest, None)
+            if sent in self._sent:
+                self._sent.remove(sent)
             raise
         except asyncio.CancelledError:
-            if not task.cancelled():
+            if not sent.task.cancelled():
                 raise
             raise _episode_over("the episode has ended") from None  # by `close`
         finally:
-            self._waiting[digest] -= 1
+            sent.waiting -= 1
+
+    def _find_retried(self, request: Request) -> _Sent | None:
+        """Return the earlier request that a request repeats; None if it is a request of its own."""
+        body = hash(request.body)
+        same = [sent for sent in self._sent if sent.body == body]
+        lost = [sent for sent in same if sent.is_lost]
+        return next(iter(lost or (same[-1:] if request.is_retry else [])), None)
 
     def set_outcome(self, reward: float) -> None:
         """Set the outcome reward of the episode. A second call replaces the first.
@@ -219,7 +240,7 @@ class Session:
         The conversation of the last turn becomes the main one.
         """
         self.over.set()
-        tasks = [task for task in self._answers.values() if not task.done()]
+        tasks = [sent.task for sent in self._sent if not sent.task.done()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -291,11 +312,7 @@ class Session:
         """Return the conversation that a request continues, after adding the new messages to it."""
         keys = [self._key(message) for message in request.messages]
         tools = orjson.dumps(request.tools)
-        best, shared = None, 0
-        for conversation in reversed(self._conversations):
-            n = _count_shared(conversation.keys, keys)
-            if n > shared or (n == shared and best is not None and best.is_busy):
-                best, shared = conversation, n
+        best, shared = self._find_conversation(keys, tools)
         if best is None or all(key.role == "system" for key in keys[:shared]):
             # At most system messages are shared. If the client removed the beginning of a
             # conversation, a later assistant message may still be a turn of it.
@@ -310,6 +327,10 @@ class Session:
             return self._open(request, keys, tools, replace(event, kind="spawn", cause=cause))
         self._record_results(request)
         messages = self._messages(best, request, keys, shared)
+        if event.kind == "branch":  # The new row contains volatile lines as they are now.
+            for i in range(shared):
+                if keys[i].role != "assistant" and keys[i].written != best.keys[i].written:
+                    messages[i] = Message(keys[i].role, request.messages[i].text)
         sampled = {id(s.message) for s in self._sampled}
         if event.kind != "branch" and any(id(m) in sampled for m in messages[shared:]):
             event = Event("branch", "a turn of another conversation was added", shared)
@@ -320,6 +341,27 @@ class Session:
         best.keys, best.messages, best.tools = keys, messages, tools
         self.events.append(event)
         return best
+
+    def _find_conversation(self, keys: list[Key], tools: bytes) -> tuple[_Conversation | None, int]:
+        """Return the conversation that a request continues, and the number of shared messages.
+
+        A conversation that grows cleanly is preferred to one that shares more messages: sub-agents
+        that begin in the same way may have got the same answer.
+        """
+        best, shared, best_rank = None, 0, (False, 0, False)
+        for conversation in reversed(self._conversations):
+            n, is_free = _count_shared(conversation.keys, keys), not conversation.is_busy
+            grows = (
+                n == len(conversation.keys)
+                and is_free
+                and conversation.turns > 0
+                and conversation.tools == tools
+                and all(key.role != "assistant" for key in keys[n:])
+            )
+            rank = (grows, n, is_free)
+            if n and rank > best_rank:
+                best, shared, best_rank = conversation, n, rank
+        return best, shared
 
     def _open(self, request: Request, keys: list[Key], tools: bytes, event: Event) -> _Conversation:
         """Begin a conversation. The first one is conversation 0 of the episode."""

@@ -102,6 +102,15 @@ def test_it_takes_no_rewards():
     assert response.status_code == 404 and "trains nothing" in response.text
 
 
+def test_other_paths_are_named():
+    (response,) = ask(Scripted([], byte_tokenizer()), byte_tokenizer(), [{}], path="/v1/responses")
+    message = response.json()["error"]["message"]
+    assert response.status_code == 404
+    assert message == (
+        "there is no POST /v1/responses: this API has POST /v1/chat/completions and GET /v1/models"
+    )
+
+
 def test_a_token_that_is_not_set_is_refused(tiny_model):
     command = ["serve", "--model", str(tiny_model), "--token-env", "NO_SUCH_TOKEN"]
     assert "NO_SUCH_TOKEN" in str(CliRunner().invoke(app, command).exception)
@@ -123,8 +132,8 @@ def test_the_command_serves_until_it_is_stopped(tiny_model):
         assert process.stdout
         url = re.search(r"http://\S+/v1", process.stdout.readline())[0]  # type: ignore[index]
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-        for key, status in (("wrong", 401), ("secret", 200)):
-            headers = {"authorization": f"Bearer {key}"}
+        for key, status in (("wrong", 401), ("\xe9", 401), ("secret", 200)):
+            headers = {"authorization": f"Bearer {key}".encode("latin-1")}
             for _ in range(50):  # The socket is bound, but the server may not accept yet.
                 response = httpx.post(f"{url}/chat/completions", json=body, headers=headers)
                 if response.status_code == status:

@@ -213,6 +213,60 @@ def test_the_same_request_at_the_same_time_are_samples_with_different_seeds():
     assert sorted(m.content for m in t.answers) == ["a", "b", "c", "d"]
 
 
+class Slow(Scripted):
+    """Answers concurrent requests, each after a while."""
+
+    is_concurrent = True
+
+    async def generate(self, *args, **kwargs):
+        await asyncio.sleep(0.02)
+        return await super().generate(*args, **kwargs)
+
+
+def test_a_client_that_sends_its_request_again_does_not_get_the_answer_of_its_twin():
+    async def agent(client):
+        lost, twin = (asyncio.create_task(client.ask([QUESTION])) for _ in range(2))
+        await asyncio.sleep(0.01)
+        lost.cancel()
+        await asyncio.sleep(0)
+        again = await client.ask([QUESTION], retry=1)
+        assert {again["content"], (await twin)["content"]} == {"one", "two"}
+
+    t, session = played(agent, [], engine=Slow(["one", "two", "three"], TOKENIZER))
+    assert kinds(session) == ["first", "spawn", "retry"] and len(t.turns) == 2
+
+
+def test_the_end_of_a_session_ends_all_requests_in_flight():
+    async def agent(client):
+        await client.ask([QUESTION])
+        twins = [asyncio.create_task(client.ask([GO_ON])) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        await client.session.close()
+        for error in await asyncio.gather(*twins, return_exceptions=True):
+            assert isinstance(error, Refusal) and error.code == "episode_over"
+
+    t, _ = played(agent, [], engine=Slow(["one", "two", "three", "four"], TOKENIZER))
+    assert len(t.turns) == 1
+
+
+def test_equal_sub_agents_with_equal_answers_stay_clean():
+    """Each goes on in one of the two conversations, and none is edited."""
+
+    async def agent(client):
+        histories = [[QUESTION], [QUESTION]]
+        for answer, history in zip(
+            await asyncio.gather(*map(client.ask, histories)), histories, strict=True
+        ):
+            history += [answer, GO_ON]
+        for _ in range(2):
+            for history in histories:
+                history += [await client.ask(history), GO_ON]
+
+    t, session = played(agent, [], engine=Slow(lambda prompt, turn: "same", TOKENIZER))
+    assert kinds(session) == ["first", "spawn", *["clean"] * 4]
+    assert [len([turn for turn in t.turns if turn.segment == i]) for i in (0, 1)] == [3, 3]
+
+
 def test_a_retry_gets_the_same_answer():
     async def agent(client):
         one = await client.ask([QUESTION])
@@ -258,6 +312,16 @@ def test_a_volatile_line_is_not_compared():
     t, session = played(agent, ["one", "two"])
     assert kinds(session) == ["first", "realigned"] and len(t.segments) == 1
     assert session.counts["volatile"] == 1 and "01-01" in prompt_of(t, 0)
+
+
+@pytest.mark.parametrize("line", ["Current time in {}?", "Current time in {} is 1:00"])
+def test_a_new_row_contains_volatile_lines_as_they_are_now(line):
+    async def agent(client):
+        for city in ("Paris", "Tokyo"):
+            await client.ask([{"role": "user", "content": line.format(city)}])
+
+    t, _ = played(agent, ["one", "two"])
+    assert line.format("Paris") in prompt_of(t, 0) and line.format("Tokyo") in prompt_of(t, 1)
 
 
 def test_a_limit_of_the_client_cuts_a_turn():
@@ -401,6 +465,8 @@ def calling(function):
     ("fields", "message"),
     [
         ({"messages": [{"role": ["user"]}]}, r"messages\[0\].role must be one of"),
+        ({"stream": "false"}, "stream must be true or false, not 'false'"),
+        ({"n": 2}, "send a request for each answer"),
         ({"stop": 5}, "stop must be a text or a list of texts"),
         ({"stop": {"a": 1}}, "stop must be a text or a list of texts"),
         ({"tools": [{"function": {}}]}, "name must be a name, not None"),
