@@ -74,8 +74,8 @@ def check(
     from agentrl.trajectory import Message, Sample
 
     overrides = [f"agent.reward={reward}"] if reward else []
-    if timeout or not config:
-        overrides.append(f"rollout.timeout_s={timeout or 30.0}")
+    if timeout is not None or not config:
+        overrides.append(f"rollout.timeout_s={30.0 if timeout is None else timeout}")
     keys = {
         "agent.command": shlex.join(command or []),
         "agent.python": python,

@@ -326,7 +326,8 @@ def check_agent(config: AgentConfig) -> None:
     """Check that the agent of a config can be started.
 
     Raises:
-        ConfigError: there is none, its program does not exist, or the function does not fit.
+        ConfigError: there is none, its program does not exist, the function does not fit, or a
+            variable of `agent.env` is not set.
         UserError: its file does not load.
     """
     if not config.command and not config.python:
@@ -334,6 +335,12 @@ def check_agent(config: AgentConfig) -> None:
             "rows with agent_name external need an agent: set agent.command='python my_agent.py',"
             " or agent.python=my_agent.py:FUNCTION"
         )
+    for name in config.env:
+        if name not in os.environ:
+            raise ConfigError(
+                f"agent.env names {name}, but this environment variable is not set. Export it, or"
+                " remove the name"
+            )
     if config.command:
         program = shlex.split(config.command)[0]
         if shutil.which(program) is None:

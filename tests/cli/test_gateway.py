@@ -175,6 +175,11 @@ def test_rows_of_a_file(check, tmp_path):
     assert code == 0 and "3 episodes" in text
 
 
+def test_a_time_of_0_is_refused():
+    result = CliRunner().invoke(app, ["gateway", "check", "--timeout", "0", "--", "ls"])
+    assert "rollout.timeout_s=0.0" in str(result.exception)
+
+
 def test_an_agent_must_be_named():
     result = CliRunner().invoke(app, ["gateway", "check"])
     assert "agent.command" in str(result.exception)

@@ -321,6 +321,7 @@ def test_agents_wait_for_free_slots(function, tmp_path):
         ({}, "set agent.command"),
         ({"command": "no-such-program x"}, "there is no program 'no-such-program'"),
         ({"python": "missing.py:run"}, "missing.py"),
+        ({"command": "ls", "env": ["HOME", "NO_SUCH_KEY"]}, "NO_SUCH_KEY, but this environment"),
     ],
 )
 def test_an_agent_that_cannot_be_started_is_refused(keys, message):
