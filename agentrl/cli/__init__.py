@@ -90,12 +90,13 @@ def main(words: Sequence[str] | None = None) -> None:
     Args:
         words: the command and its arguments; None: those of this process.
     """
-    from agentrl.cli.options import take_unknown_options, unknown_options
+    from agentrl.cli.options import command_words, take_unknown_options, unknown_options
     from agentrl.errors import AgentRLError
     from agentrl.torch_threads import wait_passively
 
     wait_passively()
     words = sys.argv[1:] if words is None else words
+    command_words.set(tuple(words))
     try:
         with _raise_on_sigterm():
             words, mistakes = take_unknown_options(get_command(app), words)

@@ -387,6 +387,8 @@ def _explain_old_run(output: str) -> str:
     return f". To use the config of the run in {output}: --config {file}" if file.is_file() else ""
 
 
+command_words: ContextVar[tuple[str, ...]] = ContextVar("command_words")
+"""The running command and its arguments."""
 unknown_options: ContextVar[tuple[str, ...]] = ContextVar("unknown_options", default=())
 """The messages about options that the running command does not have, for `read_config`."""
 

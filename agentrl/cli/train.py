@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,9 +21,11 @@ from agentrl.cli.options import (
     Output,
     Overrides,
     ValDataset,
+    command_words,
     read_config,
     with_model_folder,
 )
+from agentrl.cli.restarts import exit_code_of_crashes, is_supervised, run_supervised
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -67,6 +71,7 @@ def train(
 
     if dry_run and log_format == "json":
         raise UserError("--dry-run prints text: leave out --log-format json")
+    is_supervisor = False
     with nullcontext() if dry_run else open_console(log_format) as console:
         settings = read_config(
             config,
@@ -80,8 +85,12 @@ def train(
         )
         if console is None:
             check_run(settings, checks_start=True)
-        else:
-            _train(settings, console)
+        elif not (is_supervisor := settings.trainer.max_restarts > 0 and not is_supervised()):
+            with exit_code_of_crashes():
+                _train(settings, console)
+    if is_supervisor:
+        folder = Path(settings.trainer.output)
+        sys.exit(run_supervised(command_words.get(), folder, settings.trainer.max_restarts))
 
 
 def _train(settings: Config, console: Console) -> None:

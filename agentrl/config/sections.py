@@ -565,6 +565,9 @@ class TrainerConfig(Section):
     and delete the run in the folder. A path: start from that checkpoint (of a run: its newest
     one; RUN/best: the one with the highest trainer.keep_best); if it is another run's, this run is
     a fork of it."""
+    max_restarts: int = key(0, ge=0)
+    """How often `agentrl train` starts the run again after a crash (of a rank, an engine or this
+    process), from the newest checkpoint. Mistakes in the config or in your code are no crashes."""
     seed: int = key(0, ge=0)
     """The seed of all random numbers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -775,6 +778,11 @@ def contradictions(c: Config) -> Iterator[str]:
         yield (
             f"trainer.nnodes={t.nnodes}: a run can start a Ray cluster on this machine only. Start"
             " one on all machines (`ray start`) and set trainer.ray_address"
+        )
+    if t.max_restarts and t.save_freq == 0:
+        yield (
+            f"trainer.max_restarts={t.max_restarts} with trainer.save_freq=0: a run that crashed"
+            " would start from the beginning. Set trainer.save_freq=auto"
         )
     yield from _engine_contradictions(c)
     yield from _staleness_contradictions(c)
