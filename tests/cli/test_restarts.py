@@ -19,7 +19,7 @@ ROWS = Path(__file__).parents[2] / "datasets" / "arithmetic_train.parquet"
 def command(output, *more):
     return [
         *("-m", "agentrl", "train", "--dataset", ROWS, "--model", "tiny", "--output", output),
-        *("trainer.total_steps=4", "trainer.save_freq=1", "trainer.max_restarts=2"),
+        *("trainer.total_steps=4", "trainer.save_freq=1"),
         *("data.batch_size=2", "rollout.n=2", *more),
     ]
 
@@ -43,9 +43,9 @@ def child_of(process):
 
 
 @pytest.mark.slow
-def test_a_killed_run_is_started_again_and_makes_every_step_once(tiny_model, tmp_path):
+def test_a_killed_run_makes_every_step_once(tiny_model, tmp_path):
     output = tmp_path / "run"
-    process = ForkedPython(command(output))
+    process = ForkedPython(command(output, "trainer.max_restarts=2"))
     until_step(process, output, 2)
     os.kill(child_of(process), signal.SIGKILL)
     assert process.wait() == 0
@@ -56,7 +56,7 @@ def test_a_killed_run_is_started_again_and_makes_every_step_once(tiny_model, tmp
 @pytest.mark.slow
 def test_a_signal_to_the_parent_ends_the_run_as_without_it(tiny_model, tmp_path):
     output = tmp_path / "run"
-    process = ForkedPython(command(output, "trainer.total_steps=400"))
+    process = ForkedPython(command(output, "trainer.max_restarts=2", "trainer.total_steps=400"))
     until_step(process, output, 1)
     child = child_of(process)
     process.send_signal(signal.SIGTERM)
@@ -76,7 +76,8 @@ def test_crashes_are_repeated_and_mistakes_are_not(tiny_model, tmp_path, kind, t
         "def fail(*_): raise " + kind + "('raised by the test')\n"
         "agentrl.trainer.Trainer.step = fail\n"
     )
-    done = run_agentrl(*command(tmp_path / "run", "--file", "shelf:calculator", "--file", code)[2:])
+    files = "--file", "shelf:calculator", "--file", code
+    done = run_agentrl(*command(tmp_path / "run", "trainer.max_restarts=2", *files)[2:])
     assert done.returncode == 1 and "raised by the test" in done.stderr
     assert done.stderr.count("it is started again") == times
 
