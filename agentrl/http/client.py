@@ -305,6 +305,10 @@ def fetch(
     method = "GET" if body is None else "POST"
     authorization = authorization_header(token)
     headers = {"Authorization": authorization} if authorization else {}
+    sent = None
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+        sent = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
     url = parse_base_url(base_url).geturl().rstrip("/") + path
     where, end = f"{method} {url}", time.monotonic() + timeout
     content = bytearray()
@@ -312,7 +316,7 @@ def fetch(
         # A new context for each request would take longer than a request to our own servers.
         with (
             httpx.Client(trust_env=False, timeout=timeout, verify=default_tls()) as client,
-            client.stream(method, url, headers=headers, json=body) as response,
+            client.stream(method, url, headers=headers, content=sent) as response,
         ):
             for piece in response.iter_bytes():  # The timeout of httpx is for each piece.
                 content += piece
