@@ -11,6 +11,7 @@ import ssl
 import subprocess
 import time
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -396,6 +397,21 @@ async def test_fetch_json_works_in_synchronous_code():
     assert result == (200, [1])
     with pytest.raises(Infrastructure):
         fetch_json("http://127.0.0.1:1", "/x", timeout=5)
+
+
+async def test_both_clients_send_numpy_arrays():
+    async def echo(reader, writer):
+        while True:
+            _, headers, body = await read_request(reader)
+            assert headers["content-type"] == "application/json"
+            writer.write(answer(body))
+
+    body = {"ids": np.arange(3, dtype=np.int32)}
+    async with serving(echo) as url:
+        sync = await asyncio.to_thread(fetch_json, url, "/x", body, timeout=5)
+        async with HttpClient(url) as client:
+            other = await client.request_json("POST", "/x", body, deadline=time.monotonic() + 5)
+    assert sync == other == (200, {"ids": [0, 1, 2]})
 
 
 async def test_a_timeout_is_for_the_whole_answer():

@@ -27,7 +27,8 @@ async def read_request(reader: asyncio.StreamReader) -> tuple[str, dict[str, str
     """Return the request line, the headers and the body."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode()
     line, *rest = head.split("\r\n")[:-2]
-    headers = dict(h.split(": ", 1) for h in rest)
+    pairs = (h.split(": ", 1) for h in rest)
+    headers = {name.lower(): value for name, value in pairs}
     return line, headers, await reader.readexactly(int(headers.get("content-length", 0)))
 
 
