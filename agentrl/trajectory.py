@@ -147,7 +147,8 @@ class Generation:
         token_ids: the sampled tokens.
         logprobs: log_softmax(logits / temperature) over the full vocabulary, at the sampled token.
         versions: the policy version that sampled each token.
-        finish_reason: "length" if the limit of tokens ended the turn.
+        finish_reason: "length" if the limit of tokens ended the turn. "abort" occurs only within
+            an engine, for a part of a turn.
         prompt_tokens: the number of prompt tokens that the engine reports. The episode checks it.
         cached_tokens: the number of prompt tokens that were in the engine's prefix cache.
     """
@@ -155,7 +156,7 @@ class Generation:
     token_ids: array[int]
     logprobs: array[float]
     versions: array[int]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "abort"]
     prompt_tokens: int
     cached_tokens: int = 0
 

@@ -845,10 +845,11 @@ def _staleness_contradictions(c: Config) -> Iterator[str]:
     r, staleness = c.rollout, f"trainer.max_staleness={c.trainer.max_staleness}"
     if not c.trainer.max_staleness:
         return
-    if r.name != "local":
+    if r.name == "vllm" and not c.model.lora_rank:
         yield (
-            f"{staleness} is not supported with rollout.name={r.name}, whose servers cannot get"
-            " weights while turns are in flight. Set rollout.name=local or trainer.max_staleness=0"
+            f"{staleness} with rollout.name=vllm needs LoRA (model.lora_rank): vLLM can get all"
+            " weights only while no turn is in flight. Set rollout.name=sglang or"
+            " trainer.max_staleness=0"
         )
     if r.sleep != "none":
         yield (

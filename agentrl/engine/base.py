@@ -145,14 +145,27 @@ class Sampler(Protocol):
         """Return the logprob of each token given the tokens before it. The first token's is 0."""
         ...
 
+    def reprefill_tokens(self) -> int:
+        """Return how many tokens, of prompts and sampled, were processed again so far.
+
+        This is because the weights changed within their turn.
+        """
+        return 0
+
 
 class EngineControl(Protocol):
     """The part of an engine that the trainer uses."""
 
+    def weights_moving(self) -> None:
+        """Announce that the trainer changes its weights, until `publish`.
+
+        Tokens are still requested, and sampled from the published policy.
+        """
+
     def sleep(self) -> None:
         """Announce that the trainer computes from now on: no tokens are requested until `publish`.
 
-        An engine may free memory that it shares with the trainer.
+        An engine may free memory that it shares with the trainer. This includes `weights_moving`.
         """
 
     def publish(self, update: Update) -> int:

@@ -103,7 +103,8 @@ class Publisher:
         with self._learner.perturbed_adapter():
             self._send(version)
             canary = Canary.measure(*self._score_both())
-            self._engine.sleep()  # an engine that starts later must not get the perturbed adapter
+            # An engine that starts later must not get the perturbed adapter.
+            self._engine.weights_moving()
         return canary
 
     def _send(self, version: int) -> int:

@@ -197,6 +197,7 @@ class Trainer:
             batch = self._collate(rollouts.groups)  # (B, T)
         targets, signal = compute_targets(self.learner, batch, self.kl, self.clock.timed)
         self._is_consistent = False  # until the update has finished
+        self.engine.weights_moving()
         with self.clock.timed("update_actor"):
             step, check = self.global_step + 1, self._check_mismatch
             self.guard.drift = mean_drift(batch, self.publisher.drifts)
@@ -633,7 +634,7 @@ class Trainer:
 def _check_engine_is_apart(config: Config) -> None:
     """Raise `ConfigError` if rollouts would go on while the learner uses the same GPU."""
     staleness, device = config.trainer.max_staleness, config.trainer.device
-    if staleness and resolve_device(device) != "cpu":
+    if staleness and config.rollout.name == "local" and resolve_device(device) != "cpu":
         raise ConfigError(
             f"trainer.max_staleness={staleness}: rollouts go on while the learner computes, but"
             f" with rollout.name=local and trainer.device={device} both use one GPU. Set"

@@ -62,6 +62,8 @@ class Engine:
         self.loader.load(version, sent, folder)
         self.version = version
 
+    def fail_update(self, error): ...
+
 
 def memory(admin):
     return MemoryLoader(admin, ranks=(0,))

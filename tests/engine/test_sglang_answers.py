@@ -117,12 +117,20 @@ def test_refusals_have_types(status, body, kind):
     assert type(error) is kind and f"status {status}" in str(error)
 
 
-def test_an_aborted_turn_is_an_error():
+def test_a_turn_that_the_server_ends_for_a_reason_of_its_own_is_an_error():
     reason = {"type": "abort", "message": "The request queue is full.", "status_code": 503}
     with pytest.raises(EngineOverloaded, match="queue is full"):
         read_generation(answer(finish_reason=reason), 3, PolicyVersion("7", 7), "here")
-    with pytest.raises(EngineError, match="aborted"):
-        read_generation(answer(finish_reason={"type": "abort"}), 3, PolicyVersion("7", 7), "here")
+
+
+def test_an_aborted_turn_has_the_tokens_so_far():
+    reason = {"type": "abort", "message": "Aborted", "status_code": None}
+    part = read_generation(answer(finish_reason=reason), 9, PolicyVersion("7", 7), "here")
+    assert part.finish_reason == "abort"
+    assert (part.token_ids, part.versions) == (array("i", [3, 4, 9]), array("i", [7, 7, 7]))
+    queued = {"meta_info": {"finish_reason": {"type": "abort", "message": "Abort in queue"}}}
+    nothing = read_generation(queued, 9, PolicyVersion("7", 7), "here")
+    assert (nothing.finish_reason, nothing.token_ids) == ("abort", array("i"))
 
 
 def test_scores():

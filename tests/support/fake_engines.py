@@ -56,7 +56,7 @@ class FakeEngine:
     """A server and its client in one object. Tests change its behavior by its attributes."""
 
     max_length = 100
-    loader, dtype = FakeLoader(), None
+    loader, dtype, reprefilled = FakeLoader(), None, 0
 
     def __init__(self, opener: FakeOpener):
         self.opener, self.url = opener, f"http://fake:{opener.index}"
@@ -143,6 +143,8 @@ class FakeEngine:
         self.weights = int(sent.rows["w"])
         self.version, self.claims, self.asleep = version, None, False
         self.published.append(version)
+
+    def fail_update(self, error: EngineError) -> None: ...
 
     def close(self) -> None:
         self.closed = self.dead = True

@@ -92,7 +92,7 @@ class LocalEngine(Engine):
         # Of all weights, the embedding too: its rows are multiplied in the output layer.
         weights = sum(p.numel() for p in model.parameters())
         self.threads = choose_threads(current=torch.get_num_threads(), weights=weights)
-        self._version = 0
+        self._version = self._reprefilled = 0
         # The lock guards the attributes below. The decoder belongs to the worker thread; while that
         # is paused, to `publish`.
         self._changed = threading.Condition()
@@ -203,6 +203,9 @@ class LocalEngine(Engine):
             self._changed.notify_all()
         return await asyncio.wrap_future(answer)
 
+    def reprefill_tokens(self) -> int:
+        return self._reprefilled
+
     # -- EngineControl -----------------------------------------------------------------------------
 
     def publish(self, update: Update) -> int:
@@ -216,6 +219,8 @@ class LocalEngine(Engine):
         """
         with self.paused():
             self._check_running()
+            rows = self._decoder.rows
+            self._reprefilled += int(rows.length[rows.alive].sum())
             size = self._decoder.load(update.weights())
             self._version = update.version
         return size

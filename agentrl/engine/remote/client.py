@@ -25,6 +25,7 @@ from agentrl.engine.remote.distributor import Distributor
 from agentrl.engine.remote.launch import ServerHandle, raise_if_dead
 from agentrl.engine.remote.loaders import AdapterLoader, Loader
 from agentrl.engine.remote.senders import Sent
+from agentrl.engine.remote.turns import TurnGate, join_parts, without_last_token
 from agentrl.errors import EngineError, InvalidEngineResponse
 from agentrl.http import HttpClient
 from agentrl.trajectory import Generation, token_array
@@ -108,6 +109,9 @@ class RemoteEngine(Engine):
         self.admin = AdminClient(url, key=key, admin_key=admin_key, process=process)
         self.loader = loader(self.admin)
         self._distributor = Distributor()
+        self._gate = TurnGate()
+        self.reprefilled = 0
+        """See `reprefill_tokens`."""
         self._uses_seeds = False
         with reading(self.name, url):
             self._connect()
@@ -152,29 +156,61 @@ class RemoteEngine(Engine):
     ) -> Generation:
         """Sample a turn. It is cut at `max_length` as well as at `max_tokens`.
 
+        If the weights change within the turn, it goes on with the new ones.
+
         Raises:
             PromptTooLong: the prompt is too long.
             EngineOverloaded: the server accepts no more requests.
             EngineDead: agentrl started the server, and it has ended.
             InvalidEngineResponse: its answer is invalid.
             EngineError: no response before the deadline, tokens outside of the vocabulary, a
-                request that cannot be served, or weights that changed within the turn.
+                request that cannot be served, or weights that did not arrive.
             UserError: `sampling.stop` is not a tuple of non-empty strings, or the server does not
                 support the temperature.
         """
         where = f"episode {episode_id!r}"
         self._check_row(prompt_ids, where)
         self._check_sampling(sampling, where)
-        limit = min(sampling.max_tokens, self.max_length - len(prompt_ids))
-        body = self._body(prompt_ids, sampling, limit, seed % 2**63 if self._uses_seeds else None)
+        end = len(prompt_ids) + min(sampling.max_tokens, self.max_length - len(prompt_ids))
+        row, parts = prompt_ids, list[Generation]()
+        while True:
+            start = time.monotonic()
+            async with self._gate.passing():
+                deadline += time.monotonic() - start  # A wait for new weights does not count.
+                part = await self._sample(
+                    row, sampling, end - len(row), seed, where, deadline, episode_id
+                )
+            if part.token_ids:
+                parts.append(part)
+            if part.finish_reason != "abort":
+                return join_parts(parts)
+            row = row + part.token_ids
+            self.reprefilled += len(row)
+
+    async def _sample(
+        self,
+        row: array[int],
+        sampling: Sampling,
+        limit: int,
+        seed: int,
+        where: str,
+        deadline: float,
+        episode_id: str,
+    ) -> Generation:
+        """Sample a turn, or its part until the server gets new weights."""
+        body = self._body(row, sampling, limit, seed % 2**63 if self._uses_seeds else None)
         policy_version, adapter_fields = self._policy_version, self.loader.request_fields()
         answer = await self._ask(body | adapter_fields, where, deadline, episode_id)
         generation = self._read_turn(answer, limit, policy_version, where, adapter_fields)
-        if max(generation.token_ids) >= self._vocabulary:
+        if max(generation.token_ids, default=0) >= self._vocabulary:
             raise InvalidEngineResponse(
                 f"{where}: token {max(generation.token_ids)}, but the model's vocabulary has"
                 f" {self._vocabulary}"
             )
+        if generation.finish_reason == "abort":
+            if not self._gate.is_closed:
+                raise EngineError(f"{where}: {self.name} aborted the turn")
+            return without_last_token(generation)
         return generation
 
     async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
@@ -189,6 +225,9 @@ class RemoteEngine(Engine):
         body = self._score_body(token_ids) | self.loader.request_fields()
         answer = await self._ask(body, "score", time.monotonic() + SCORE_SECONDS, "score")
         return self._read_scores(answer, token_ids, "score")
+
+    def reprefill_tokens(self) -> int:
+        return self.reprefilled
 
     # -- EngineControl -----------------------------------------------------------------------------
 
@@ -214,6 +253,10 @@ class RemoteEngine(Engine):
         self.loader.check()
         self._prepare()
 
+    def fail_update(self, error: EngineError) -> None:
+        """Let the turns that wait for an update fail, because it did not succeed."""
+        self._gate.fail(error)
+
     def finish_update(self, version: int, sent: Sent, folder: Path | None) -> None:
         """Load what was sent, and check that the server samples from it.
 
@@ -233,6 +276,7 @@ class RemoteEngine(Engine):
         if isinstance(self.loader, AdapterLoader):
             self._policy_version = PolicyVersion(self._policy_version.weights, version)
             self.probe()
+        self._gate.open()
 
     def close(self) -> None:
         """End the server if agentrl started it, else unload the adapters that were sent to it.
@@ -256,6 +300,8 @@ class RemoteEngine(Engine):
         body = self._body(row, Sampling(temperature=0.0), 1) | adapter_fields
         answer = self.admin.ask(self._path, body)
         generation = self._read_turn(answer, 1, self._policy_version, where, adapter_fields)
+        if generation.finish_reason == "abort":
+            raise EngineError(f"{where} was aborted")
         if generation.versions[0] != self.version:
             raise EngineError(
                 f"{where} was sampled by version {generation.versions[0]}, not {self.version}"
@@ -352,7 +398,8 @@ class RemoteEngine(Engine):
     ) -> Generation:
         """Return the turn in an answer.
 
-        `policy_version` and `adapter_fields` are those at the time of the request.
+        `policy_version` and `adapter_fields` are those at the time of the request. If the server
+        aborted the turn, `finish_reason` is "abort", and the tokens so far may be none.
         """
 
     @abstractmethod
@@ -398,7 +445,7 @@ def check_turn(ids: Sequence[int], reason: Any, limit: int, reported: Any) -> No
     Raises:
         ValueError: they are inconsistent.
     """
-    if reason not in ("stop", "length"):
+    if reason not in ("stop", "length", "abort"):
         raise ValueError(f"unknown finish reason {reason!r}")
     if not 0 < len(ids) <= limit or len(ids) != reported:
         raise ValueError(

@@ -42,6 +42,8 @@ class Server(Protocol):
 
     def finish_update(self, version: int, sent: Sent, folder: Path | None) -> None: ...
 
+    def fail_update(self, error: EngineError) -> None: ...
+
 
 S = TypeVar("S", bound=Server)
 
@@ -77,6 +79,8 @@ class Distributor:
             size = max(size, more)
             for engine, error in failed.items():
                 errors[engine] = type(error)(f"{error}\nBefore that: {first[engine]}")
+        for engine, error in errors.items():
+            engine.fail_update(error)
         return size, errors
 
     def _publish_once(

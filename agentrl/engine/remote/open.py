@@ -69,6 +69,12 @@ def make_openers(
         _check_without_gpu(config)
     if slots is None:
         slots = _local_slots(config, cpu)
+    if (staleness := config.trainer.max_staleness) and any(slot.ranks for slot in slots):
+        raise ConfigError(
+            f"trainer.max_staleness={staleness}: rollouts go on while the learner computes, but a"
+            " server would share a GPU with it. Set trainer.placement=separate, with fewer GPUs for"
+            " servers or for the learner, or trainer.max_staleness=0"
+        )
     return [partial(_start, config, base, slot, dtype, vllm, learner_loaded) for slot in slots]
 
 

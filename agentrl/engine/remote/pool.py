@@ -126,11 +126,11 @@ class EnginePool(Engine):
         """
 
         async def send_request(engine: RemoteEngine) -> Generation:
-            version = self.supervisor.version
+            first = self.supervisor.version
             result = await engine.generate(
                 prompt_ids, sampling, episode_id=episode_id, seed=seed, deadline=deadline
             )
-            self._check_version(result, version, engine)
+            self._check_version(result, first, engine)
             return result
 
         return await self._try_engines(
@@ -181,7 +181,14 @@ class EnginePool(Engine):
             self.supervisor.exclude(*failure, stale=True)
         return result
 
+    def reprefill_tokens(self) -> int:
+        return sum(replica.engine.reprefilled for replica in self.replicas)
+
     # -- EngineControl -----------------------------------------------------------------------------
+
+    def weights_moving(self) -> None:
+        """Announce that the learner's weights change. No engine gets them until `publish`."""
+        self.supervisor.weights_moving()
 
     def sleep(self) -> None:
         """Announce that the trainer computes. No engine gets the policy until `publish`."""
@@ -237,6 +244,9 @@ class EnginePool(Engine):
             if replica is None:
                 if error is not None:
                     raise error
+                if self.supervisor.is_publishing and time.monotonic() < deadline:
+                    await asyncio.sleep(POLL_SECONDS)
+                    continue
                 self.supervisor.raise_unavailable()
             if has_failed_over:
                 self._failovers += 1
@@ -325,7 +335,7 @@ class EnginePool(Engine):
         Raises:
             InvalidEngineResponse: another policy sampled a token.
         """
-        last = self.supervisor.version
+        last = self.supervisor.newest
         if first is None or last is None:
             return
         lo, hi = min(first, last), max(first, last)

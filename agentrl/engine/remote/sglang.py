@@ -75,6 +75,7 @@ class SGLangEngine(RemoteEngine):
         self.dtype = dtype
         self._memory, self._released = MEMORY_TAGS[sleep], set[str]()
         self._aborts: set[asyncio.Task[None]] = set()
+        self._is_paused = False
         super().__init__(url, loader=loader, **options)
 
     def _connect(self) -> None:
@@ -163,16 +164,19 @@ class SGLangEngine(RemoteEngine):
             self._released = set(self._memory)
 
     def probe(self) -> Generation:
-        """Let the server sample a token. It must not be asleep."""
+        """Let the server sample a token. It must not be asleep. End its pause, if it is paused."""
         if self._released:
             raise EngineError(
                 f"{self.url} cannot sample: it has released its {', '.join(sorted(self._released))}"
                 " to the trainer"
             )
+        self._continue()
         return super().probe()
 
     def _prepare(self) -> None:
         self._resume_memory("weights")
+        if not self._loads_adapter:
+            self._pause()
 
     def _load(self, version: int, sent: Sent, folder: Path | None) -> None:
         self.loader.load(version, sent, folder)
@@ -180,8 +184,37 @@ class SGLangEngine(RemoteEngine):
         if not self._loads_adapter:
             self._policy_version = PolicyVersion(str(version), version)
             self.flush_cache()
+            self._continue()
             self._check_cache_is_empty()
             self._weights_checker.check(version, sent)
+
+    def _pause(self) -> None:
+        """Abort the turns in flight, and hold back later ones, until the server has new weights.
+
+        Without a pause, a server samples between two buckets of weights. With SGLang's other modes
+        of a pause, turns keep the cache of the old weights.
+
+        Raises:
+            EngineError: a turn does not end.
+        """
+        self._gate.close()
+        end = time.monotonic() + ADMIN_SECONDS
+        while self._gate.in_flight:
+            if time.monotonic() > end:
+                raise EngineError(
+                    f"{self.url}: turns do not end {ADMIN_SECONDS:g} s after an abort"
+                )
+            # Repeat it: a request may be on its way to the scheduler. The pause itself would look
+            # for turns in flight only once in a second.
+            self.admin.manage("/abort_request", {"abort_all": True}, json=False)
+            time.sleep(0.02)
+        self._is_paused = True
+        self.admin.manage("/pause_generation", {"mode": "abort"})
+
+    def _continue(self) -> None:
+        if self._is_paused:
+            self.admin.manage("/continue_generation", {"torch_empty_cache": False})
+            self._is_paused = False
 
     @property
     def _loads_adapter(self) -> bool:
@@ -229,7 +262,7 @@ def _sampling_params(sampling: Sampling, limit: int, seed: int | None) -> dict[s
 def read_generation(
     answer: Any, limit: int, policy_version: PolicyVersion, where: str
 ) -> Generation:
-    """Return the turn in an answer of `/generate`.
+    """Return the turn in an answer of `/generate`, or its part if the server was told to abort it.
 
     Args:
         answer: the parsed answer.
@@ -239,16 +272,18 @@ def read_generation(
 
     Raises:
         InvalidEngineResponse: the answer is invalid.
-        EngineError: the request was aborted; or two policies sampled the turn, and the server does
-            not report the version of each token.
+        EngineError: the server ended the turn with an error; or two policies sampled the turn, and
+            the server does not report the version of each token.
     """
     with reading("SGLang", where):
         meta = answer["meta_info"]
         reason = meta["finish_reason"]["type"]
-        if reason == "abort":
-            status = meta["finish_reason"].get("status_code") or 500
+        if reason == "abort" and (status := meta["finish_reason"].get("status_code")):
             raise refusal(int(status), meta["finish_reason"].get("message", "aborted"), where)
-        ids, logprobs = _tokens(meta["output_token_logprobs"])
+        # A turn that was aborted before its first token lacks most fields.
+        ids, logprobs = _tokens(meta.get("output_token_logprobs") or [])
+        if reason == "abort" and not ids:
+            return Generation(ids, logprobs, token_array(), reason, 0)
         check_turn(ids, reason, limit, meta["completion_tokens"])
         spans = meta.get("weight_versions")
         if not spans:

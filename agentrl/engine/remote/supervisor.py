@@ -3,7 +3,8 @@
 A replica that fails is excluded, and a recovery thread tries to repair it: by a probe, or by a
 restart if agentrl started it and a probe is useless. The policy is sent to a replica before it is
 used again. This is correct only while the learner's weights do not change: from `publish` to
-`sleep`. From `sleep` to `publish` the thread waits, and that `publish` includes the replica.
+`weights_moving`. From then to the next `publish` the thread waits, and that `publish` includes the
+replica.
 
 There are two locks: `_weights` is held while a policy is sent, perhaps for minutes, `_lock` only
 for moments. The event loop takes only the second.
@@ -182,7 +183,7 @@ class Supervisor:
         self._weights = threading.Condition()
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._asleep = self._publishing = False
+        self._asleep = self._moving = self._publishing = False
 
     # -- for the event loop ------------------------------------------------------------------------
 
@@ -191,6 +192,16 @@ class Supervisor:
         if replica.breaker.is_open or self._closing.is_set():
             return False
         return self.version in (None, replica.engine.version)
+
+    @property
+    def newest(self) -> int | None:
+        """Return the version that is published, or is being published."""
+        return None if self._update is None else self._update.version
+
+    @property
+    def is_publishing(self) -> bool:
+        """Return whether a policy is being published. Some engines have it before the others."""
+        return self._publishing
 
     @property
     def is_suspended(self) -> bool:
@@ -278,10 +289,15 @@ class Supervisor:
 
     # -- for the trainer ---------------------------------------------------------------------------
 
-    def sleep(self) -> None:
+    def weights_moving(self) -> None:
         """Wait until nothing reads the learner's weights. Then the trainer may change them."""
         with self._weights:
-            self._asleep = True
+            self._moving = True
+
+    def sleep(self) -> None:
+        """Let all engines release memory; see also `weights_moving`."""
+        with self._weights:
+            self._asleep = self._moving = True
             calls = {
                 in_thread(partial(self._put_to_sleep, replica)): replica.engine.url
                 for replica in self.replicas
@@ -310,7 +326,8 @@ class Supervisor:
         """
         before = self.sent
         with self._weights:
-            self._update, self._asleep, self._publishing = update, False, True
+            self._update, self._publishing = update, True
+            self._asleep = self._moving = False
             try:
                 candidates = [
                     replica
@@ -486,6 +503,7 @@ class Supervisor:
             raise
         if replica.engine.loader.files is None and engine.loader.files is not None:
             engine.loader = engine.loader.files  # The one that ended could not use memory.
+        engine.reprefilled = replica.engine.reprefilled
         with self._lock:
             if not self._closing.is_set():
                 replica.engine, replica.sent_update = engine, None
@@ -535,11 +553,12 @@ class Supervisor:
         also waits while other engines sample: they would leave their group for one with a new
         member.
         """
-        needs_weights = self._update is not None and replica.sent_update is not self._update
-        return self._asleep or (
-            needs_weights
-            and replica.engine.loader.source == "memory"
-            and any(map(self.is_usable, self.replicas))
+        if self._asleep:
+            return True
+        if self._update is None or replica.sent_update is self._update:  # It needs no weights.
+            return False
+        return self._moving or (
+            replica.engine.loader.source == "memory" and any(map(self.is_usable, self.replicas))
         )
 
     def _send(self, replica: Replica, update: Update) -> None:

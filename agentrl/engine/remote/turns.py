@@ -1,0 +1,115 @@
+"""Weights change while turns are in flight: the parts of a turn before and after the change.
+
+A server aborts its turns before it gets new weights, and answers with the tokens so far. The rest
+of each turn is requested again once the server samples from the new weights. So each token is of
+exactly one version.
+
+    part of version 3     part of version 4
+    prompt ─► a b c  (d)  prompt a b c ─► e f <end>      turn: a b c e f <end>
+               └ not checked for the end of the turn, so it is sampled again
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+
+from agentrl.errors import EngineError
+from agentrl.trajectory import Generation
+
+
+class TurnGate:
+    """Holds back requests for tokens while the weights of a server change.
+
+    Requests pass in an event loop. Another thread closes and opens the gate.
+    """
+
+    def __init__(self) -> None:
+        """Start open."""
+        self.in_flight = 0
+        """The number of requests that have passed and have no answer."""
+        self._closed: Future[None] | None = None
+        """Set while the gate is closed. It has an exception if the weights did not arrive."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether requests have to wait."""
+        return self._closed is not None
+
+    @asynccontextmanager
+    async def passing(self) -> AsyncIterator[None]:
+        """Wait until the gate is open. Within the block, the request is in flight.
+
+        Raises:
+            EngineError: the server did not get the weights.
+        """
+        # First count, then look at the gate; `close` is followed by the opposite order. So either
+        # this request sees that the gate is closed, or the other thread sees the request.
+        self.in_flight += 1
+        try:
+            while (closed := self._closed) is not None:
+                self.in_flight -= 1
+                try:
+                    await asyncio.shield(asyncio.wrap_future(closed))
+                except EngineError as e:
+                    raise EngineError(str(e)) from None  # Many requests wait for one exception.
+                finally:
+                    self.in_flight += 1
+            yield
+        finally:
+            self.in_flight -= 1
+
+    def close(self) -> None:
+        """Hold back all further requests."""
+        if self._closed is None or self._closed.done():
+            self._closed = Future()
+
+    def open(self) -> None:
+        """Let the requests pass."""
+        closed, self._closed = self._closed, None
+        if closed is not None and not closed.done():
+            closed.set_result(None)
+
+    def fail(self, error: EngineError) -> None:
+        """Let requests that wait, and later ones, fail until `open`. An open gate stays open."""
+        if self._closed is not None and not self._closed.done():
+            self._closed.set_exception(EngineError(str(error)))
+
+
+def without_last_token(part: Generation) -> Generation:
+    """Return an aborted part of a turn without its last token.
+
+    A server that aborts a turn does not check whether the token sampled last ends it. The time of
+    the abort does not depend on this token, so sampling it again changes no distribution.
+    """
+    return Generation(
+        part.token_ids[:-1],
+        part.logprobs[:-1],
+        part.versions[:-1],
+        part.finish_reason,
+        part.prompt_tokens,
+        part.cached_tokens,
+    )
+
+
+def join_parts(parts: Sequence[Generation]) -> Generation:
+    """Return the turn whose parts were sampled one after another. Each part has tokens."""
+    first, last = parts[0], parts[-1]
+    if first is last:
+        return first
+    tokens, logprobs, versions = array("i"), array("f"), array("i")
+    for part in parts:
+        tokens += part.token_ids
+        logprobs += part.logprobs
+        versions += part.versions
+    return Generation(
+        tokens,
+        logprobs,
+        versions,
+        last.finish_reason,
+        first.prompt_tokens,
+        first.cached_tokens,
+    )

@@ -1,0 +1,119 @@
+"""A real SGLang server gets new weights while turns are in flight."""
+
+import asyncio
+from array import array
+from dataclasses import replace
+
+import pytest
+import torch
+from support.reference_model import ask, logprobs_of
+from support.updates import update
+from transformers import AutoModelForCausalLM
+
+from agentrl.engine.base import Sampling
+from agentrl.engine.remote.sglang import SGLangEngine
+from agentrl.errors import EngineError
+
+pytestmark = pytest.mark.sglang
+
+PROMPTS = [array("i", range(3 + i, 40 + i)) for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def policies(tiny_model):
+    """Models whose turns are long, because all tokens are about equally likely."""
+    models = []
+    for version in range(4):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+        torch.manual_seed(version)
+        with torch.no_grad():
+            model.get_parameter("model.norm.weight").mul_(0.1)
+            for p in model.parameters():
+                p.add_(0.01 * torch.randn_like(p))
+        models.append(model)
+    return models
+
+
+def update_of(model, version):
+    return update([(n, p.detach()) for n, p in model.named_parameters()], version)
+
+
+@pytest.fixture
+def engine(sglang_server, policies):
+    engine = SGLangEngine(
+        sglang_server.url,
+        vocabulary=policies[0].config.vocab_size,
+        key=sglang_server.token,
+        admin_key=sglang_server.admin_token,
+    )
+    engine.publish(update_of(policies[0], 0))
+    return engine
+
+
+async def play(engine, policies, turns):
+    """Play turns while each policy after the first is published. Return the turns."""
+    tasks = [asyncio.create_task(turn) for turn in turns]
+    for version, model in enumerate(policies[1:], start=1):
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(engine.publish, update_of(model, version))
+    return await asyncio.gather(*tasks)
+
+
+def worst_gap(policies, prompt, turn):
+    """The largest distance of a logprob from that of the model that the token's version names."""
+    versions = torch.tensor(turn.versions.tolist())
+    logprobs = torch.tensor(turn.logprobs.tolist(), dtype=torch.float64)
+    gaps = [
+        (logprobs - logprobs_of(policies[v], prompt, turn.token_ids)).abs()[versions == v].max()
+        for v in set(turn.versions)
+    ]
+    return float(max(gaps))
+
+
+async def test_each_logprob_is_that_of_the_version_that_its_token_names(engine, policies):
+    sampling = Sampling(max_tokens=700)
+    turns = [ask(engine, prompt, sampling, f"e{i}") for i, prompt in enumerate(PROMPTS)]
+    turns = await play(engine, policies, turns)
+    for prompt, turn in zip(PROMPTS, turns, strict=True):
+        assert list(turn.versions) == sorted(turn.versions)
+        assert turn.prompt_tokens == len(prompt)
+        assert worst_gap(policies, prompt, turn) < 1e-5
+    assert sum(len(set(turn.versions)) > 2 for turn in turns) > 2
+    aborted = sum(len(set(turn.versions)) - 1 for turn in turns)
+    assert engine.reprefill_tokens() > aborted * len(PROMPTS[0])
+
+
+async def test_a_turn_with_new_weights_in_it_ends_as_one_without(engine, policies):
+    """A token that is unlikely at first ends the turn; the limit of tokens is exact."""
+    sampling = Sampling(max_tokens=400)
+    whole = await ask(engine, PROMPTS[0], replace(sampling, max_tokens=30, temperature=1.5))
+    stop = (whole.token_ids[-1],)
+    sampling = replace(sampling, stop_ids=stop, temperature=1.5)
+    turns = [ask(engine, prompt, sampling, f"e{i}") for i, prompt in enumerate(PROMPTS)]
+    ends = {*stop, policies[0].config.eos_token_id}
+    for turn in await play(engine, policies, turns):
+        assert not ends & {*turn.token_ids[:-1]}
+        assert (turn.finish_reason == "stop") == (turn.token_ids[-1] in ends)
+        assert (turn.finish_reason == "length") == (len(turn.token_ids) == 400)
+
+
+async def test_turns_fail_if_the_weights_do_not_arrive(engine, policies, monkeypatch):
+    sampling = Sampling(max_tokens=1500, temperature=1.5)
+    tasks = [asyncio.create_task(ask(engine, p, sampling, f"e{p[0]}")) for p in PROMPTS]
+    await asyncio.sleep(0.3)
+
+    def fail(*_):
+        raise EngineError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.loader, "load", fail)
+        with pytest.raises(EngineError, match="disk is full"):
+            await asyncio.to_thread(engine.publish, update_of(policies[1], 1))
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert any(isinstance(r, EngineError) and "disk is full" in str(r) for r in results)
+    with pytest.raises(EngineError, match="disk is full"):  # The weights are unknown.
+        await ask(engine, PROMPTS[0], sampling)
+    assert engine.probe().versions[0] == 0, "the pause has ended"
+    await asyncio.to_thread(engine.publish, update_of(policies[2], 2))
+    turn = await ask(engine, PROMPTS[0], Sampling(max_tokens=20))
+    assert set(turn.versions) == {2} and worst_gap(policies, PROMPTS[0], turn) < 1e-5
