@@ -23,6 +23,7 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -74,6 +75,8 @@ GC_THRESHOLDS = (50_000, 20, 100)
 before one of the second, and of all. Python's own 700 new objects are a few turns."""
 REPEATED_SECONDS = 5.0
 """Within this time equal errors are one line in the log, with their number."""
+
+NO_LIMIT = contextlib.nullcontext()
 
 T = TypeVar("T")
 
@@ -258,7 +261,14 @@ class Rollouts:
         return [group for p in played if (group := p.group) is not None]
 
     def start(
-        self, sample: Sample, *, n: int, sampling: Sampling, position: int, greedy: bool = False
+        self,
+        sample: Sample,
+        *,
+        n: int,
+        sampling: Sampling,
+        position: int,
+        greedy: bool = False,
+        slots: AbstractAsyncContextManager[Any] = NO_LIMIT,
     ) -> Future[PlayedSample]:
         """Start to play a training sample n times in the background.
 
@@ -272,6 +282,7 @@ class Rollouts:
             position: the position of the sample in the sequence of all draws of the run. It
                 determines the seeds.
             greedy: also play the sample once at temperature 0.
+            slots: held while the sample is played; a semaphore serves samples in their order.
 
         Returns:
             The future rollouts. Its exception is a `UserCodeError` if a reward function raised.
@@ -281,7 +292,8 @@ class Rollouts:
         plays = [*self._plays_of(sample, samplings, f"train-p{position}", seed, trains=True)]
 
         async def play_group() -> PlayedSample:
-            return PlayedSample(sample, n, await self._play_all(plays, len(plays)))
+            async with slots:
+                return PlayedSample(sample, n, await self._play_all(plays, len(plays)))
 
         return asyncio.run_coroutine_threadsafe(play_group(), self._loop)
 

@@ -223,7 +223,11 @@ class RolloutConfig(Section):
     max_tool_calls: int = key(16, ge=0)
     """Maximum number of tool calls per episode."""
     timeout_s: float = key(300.0, gt=0)
-    """Time limit of an episode, in seconds. Waiting for a free connection does not count."""
+    """Time limit of an episode, in seconds. Waiting for a free connection, or for new weights, does
+    not count."""
+    max_in_flight: int = key(0, ge=0)
+    """With trainer.max_staleness, the most training episodes that are played at the same time.
+    Rows start in the order of their draws, each with all its rollouts. 0: no limit of its own."""
     budget_policy: dict[str, str | float] = key(
         {}, allowed=f"a mapping from {', '.join(BUDGETS)} to {', '.join(POLICIES)} or a number > 0"
     )
@@ -844,7 +848,18 @@ def _staleness_contradictions(c: Config) -> Iterator[str]:
     """Yield a message for each value that rollouts in the background do not work with."""
     r, staleness = c.rollout, f"trainer.max_staleness={c.trainer.max_staleness}"
     if not c.trainer.max_staleness:
+        if r.max_in_flight:
+            yield (
+                f"rollout.max_in_flight={r.max_in_flight} has no effect with {staleness}: a step"
+                " plays all its episodes at the same time. Remove it, or decrease data.batch_size"
+            )
         return
+    group = r.n + (c.algorithm.adv_estimator == "remax")
+    if 0 < r.max_in_flight < group:
+        yield (
+            f"rollout.max_in_flight={r.max_in_flight} is less than the {group} rollouts of a row,"
+            f" which are played together. Set it to {group} or more, or to 0 for no limit"
+        )
     if r.name == "vllm" and not c.model.lora_rank:
         yield (
             f"{staleness} with rollout.name=vllm needs LoRA (model.lora_rank): vLLM can get all"

@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from asyncio import Semaphore
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -40,7 +41,7 @@ from agentrl.config import Config
 from agentrl.data import row_order
 from agentrl.engine.base import Sampling
 from agentrl.metrics import rollout_metrics
-from agentrl.rollout import PlayedSample, Rollouts, stop_if_too_many_dropped
+from agentrl.rollout import NO_LIMIT, PlayedSample, Rollouts, stop_if_too_many_dropped
 from agentrl.trainer.algorithms import dead_groups, estimate
 from agentrl.trainer.batch import Batch
 from agentrl.trajectory import Group, Sample
@@ -115,7 +116,11 @@ class RolloutStream:
         """The position of the next draw to start."""
         self._started: deque[Future[PlayedSample]] = deque()
         """The draws that were started and not yet taken, in order."""
-        self._waits = WaitMeter()
+        limit = config.rollout.max_in_flight // (self._n + self._greedy)
+        self._slots = Semaphore(limit) if limit else NO_LIMIT
+        self._waits = WaitMeter(limit or math.inf)
+        self._reprefilled = 0
+        """`async/reprefill_tokens` of all earlier steps."""
 
     @property
     def plays_ahead(self) -> bool:
@@ -147,6 +152,9 @@ class RolloutStream:
             metrics |= _filter_metrics(evicted, live, math.ceil(draws / self._round_size))
         if self.plays_ahead:
             metrics |= staleness_metrics(trained, step) | self._waits.metrics()
+            total = self._rollouts.runtime.sampler.reprefill_tokens()
+            metrics["async/reprefill_tokens"] = float(total - self._reprefilled)
+            self._reprefilled = total
         return StepRollouts(trained, evicted, self._position, metrics)
 
     def advance(self, step: int) -> None:
@@ -227,6 +235,7 @@ class RolloutStream:
                 sampling=self._sampling,
                 position=self._next,
                 greedy=self._greedy,
+                slots=self._slots,
             )
             self._next += 1
             self._started.append(future)
@@ -252,7 +261,13 @@ class RolloutStream:
 class WaitMeter:
     """Measures how long learner and engines wait for each other."""
 
-    def __init__(self):
+    def __init__(self, limit: float):
+        """Start with no group in flight.
+
+        Args:
+            limit: the most groups that are played at the same time; further ones wait.
+        """
+        self._limit = limit
         self._lock = threading.Lock()
         self._in_flight = 0
         self.restart()
@@ -263,10 +278,10 @@ class WaitMeter:
         self._sum = self._idle = self._waited = 0.0
 
     def add(self, groups: int) -> None:
-        """Add to the number of groups in flight. Any thread may call it."""
+        """Add to the number of groups that are played or wait. Any thread may call it."""
         with self._lock:
             now = time.monotonic()
-            self._sum += self._in_flight * (now - self._since)
+            self._sum += min(self._in_flight, self._limit) * (now - self._since)
             self._idle += (now - self._since) if not self._in_flight else 0.0
             self._since = now
             self._in_flight += groups

@@ -255,6 +255,8 @@ ELSEWHERE = {
     "optim.recompute": "trainer/test_sharding.py::test_how_a_layer_is_sharded",
     "optim.compile": "trainer/test_sharding.py::test_how_a_layer_is_sharded",
     "optim.offload": "trainer/test_sharding.py::test_what_is_offloaded_to_the_cpu",
+    "rollout.max_in_flight": "trainer/test_stream.py::"
+    "test_the_episodes_in_flight_are_limited_to_whole_groups_in_the_order_of_draws",
     "rollout.engines": "engine/test_launch.py::test_each_server_has_gpus_of_its_own",
     "rollout.gpu_memory_utilization": "engine/test_launch.py::test_memory_and_arguments",
 }

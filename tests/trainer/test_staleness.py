@@ -254,7 +254,7 @@ def test_a_recorded_step_is_replayed_bit_for_bit(start, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("rollout.name=sglang", "is not supported with rollout.name=sglang"),
+        ("rollout.name=vllm", "rollout.name=vllm needs LoRA"),
         ("rollout.sleep=all", "rollout.sleep=all with trainer.max_staleness=1"),
         ("rollout.deterministic=true", "depend on when new weights arrive"),
         ("algorithm.tis_cap=0", "Set algorithm.tis_cap=2"),

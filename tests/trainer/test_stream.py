@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -424,6 +425,8 @@ def test_no_token_is_older_than_the_limit_whatever_is_dead(staleness, batch_size
 class StartedTable(Table):
     """Plays a table's rows at once, and records the version that started each draw."""
 
+    runtime = SimpleNamespace(sampler=Scripted([], TOKENIZER))
+
     def __init__(self, rewards: Mapping[int, Any]):
         super().__init__(rewards)
         self.version = 0
@@ -512,3 +515,44 @@ def test_the_side_that_waits_is_measured():
     assert slow_learner["async/wait_engines"] < 0.04 and slow_learner["async/wait_learner"] > 0.2
     assert fast_learner["async/wait_engines"] > 0.02
     assert 7 < first["async/in_flight"] <= 8
+
+
+@pytest.mark.parametrize(("limit", "groups"), [(6, 3), (7, 3), (2, 1)])
+def test_the_episodes_in_flight_are_limited_to_whole_groups_in_the_order_of_draws(limit, groups):
+    steps, most = 4, 0
+    engine = SlowEngine(0.005, sigma=1.0)
+    generate, begun = engine.generate, []
+
+    async def counted(*args, **kwargs):
+        nonlocal most
+        most = max(most, len(engine.playing))
+        begun.append(int(kwargs["episode_id"].split("-")[1][1:]))
+        return await generate(*args, **kwargs)
+
+    engine.generate = counted
+    taken = train(engine, 2, steps, rollout__max_in_flight=limit)
+    assert most == 2 * groups
+    first_of_each = [p for i, p in enumerate(begun) if p not in begun[:i]]
+    assert first_of_each == [*range(4 * steps)]
+    assert [row for t in taken for row in rows_of(t.groups)] == RowOrder(ROWS, 0).take(0, 4 * steps)
+    assert all(t.metrics()["async/in_flight"] <= groups for t in taken)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"trainer__max_staleness": 0, "rollout__max_in_flight": 9}, "has no effect with"),
+        ({"trainer__max_staleness": 1, "rollout__max_in_flight": 3}, "less than the 4 rollouts"),
+        (
+            {
+                "trainer__max_staleness": 1,
+                "rollout__max_in_flight": 4,
+                "algorithm__adv_estimator": "remax",
+            },
+            "Set it to 5 or more",
+        ),
+    ],
+)
+def test_limits_that_hold_no_group_are_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        config(rollout__n=4, **keys)
