@@ -560,6 +560,54 @@ async def test_nothing_is_sent_while_the_weights_change(make):
     assert not harness.learner.misread
 
 
+async def test_an_engine_that_dies_while_weights_move_gets_the_next_ones(make):
+    """Turns go on: so it is restarted at once, and an engine that hangs is noticed."""
+    harness = await make(2)
+    first, second = harness.openers
+    await harness.move_weights()
+    await asyncio.gather(*(harness.ask(f"e{k}") for k in range(4)))
+    first.engine.dead = True
+    await asyncio.gather(*(harness.ask(f"e{k}") for k in range(4)))
+    await harness.until(lambda: harness.pool.replicas[0].awaits_weights)
+    assert len(first.opened) == 2 and not first.engine.published
+    assert not first.engine.asleep and harness.usable_count() == 1
+    await harness.publish(2)
+    assert first.engine.published == [2] and harness.usable_count() == 2
+    await harness.move_weights()
+    second.engine.hung = True
+    await asyncio.gather(*(harness.ask(f"e{k}") for k in range(4)))
+    await harness.until(lambda: second.opened[0].closed)
+
+
+async def test_an_engine_with_the_published_weights_returns_while_they_move(make):
+    harness = await make(1)
+    engine = harness.engines[0]
+    await harness.move_weights()
+    engine.failing = [EngineError("x")] * 3
+    for _ in range(3):
+        with pytest.raises(EngineError):
+            await harness.ask("e")
+    await harness.until(lambda: harness.usable_count() == 1)
+    assert engine.published == [1]
+    await harness.ask("e")
+
+
+async def test_new_turns_wait_while_some_engines_have_the_next_policy(make):
+    harness = await make(2)
+    go_on = threading.Event()
+    slow, finish = harness.engines[1], harness.engines[1].finish_update
+    slow.finish_update = lambda *args: go_on.wait(5) and finish(*args)
+    publishing = asyncio.create_task(harness.publish(2))
+    await harness.until(lambda: harness.engines[0].version == 2)
+    slow.version = 2
+    turn = asyncio.create_task(harness.ask("e"))
+    await asyncio.sleep(0.2)
+    assert not turn.done()
+    go_on.set()
+    await publishing
+    assert await turn == 20
+
+
 async def test_no_engine_is_restarted_during_training(make):
     """It may share the trainer's GPU: what fails there then says nothing of the engine."""
     harness = await make(1)

@@ -2,7 +2,9 @@
 
 import asyncio
 from array import array
+from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +12,16 @@ from support.reference_model import ask, logprobs_of
 from support.updates import update
 from transformers import AutoModelForCausalLM
 
+from agentrl.config import load_config
+from agentrl.data import RowOrder
+from agentrl.demo import TINY_SETTINGS
 from agentrl.engine.base import Sampling
+from agentrl.engine.remote.pool import EnginePool
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import EngineError
+from agentrl.record import read_metrics
+from agentrl.store import TrajectoryStore
+from agentrl.trainer import Trainer
 
 pytestmark = pytest.mark.sglang
 
@@ -117,3 +126,86 @@ async def test_turns_fail_if_the_weights_do_not_arrive(engine, policies, monkeyp
     await asyncio.to_thread(engine.publish, update_of(policies[2], 2))
     turn = await ask(engine, PROMPTS[0], Sampling(max_tokens=20))
     assert set(turn.versions) == {2} and worst_gap(policies, PROMPTS[0], turn) < 1e-5
+
+
+# -- whole runs -----------------------------------------------------------------------------------
+
+DATA = Path(__file__).parents[2] / "datasets"
+ENV = """
+from agentrl import reward
+
+@reward("spaces_of_async")
+def spaces(trajectory) -> float:
+    text = trajectory.assistant_text
+    return text.count(" ") / max(1, len(text))
+"""
+BATCH, N, STEPS = 3, 4, 6
+
+
+@pytest.fixture
+def run(sglang_server, tiny_model, tmp_path, monkeypatch):
+    """Start a run with the server. Return its config and the weights of each version."""
+    monkeypatch.setenv("AGENTRL_ENGINE_TOKEN", sglang_server.token)
+    monkeypatch.setenv("AGENTRL_ENGINE_ADMIN_TOKEN", sglang_server.admin_token)
+    published, publish = {}, EnginePool.publish
+
+    def recorded(self, update):
+        published[update.version] = {name: t.detach().clone() for name, t in update.weights()}
+        return publish(self, update)
+
+    monkeypatch.setattr(EnginePool, "publish", recorded)
+    (tmp_path / "env.py").write_text(ENV)
+
+    def start(*overrides):
+        config = load_config(
+            None,
+            ["rollout.name=sglang", f"rollout.urls=[{sglang_server.url}]", "trainer.device=cpu",
+             f"data.batch_size={BATCH}", f"rollout.n={N}", f"trainer.total_steps={STEPS}",
+             f"files=[shelf:calculator, {tmp_path / 'env.py'}]", "trainer.save_freq=0",
+             "reward.function=spaces_of_async", "optim.lr=0.001", *overrides],
+            {
+                "data.train": str(DATA / "arithmetic_train.parquet"),
+                "model.path": str(tiny_model),
+                "trainer.output": str(tmp_path / "run"),
+            },
+            preset=TINY_SETTINGS,
+        )  # fmt: skip
+        trainer = Trainer(config)
+        trainer.run()
+        return trainer, published
+
+    return start
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_run_trains_each_draw_once_with_exact_versions(run, tiny_model, tmp_path, staleness):
+    trainer, published = run(f"trainer.max_staleness={staleness}")
+    record = [m for step, m in read_metrics(tmp_path / "run/metrics.jsonl") if step]
+    rows, segments = defaultdict(list), []
+    for stored in TrajectoryStore(tmp_path / "run/trajectories").read(split="train"):
+        trajectory = stored.scored.trajectory
+        rows[stored.step].append((trajectory.sample.row, trajectory.rollout))
+        segments += trajectory.segments
+        versions = {v for s in trajectory.segments for v in s.versions if v >= 0}
+        assert all(0 <= stored.step - 1 - version <= staleness for version in versions)
+    order = RowOrder(len(trainer.plan.train), 0)
+    for step in range(1, STEPS + 1):
+        drawn = order.take(BATCH * (step - 1), BATCH)
+        assert rows[step] == [(row, rollout) for row in drawn for rollout in range(N)]
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    gaps = []
+    for version, weights in published.items():
+        model.load_state_dict(weights, strict=False)
+        for s in segments:
+            of_version = torch.tensor(s.versions.tolist()) == version
+            if of_version.any():
+                logprobs = torch.tensor(s.logprobs.tolist(), dtype=torch.float64)
+                exact = logprobs_of(model, s.prompt_ids, s.response_ids)
+                gaps.append((logprobs - exact).abs()[of_version])
+    gaps = torch.cat(gaps)
+    assert len(gaps) == sum(sum(s.response_mask) for s in segments)
+    assert gaps.mean() < 1e-5 and gaps.max() < 1e-4
+    assert sum(len({v for v in s.versions if v >= 0}) > 1 for s in segments) > 0
+    assert [m["canary/drift"] > 0 for m in record] == [True] * STEPS
+    assert sum(m["async/reprefill_tokens"] for m in record) > 0
+    assert all(m["engine/failovers"] == 0 == m["rollout/dropped"] for m in record)

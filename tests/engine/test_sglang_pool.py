@@ -222,6 +222,43 @@ def test_steps_complete_although_servers_die(sglang_python, random_model):
     assert not any(p.running for site in sites for p in site.processes)
 
 
+@pytest.mark.slow
+def test_turns_go_on_although_the_server_dies_while_it_gets_weights(sglang_python, random_model):
+    site = Site(random_model, sglang_python)
+    world = World(random_model, [site])
+    engine = world.pool.replicas[0].engine
+    model = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight").mul_(0.05)
+    policy = update(((n, p.detach()) for n, p in model.named_parameters()), VERSION + 1)
+    load = engine.loader.load
+
+    def die(*_):
+        os.killpg(site.process.pid, signal.SIGKILL)
+        load(*_)
+
+    engine.loader.load = die
+    try:
+        futures = [
+            world.rollouts.start(sample, n=4, sampling=Sampling(), position=i)
+            for i, sample in enumerate(SAMPLES)
+        ]
+        in_flight(world.pool.replicas[0])
+        with world.rollouts.paused_time_limits():
+            world.pool.publish(policy)
+        groups = [world.rollouts.wait(future).group for future in futures]
+        assert [(len(g.scored), g.dropped) for g in groups] == [(4, 0)] * len(SAMPLES)
+        segments = [s for g in groups for r in g.scored for s in r.trajectory.segments]
+        versions = {v for s in segments for v in s.versions if v >= 0}
+        assert versions <= {VERSION, VERSION + 1} and VERSION + 1 in versions
+        assert len(site.processes) == 2
+        world.expected = logprobs_of(model, ROW)
+        world.check_weights(world.pool.replicas[0])
+    finally:
+        world.close()
+    assert not any(p.running for p in site.processes)
+
+
 class Ranks:
     """Two ranks that publish to two servers: by the memory of rank 1, by broadcast from rank 0."""
 

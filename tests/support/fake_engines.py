@@ -192,6 +192,11 @@ class PoolHarness:
         self.published = version
         return sent
 
+    async def move_weights(self) -> None:
+        """From now until the next `publish` the weights change, while turns are sampled."""
+        await asyncio.to_thread(self.pool.weights_moving)
+        self.learner.learning = True
+
     async def sleep(self) -> None:
         """Put the engines to sleep. From now until the next `publish` the weights change."""
         await asyncio.to_thread(self.pool.sleep)
