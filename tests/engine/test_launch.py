@@ -129,6 +129,24 @@ def test_how_lora_weights_are_sent(starts, random_model, monkeypatch, lora):
         assert ("--enable-lora" in server["flags"]) == adapter
         if adapter:
             assert after(server["flags"], "--max-lora-rank") == "8"
+            assert after(server["flags"], "--max-loaded-loras") == "2"
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_rollouts_in_the_background_need_a_gpu_of_their_own(
+    starts, random_model, monkeypatch, gpus
+):
+    keys = ["trainer.max_staleness=1", "model.lora_rank=8"]
+    if gpus == 1:
+        with pytest.raises(ConfigError, match=r"share a GPU(?s:.)*trainer\.placement=separate"):
+            open_all(random_model, *keys, gpus=gpus, monkeypatch=monkeypatch)
+        assert not starts
+        return
+    open_all(random_model, *keys, gpus=gpus, monkeypatch=monkeypatch)
+    [server] = starts
+    assert after(server["flags"], "--max-loaded-loras") == "3"
+    assert after(server["flags"], "--max-loras-per-batch") == "3"
+    assert server["loader"].adapters == 3
 
 
 SAVER, BACKUP = "--enable-memory-saver", "--enable-weights-cpu-backup"

@@ -5,7 +5,7 @@ import os
 import tempfile
 import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from agentrl.engine.remote.loaders import (
     SharedAdapterLoader,
 )
 from agentrl.engine.remote.senders import Route, Target, WeightsSender
-from agentrl.errors import EngineError
+from agentrl.errors import ConfigError, EngineError
 from agentrl.trainer.rank import LocalRankGroup
 
 WEIGHTS = [(f"layers.{i}.weight", torch.randn(8, 8)) for i in range(12)]
@@ -184,6 +184,34 @@ def test_adapters_come_through_memory_if_the_server_reads_it(fake, caplog, field
     assert caplog.text.count("did not arrive through memory") == (not reads_memory)
     gc.collect()
     assert not reads_memory or shared_files() <= before, "the memory is free again"
+
+
+def test_adapters_stay_loaded_while_turns_name_them(fake):
+    """With `trainer.max_staleness=1` there are three: an old one, the current and the next."""
+    engine = Engine(fake.url(), partial(SGLangAdapterLoader, adapters=3))
+    loader, held = engine.loader, []
+    with closing(Distributor()) as distributor, ExitStack() as turns:
+        for version in range(1, 5):
+            assert not distributor.publish([engine], adapter_update(version, []))[1]
+            if version in (1, 3):
+                held.append(loader.request_fields())
+                turns.enter_context(loader.in_use(held[-1]))
+        names = fake.adapters["127.0.0.1"]
+        assert len(names) == 3 and all(fields["lora_path"] in names for fields in held)
+        turns.enter_context(loader.in_use(loader.request_fields()))
+        errors = distributor.publish([engine], adapter_update(5, []))[1]
+        assert "turns in flight use all its 3 adapters" in str(errors[engine])
+        turns.close()
+        assert not distributor.publish([engine], adapter_update(5, []))[1]
+        assert held[0]["lora_path"] not in names and held[1]["lora_path"] in names
+
+
+def test_a_server_that_keeps_too_few_adapters_is_refused(fake):
+    loader = SGLangAdapterLoader(AdminClient(fake.url()), adapters=3)
+    loader.check_limit(3)
+    loader.check_limit(None)
+    with pytest.raises(ConfigError, match=r"at most 2 adapters.* --max-loaded-loras 3"):
+        loader.check_limit(2)
 
 
 @pytest.mark.parametrize("full", [True, False])

@@ -271,7 +271,10 @@ def test_lora_goes_as_an_adapter(random_model):
         )
 
     base = str(random_model)
-    assert vllm_loader(config("model.lora_rank=4"), base, cpu=True) is VLLMAdapterLoader
+    settings = config("model.lora_rank=4", "trainer.max_staleness=2")
+    adapters = vllm_loader(settings, base, cpu=True)(cast(AdminClient, None))
+    assert isinstance(adapters, VLLMAdapterLoader)
+    assert (adapters.adapters, adapters.kept_folders) == (4, 8)
     with pytest.raises(ConfigError, match=r"rollout\.lora=adapter"):
         vllm_loader(config("model.lora_rank=4", "rollout.lora=merge"), base, cpu=True)
     whole = vllm_loader(config(), base, cpu=False)(cast(AdminClient, None))

@@ -11,7 +11,7 @@ import time
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,6 +46,8 @@ class PolicyVersion:
     """The server's `weight_version`."""
     policy: int
     """The policy's version: the same number if weights are published, else the adapter's."""
+    request_fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The fields of a request that name the adapter; empty if weights are published."""
 
 
 class RemoteEngine(Engine):
@@ -199,9 +201,11 @@ class RemoteEngine(Engine):
     ) -> Generation:
         """Sample a turn, or its part until the server gets new weights."""
         body = self._body(row, sampling, limit, seed % 2**63 if self._uses_seeds else None)
-        policy_version, adapter_fields = self._policy_version, self.loader.request_fields()
-        answer = await self._ask(body | adapter_fields, where, deadline, episode_id)
-        generation = self._read_turn(answer, limit, policy_version, where, adapter_fields)
+        policy_version = self._policy_version
+        with self.loader.in_use(policy_version.request_fields):
+            body |= policy_version.request_fields
+            answer = await self._ask(body, where, deadline, episode_id)
+        generation = self._read_turn(answer, limit, policy_version, where)
         if max(generation.token_ids, default=0) >= self._vocabulary:
             raise InvalidEngineResponse(
                 f"{where}: token {max(generation.token_ids)}, but the model's vocabulary has"
@@ -222,8 +226,10 @@ class RemoteEngine(Engine):
         if temperature != 1:
             raise EngineError(f"{self.name} scores rows only at temperature 1, not {temperature:g}")
         self._check_row(token_ids, "score")
-        body = self._score_body(token_ids) | self.loader.request_fields()
-        answer = await self._ask(body, "score", time.monotonic() + SCORE_SECONDS, "score")
+        fields = self._policy_version.request_fields
+        with self.loader.in_use(fields):
+            body = self._score_body(token_ids) | fields
+            answer = await self._ask(body, "score", time.monotonic() + SCORE_SECONDS, "score")
         return self._read_scores(answer, token_ids, "score")
 
     def reprefill_tokens(self) -> int:
@@ -274,7 +280,9 @@ class RemoteEngine(Engine):
         """
         self._load(version, sent, folder)
         if isinstance(self.loader, AdapterLoader):
-            self._policy_version = PolicyVersion(self._policy_version.weights, version)
+            self._policy_version = PolicyVersion(
+                self._policy_version.weights, version, self.loader.request_fields()
+            )
             self.probe()
         self._gate.open()
 
@@ -295,11 +303,11 @@ class RemoteEngine(Engine):
         Raises:
             EngineError: the server samples no token, or not from the published version.
         """
-        adapter_fields, where = self.loader.request_fields(), f"{self.url}: a probe"
+        version, where = self._policy_version, f"{self.url}: a probe"
         row = [0] * min(self.probe_tokens, self.max_length - 1)
-        body = self._body(row, Sampling(temperature=0.0), 1) | adapter_fields
+        body = self._body(row, Sampling(temperature=0.0), 1) | version.request_fields
         answer = self.admin.ask(self._path, body)
-        generation = self._read_turn(answer, 1, self._policy_version, where, adapter_fields)
+        generation = self._read_turn(answer, 1, version, where)
         if generation.finish_reason == "abort":
             raise EngineError(f"{where} was aborted")
         if generation.versions[0] != self.version:
@@ -394,12 +402,11 @@ class RemoteEngine(Engine):
         limit: int,
         policy_version: PolicyVersion,
         where: str,
-        adapter_fields: dict[str, Any],
     ) -> Generation:
         """Return the turn in an answer.
 
-        `policy_version` and `adapter_fields` are those at the time of the request. If the server
-        aborted the turn, `finish_reason` is "abort", and the tokens so far may be none.
+        `policy_version` is that at the time of the request. If the server aborted the turn,
+        `finish_reason` is "abort", and the tokens so far may be none.
         """
 
     @abstractmethod

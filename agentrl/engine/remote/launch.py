@@ -41,8 +41,6 @@ TAIL_LINES = 25
 LOWEST_PORT, HIGHEST_PORT = 20_000, 50_000
 PORT_TRIES = 200
 LOOPBACK = "127.0.0.1"
-MAX_ADAPTERS = 2
-"""How many adapters of a run a server keeps: the last two, so that turns in flight can end."""
 
 
 class ServerHandle(Protocol):
@@ -283,6 +281,8 @@ class Launch(ABC):
     deterministic: bool = False
     lora_rank: int = 0
     """The rank of the policy's LoRA; 0: all weights are trained."""
+    adapters: int = 2
+    """How many adapters of the policy the server keeps; see `AdapterLoader`."""
     arguments: Sequence[str] = ()
     """Additional arguments, which override those of agentrl."""
 
@@ -410,12 +410,8 @@ class SGLangLaunch(Launch):
             flags += [
                 *("--enable-lora", "--max-lora-rank", str(self.lora_rank)),
                 *("--lora-target-modules", *self.lora_targets),
-                *(
-                    "--max-loras-per-batch",
-                    str(MAX_ADAPTERS),
-                    "--max-loaded-loras",
-                    str(MAX_ADAPTERS),
-                ),
+                *("--max-loras-per-batch", str(self.adapters)),
+                *("--max-loaded-loras", str(self.adapters)),
             ]
         if self.sleep != "none":
             flags.append("--enable-memory-saver")
@@ -487,7 +483,7 @@ class VLLMLaunch(Launch):
             max_rank = next((rank for rank in RANKS if rank >= self.lora_rank), self.lora_rank)
             flags += [
                 *("--enable-lora", "--max-lora-rank", str(max_rank)),
-                *("--max-loras", str(MAX_ADAPTERS), "--max-cpu-loras", str(MAX_ADAPTERS)),
+                *("--max-loras", str(self.adapters), "--max-cpu-loras", str(self.adapters)),
             ]
         return flags
 

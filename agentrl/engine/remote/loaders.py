@@ -9,11 +9,13 @@ import contextlib
 import logging
 import uuid
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from agentrl.engine.remote.admin import ADMIN_SECONDS, AdminClient
-from agentrl.engine.remote.launch import MAX_ADAPTERS
 from agentrl.engine.remote.senders import Sent, Target, this_machine
 from agentrl.engine.remote.weights_check import check_norms
 from agentrl.errors import ConfigError, EngineError, InvalidEngineResponse
@@ -74,6 +76,10 @@ class Loader(ABC):
         Empty if the server samples from its own weights.
         """
         return {}
+
+    def in_use(self, fields: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Keep the policy that a request names loaded within the block."""
+        return nullcontext()
 
     def close(self) -> None:  # noqa: B027
         """Remove everything that was loaded, also from a server that agentrl did not start."""
@@ -190,17 +196,29 @@ class AdapterLoader(Loader):
     A server applies an adapter only to requests that name it, and reports no error if a request
     names none. It also uses the name to distinguish cached prefixes. So every adapter has a unique
     name, only `request_fields` returns it, and every request contains those fields.
+
+    Turns in flight end with the adapter that they name. So a server keeps several adapters, and
+    only one without requests is unloaded.
     """
 
     source = "adapter"
     request_field: ClassVar[str]
     """The field of a request that contains the name of an adapter."""
-    kept_folders: ClassVar[int]
-    """The number of adapter folders that must exist after loading."""
+    folders_per_adapter: ClassVar[int] = 0
+    """How many folders of adapters must exist after loading, for each adapter that is kept."""
 
-    def __init__(self, admin: AdminClient):
-        """Store the client of the server; load nothing yet."""
+    def __init__(self, admin: AdminClient, *, adapters: int = 2):
+        """Store the options; load nothing yet.
+
+        Args:
+            admin: the client of the server.
+            adapters: how many adapters the server keeps, at least 2.
+        """
         super().__init__(admin)
+        self.adapters = adapters
+        self.kept_folders = adapters * self.folders_per_adapter
+        self._requests = Counter[str]()
+        """The number of requests in flight that name each adapter."""
         # A server may hold adapters of other runs, so the names of this run are unique.
         self._name_prefix = f"agentrl-{uuid.uuid4().hex[:8]}-"
         self._load_count = 0
@@ -209,8 +227,13 @@ class AdapterLoader(Loader):
     def load(self, version: int, sent: Sent, folder: Path | None) -> None:
         """Load the adapter; check that the server lists it, and no longer lists the old ones."""
         self._sync_with_server()
-        while len(self._adapters) >= MAX_ADAPTERS:
-            self._unload(self._adapters[0])
+        while len(self._adapters) >= self.adapters:
+            unused = [name for name in self._adapters[:-1] if not self._requests[name]]
+            if not unused:
+                raise EngineError(
+                    f"{self._admin.url}: turns in flight use all its {self.adapters} adapters"
+                )
+            self._unload(unused[0])
         # Use a new name each time: if an answer was lost, the adapter of the old name is unknown.
         self._load_count += 1
         name = f"{self._name_prefix}{version}-{self._load_count}"
@@ -221,6 +244,31 @@ class AdapterLoader(Loader):
     def request_fields(self) -> dict[str, Any]:
         """Return the field with the name of the newest adapter."""
         return {self.request_field: self._adapters[-1]} if self._adapters else {}
+
+    @contextlib.contextmanager
+    def in_use(self, fields: Mapping[str, Any]) -> Iterator[None]:
+        name = fields.get(self.request_field, "")
+        self._requests[name] += 1
+        try:
+            yield
+        finally:
+            self._requests[name] -= 1
+
+    def check_limit(self, limit: int | None) -> None:
+        """Check that a server can keep the adapters.
+
+        Args:
+            limit: the most adapters that the server keeps; None: any number.
+
+        Raises:
+            ConfigError: they are too few.
+        """
+        if limit is not None and limit < self.adapters:
+            raise ConfigError(
+                f"{self._admin.url} keeps at most {limit} adapters, but needs {self.adapters}"
+                " (2 more than trainer.max_staleness), so that turns in flight can end. Start it"
+                f" with --max-loaded-loras {self.adapters} --max-loras-per-batch {self.adapters}"
+            )
 
     def close(self) -> None:
         """Unload the adapters of this run, which a server that agentrl did not start would keep."""
@@ -275,7 +323,7 @@ class AdapterLoader(Loader):
 class SGLangAdapterLoader(AdapterLoader):
     """Loads adapters into SGLang, which reads an adapter's folder once."""
 
-    request_field, kept_folders = "lora_path", 0
+    request_field = "lora_path"
 
     def _manage(self, verb: str, body: dict[str, str]) -> None:
         seconds = LOAD_SECONDS if verb == "load" else ADMIN_SECONDS
@@ -289,18 +337,19 @@ class SharedAdapterLoader(SGLangAdapterLoader):
     read the memory.
     """
 
-    source, request_field, kept_folders = "shared adapter", "lora_path", 0
+    source = "shared adapter"
 
-    def __init__(self, admin: AdminClient, *, processes: int = 1):
+    def __init__(self, admin: AdminClient, *, processes: int = 1, adapters: int = 2):
         """Store the options; load nothing yet.
 
         Args:
             admin: the client of the server.
             processes: the number of the server's processes that share a model.
+            adapters: see `AdapterLoader`.
         """
-        super().__init__(admin)
+        super().__init__(admin, adapters=adapters)
         self.processes = processes
-        self.files = SGLangAdapterLoader(admin)
+        self.files = SGLangAdapterLoader(admin, adapters=adapters)
         self._takes_text = False
         """True for older servers: they take one text for all their processes."""
 
@@ -329,7 +378,7 @@ class SharedAdapterLoader(SGLangAdapterLoader):
 class VLLMAdapterLoader(AdapterLoader):
     """Loads adapters into vLLM, which reads the folder of an unloaded adapter again."""
 
-    request_field, kept_folders = "model", 2 * MAX_ADAPTERS
+    request_field, folders_per_adapter = "model", 2
 
     def _manage(self, verb: str, body: dict[str, str]) -> None:
         path = f"/v1/{verb}_lora_adapter"

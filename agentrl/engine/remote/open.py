@@ -174,6 +174,7 @@ def _start(
         "memory": r.gpu_memory_utilization,
         "deterministic": r.deterministic,
         "lora_rank": config.model.lora_rank,
+        "adapters": _adapter_count(config),
         "arguments": r.launch,
     }
     if vllm is not None:
@@ -221,7 +222,9 @@ def _attach(
         adapter = config.model.lora_rank > 0 and r.lora != "merge"
         if adapter and r.lora == "auto":
             adapter = bool(AdminClient(url, key=key).ask("/server_info").get("enable_lora"))
-        loader = SGLangAdapterLoader if adapter else SGLangFileLoader
+        loader: MakeLoader = SGLangFileLoader
+        if adapter:
+            loader = partial(SGLangAdapterLoader, adapters=_adapter_count(config))
         return SGLangEngine(url, dtype=dtype, admin_key=admin_key, loader=loader, **options)
     except EngineError as e:
         keys = f"{TOKEN} ({'set' if key else 'not set'})"
@@ -265,7 +268,10 @@ def sglang_loader(config: Config, slot: EngineSlot) -> MakeLoader:
             raise ConfigError(
                 "rollout.lora=adapter: SGLang supports no adapters on a CPU. Set rollout.lora=merge"
             )
-        return SGLangAdapterLoader if r.sync == "disk" else _adapter_loader(len(gpus))
+        adapters = _adapter_count(config)
+        if r.sync == "disk":
+            return partial(SGLangAdapterLoader, adapters=adapters)
+        return _adapter_loader(len(gpus), adapters)
     sync = r.sync
     if sync == "auto":
         sync = "disk" if not gpus else "ipc" if slot.ranks else "nccl"
@@ -282,13 +288,18 @@ def sglang_loader(config: Config, slot: EngineSlot) -> MakeLoader:
     )
 
 
-def _adapter_loader(processes: int) -> MakeLoader:
+def _adapter_count(config: Config) -> int:
+    """Return how many adapters a server keeps: those of turns in flight, and two more."""
+    return config.trainer.max_staleness + 2
+
+
+def _adapter_loader(processes: int, adapters: int) -> MakeLoader:
     """Return the function that makes the loader of adapters for a server of that many processes."""
 
     def make(admin: AdminClient) -> Loader:
         if urlsplit(admin.url).hostname == LOOPBACK:  # Otherwise it is on another machine.
-            return SharedAdapterLoader(admin, processes=processes)
-        return SGLangAdapterLoader(admin)
+            return SharedAdapterLoader(admin, processes=processes, adapters=adapters)
+        return SGLangAdapterLoader(admin, adapters=adapters)
 
     return make
 
@@ -305,7 +316,7 @@ def vllm_loader(config: Config, base: str, *, cpu: bool) -> MakeLoader:
                 "rollout.lora=merge: vLLM needs all weights at once, not only those that LoRA"
                 " adapts. Set rollout.lora=adapter"
             )
-        return VLLMAdapterLoader
+        return partial(VLLMAdapterLoader, adapters=_adapter_count(config))
     tied = AutoConfig.from_pretrained(base).get_text_config().tie_word_embeddings
     return partial(VLLMFileLoader, names=parameter_names(base), stale_head=cpu and bool(tied))
 

@@ -83,6 +83,8 @@ class SGLangEngine(RemoteEngine):
         info, model = self.admin.ask("/server_info"), self.admin.ask("/model_info")
         self.max_length = int(info["max_req_input_len"])
         self._uses_seeds = bool(info.get("enable_deterministic_inference"))
+        if isinstance(self.loader, AdapterLoader):
+            self.loader.check_limit(info.get("max_loaded_loras"))
         self._policy_version = PolicyVersion(str(model["weight_version"]), 0)
 
     # -- requests and answers ----------------------------------------------------------------------
@@ -146,7 +148,6 @@ class SGLangEngine(RemoteEngine):
         limit: int,
         policy_version: PolicyVersion,
         where: str,
-        adapter_fields: dict[str, Any],
     ) -> Generation:
         return read_generation(answer, limit, policy_version, where)
 

@@ -161,7 +161,6 @@ class VLLMEngine(RemoteEngine):
         limit: int,
         policy_version: PolicyVersion,
         where: str,
-        adapter_fields: dict[str, Any],
     ) -> Generation:
         return read_generation(
             self.endpoint,
@@ -170,7 +169,7 @@ class VLLMEngine(RemoteEngine):
             policy_version,
             where,
             published=self._policy_version,
-            adapter=adapter_fields.get("model"),
+            adapter=policy_version.request_fields.get("model"),
         )
 
     def _read_scores(self, answer: Any, row: Sequence[int], where: str) -> array[float]:
@@ -189,7 +188,7 @@ class VLLMEngine(RemoteEngine):
         # The first request of a server may take long, because it compiles kernels.
         answer = self.admin.ask(self._path, body, seconds=LONG_SECONDS)
         values = self._read_turn(
-            answer, LOGPROB_TOKENS, self._policy_version, f"{self.url}: a probe", {}
+            answer, LOGPROB_TOKENS, self._policy_version, f"{self.url}: a probe"
         )
         ties = [math.exp(-logprob) for logprob in values.logprobs]
         if any(abs(n - round(n)) > 1e-4 * n for n in ties):
