@@ -414,5 +414,6 @@ def test_no_key_is_forgotten():
         file, _, name = test.partition("::")
         text = (Path(__file__).parents[1] / file).read_text()
         body = text.partition(f"def {name}(")[2].partition("\ndef ")[0]
-        # Given as a key, or to the section alone.
-        assert f'"{key}=' in body or f" {key.rpartition('.')[2]}=" in body, test
+        # Given as a key, to the section alone, or to a fixture.
+        given = f'"{key}=', f" {key.rpartition('.')[2]}=", f" {key.replace('.', '__')}="
+        assert any(text in body for text in given), test

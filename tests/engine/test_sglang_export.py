@@ -1,13 +1,17 @@
 """A real server that loads an exported checkpoint returns the learner's logprobs."""
 
+import asyncio
 from array import array
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from support.reference_model import ask
 from support.trainer_fixtures import config
 from transformers import AutoModelForCausalLM
 
+from agentrl.engine.base import Sampling
 from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.engine.remote.loaders import SGLangAdapterLoader, SharedAdapterLoader
 from agentrl.engine.remote.sglang import SGLangEngine
@@ -72,6 +76,7 @@ def lora_server(sglang_python, tiny_model):
         dtype="float32",
         lora_rank=4,
         lora_targets=["all"],
+        adapters=3,
         arguments=["--lora-backend", "torch_native"],
     ).start()
     yield server
@@ -108,4 +113,43 @@ async def test_adapters_come_through_memory_or_a_folder(
         seen.append(expected)
     assert type(engine.loader) is loader, "it did not use the other one instead"
     assert len(engine.loader._list_adapters()) == 2
+    engine.loader.close()
+
+
+@pytest.mark.slow
+async def test_turns_in_flight_end_with_the_adapter_that_they_named(lora_server, tiny_model):
+    """As with `trainer.max_staleness=1`: turns span one publication."""
+    learner = Learner(tiny_model, config(model__lora_rank=4), total_steps=1)
+    engine = SGLangEngine(
+        lora_server.url,
+        vocabulary=AutoModelForCausalLM.from_pretrained(tiny_model).config.vocab_size,
+        key=lora_server.token,
+        admin_key=lora_server.admin_token,
+        loader=partial(SGLangAdapterLoader, adapters=3),
+    )
+    parameters = [*learner.rank.optimizers["actor"].parameters.values()]
+    prompts = [array("i", range(3 + i, 40 + i)) for i in range(6)]
+    states, tasks, spanned = {}, {}, 0
+    for version in range(1, 6):
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.add_(0.05 * torch.randn(parameter.shape))
+        states[version] = [p.detach().clone() for p in parameters]
+        spanned += sum(not task.done() for task in tasks.get(version - 1, ()))
+        await asyncio.to_thread(engine.publish, learner.make_update(version))
+        tasks[version] = [
+            asyncio.create_task(ask(engine, prompt, Sampling(max_tokens=150), f"e{version}-{i}"))
+            for i, prompt in enumerate(prompts)
+        ]
+        await asyncio.gather(*tasks.get(version - 1, ()))
+    assert spanned > 6
+    for version, turns in tasks.items():
+        for parameter, state in zip(parameters, states[version], strict=True):
+            parameter.data.copy_(state)
+        for prompt, turn in zip(prompts, await asyncio.gather(*turns), strict=True):
+            assert set(turn.versions) == {version}
+            exact = learner.ranks.score(prompt + turn.token_ids)[-len(turn.token_ids) :]
+            logprobs = torch.tensor(turn.logprobs.tolist())
+            torch.testing.assert_close(logprobs, exact, atol=1e-4, rtol=0)
+    assert engine.reprefill_tokens() == 0
     engine.loader.close()
