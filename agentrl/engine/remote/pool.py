@@ -32,6 +32,7 @@ from agentrl.errors import (
     InvalidEngineResponse,
     RequestRefused,
 )
+from agentrl.http.pool import paused_time_limits
 from agentrl.trajectory import Generation
 
 SCORE_SECONDS = 600.0
@@ -245,7 +246,8 @@ class EnginePool(Engine):
                 if error is not None:
                     raise error
                 if self.supervisor.is_publishing and time.monotonic() < deadline:
-                    await asyncio.sleep(POLL_SECONDS)
+                    with paused_time_limits():
+                        await asyncio.sleep(POLL_SECONDS)
                     continue
                 self.supervisor.raise_unavailable()
             if has_failed_over:

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 
 from agentrl.errors import EngineError
+from agentrl.http.pool import paused_time_limits
 from agentrl.trajectory import Generation
 
 
@@ -43,6 +44,8 @@ class TurnGate:
     async def passing(self) -> AsyncIterator[None]:
         """Wait until the gate is open. Within the block, the request is in flight.
 
+        Time limits do not count the wait.
+
         Raises:
             EngineError: the server did not get the weights.
         """
@@ -53,7 +56,8 @@ class TurnGate:
             while (closed := self._closed) is not None:
                 self.in_flight -= 1
                 try:
-                    await asyncio.shield(asyncio.wrap_future(closed))
+                    with paused_time_limits():
+                        await asyncio.shield(asyncio.wrap_future(closed))
                 except EngineError as e:
                     raise EngineError(str(e)) from None  # Many requests wait for one exception.
                 finally:
