@@ -196,8 +196,8 @@ class Trainer:
         with self.clock.timed("collate"):
             batch = self._collate(rollouts.groups)  # (B, T)
         targets, signal = compute_targets(self.learner, batch, self.kl, self.clock.timed)
-        self._is_consistent = False  # until the update has finished
         self.engine.weights_moving()
+        self._is_consistent = False  # until the update has finished
         with self.clock.timed("update_actor"):
             step, check = self.global_step + 1, self._check_mismatch
             self.guard.drift = mean_drift(batch, self.publisher.drifts)

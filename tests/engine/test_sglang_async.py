@@ -3,7 +3,6 @@
 import asyncio
 from array import array
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,17 +92,27 @@ async def test_each_logprob_is_that_of_the_version_that_its_token_names(engine, 
 
 
 async def test_a_turn_with_new_weights_in_it_ends_as_one_without(engine, policies):
-    """A token that is unlikely at first ends the turn; the limit of tokens is exact."""
-    sampling = Sampling(max_tokens=400)
-    whole = await ask(engine, PROMPTS[0], replace(sampling, max_tokens=30, temperature=1.5))
-    stop = (whole.token_ids[-1],)
-    sampling = replace(sampling, stop_ids=stop, temperature=1.5)
-    turns = [ask(engine, prompt, sampling, f"e{i}") for i, prompt in enumerate(PROMPTS)]
-    ends = {*stop, policies[0].config.eos_token_id}
-    for turn in await play(engine, policies, turns):
+    """One token in ten ends a turn, also if it is the last one before the abort."""
+    ends = {*range(0, policies[0].config.vocab_size, 10), policies[0].config.eos_token_id}
+    sampling = Sampling(max_tokens=12, stop_ids=tuple(sorted(ends)))
+    turns, publishing = [], True
+
+    async def ask_often(prompt):
+        while publishing:
+            turns.append(await ask(engine, prompt, sampling, f"e{prompt[0]}"))
+
+    tasks = [asyncio.create_task(ask_often(prompt)) for prompt in PROMPTS]
+    for version in range(1, 9):
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(engine.publish, update_of(policies[version % 2], version))
+    publishing = False
+    await asyncio.gather(*tasks)
+    assert sum(len(set(turn.versions)) > 1 for turn in turns) > 8
+    for turn in turns:
         assert not ends & {*turn.token_ids[:-1]}
         assert (turn.finish_reason == "stop") == (turn.token_ids[-1] in ends)
-        assert (turn.finish_reason == "length") == (len(turn.token_ids) == 400)
+        assert (turn.finish_reason == "length") == (turn.token_ids[-1] not in ends)
+        assert len(turn.token_ids) == 12 or turn.finish_reason == "stop"
 
 
 async def test_turns_fail_if_the_weights_do_not_arrive(engine, policies, monkeypatch):
