@@ -326,13 +326,18 @@ def test_kill_9_at_ten_random_moments(keys, tmp_path):
 @pytest.mark.learning
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_demo_learns_as_much_from_older_tokens(tiny_model, tmp_path, seed):
+@pytest.mark.parametrize("engine", ["local", pytest.param("sglang", marks=pytest.mark.sglang)])
+def test_the_demo_learns_as_much_from_older_tokens(tiny_model, tmp_path, request, seed, engine):
     last = {}
+    keys = [f"rollout.name={engine}", "trainer.device=cpu"]
+    if engine == "sglang":
+        keys.append(f"rollout.python={request.getfixturevalue('sglang_python')}")
     for staleness in (0, 1, 2):
         folder = tmp_path / str(staleness)
         config = load_config(
             None,
             [
+                *keys,
                 f"trainer.max_staleness={staleness}",
                 f"trainer.seed={seed}",
                 "trainer.val_before_train=false",
