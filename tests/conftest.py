@@ -45,10 +45,13 @@ SHIPPED = {kind.kind: kind.names() for kind in registry.all_registries()}
 @pytest.fixture
 def shipped_registries(own_registries):
     """Leave only what agentrl itself registers, as in a new process."""
+    # A file that was loaded once is not run again, and would register nothing.
+    files = {n: sys.modules.pop(n) for n in list(sys.modules) if n.startswith("agentrl_user_")}
     with ExitStack() as stack:
         for kind in registry.all_registries():
             stack.enter_context(kind.isolated(keep=SHIPPED[kind.kind]))
         yield
+    sys.modules.update(files)
 
 
 @pytest.fixture

@@ -158,7 +158,8 @@ def adapter_update(version, calls):
 
 
 def shared_files():
-    return set(Path("/dev/shm").glob("torch_*"))
+    """Those of this process: other tests may run at the same time."""
+    return set(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
 
 
 @pytest.mark.parametrize("processes", [1, 2])
