@@ -537,7 +537,7 @@ async def test_closing_while_a_call_runs(toolbox, zoo):
 
 
 async def test_a_call_that_cannot_start_is_not_an_error_of_the_model(zoo, monkeypatch):
-    monkeypatch.setattr("agentrl.tools.runner.MAX_REPLACED", 0)
+    monkeypatch.setattr("agentrl.workers.threads.Threads.replace", lambda self, job: None)
     zoo.RELEASE.clear()
     box = LocalToolbox(CallLimits(threads=1, queue_seconds=0.2))
     sample = row("hang", "add")
