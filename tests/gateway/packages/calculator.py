@@ -11,11 +11,14 @@ _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 
 
 def evaluate(expression: str) -> str:
-    """Evaluate an arithmetic expression."""
+    """Evaluate an arithmetic expression; a policy that learns writes others, too."""
 
     def value(node):
         if isinstance(node, ast.BinOp):
             return _OPERATORS[type(node.op)](value(node.left), value(node.right))
         return node.value
 
-    return str(value(ast.parse(expression, mode="eval").body))
+    try:
+        return str(value(ast.parse(expression, mode="eval").body))
+    except Exception as e:
+        return f"Error: {e}"
