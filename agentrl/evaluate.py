@@ -20,7 +20,7 @@ from agentrl.engine.base import Sampling
 from agentrl.errors import DataError, Infrastructure, RunStopped
 from agentrl.metrics import count_calls, mean, standard_error, t_quantile
 from agentrl.rewards import Scorer
-from agentrl.rollout import MAX_ATTEMPTS, RETRY_SECONDS, Rollouts
+from agentrl.rollout import MAX_ATTEMPTS, Rollouts, retry_pause
 from agentrl.store import TrajectoryStore
 from agentrl.trajectory import Group, Message, Sample, Scored, Trajectory, Turn
 from agentrl.workers import run_all
@@ -311,7 +311,7 @@ async def score_stored(
     cause = ""
     for attempt in range(MAX_ATTEMPTS):
         if attempt:
-            await asyncio.sleep(RETRY_SECONDS[attempt - 1])
+            await asyncio.sleep(retry_pause(attempt))
         try:
             return tuple(await scorer.score_all(trajectories, trains=trains))
         except Infrastructure as e:

@@ -17,7 +17,6 @@ import logging
 import math
 import random
 import re
-import threading
 import time
 import uuid
 from collections import Counter, defaultdict
@@ -50,7 +49,7 @@ from agentrl.rewards import Scorer
 from agentrl.tools import open_toolbox
 from agentrl.trajectory import Group, Sample, Scored, Span, Trajectory
 from agentrl.watchdog import Watchdog
-from agentrl.workers import run_all
+from agentrl.workers import LoopThread, run_all
 
 log = logging.getLogger("agentrl")
 
@@ -215,9 +214,7 @@ class Rollouts:
         self._errors = _ErrorLog()
         self._counts: list[_RolloutCount] = []
         self._watchdog = Watchdog(runtime.config.trainer.watchdog_s, causes=waiting_requests)
-        self._loop = _new_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("rollouts", _new_loop)
 
     def collect(
         self,
@@ -295,7 +292,7 @@ class Rollouts:
             async with slots:
                 return PlayedSample(sample, n, await self._play_all(plays, len(plays)))
 
-        return asyncio.run_coroutine_threadsafe(play_group(), self._loop)
+        return self._loop.submit(play_group())
 
     def stream(
         self,
@@ -344,7 +341,7 @@ class Rollouts:
             finally:
                 ended.put(None)
 
-        future = asyncio.run_coroutine_threadsafe(play_all(), self._loop)
+        future = self._loop.submit(play_all())
         dropped: list[_Dropped] = []
         played = 0
         try:
@@ -367,7 +364,7 @@ class Rollouts:
             try:
                 return queue.get(timeout=1.0)
             except Empty:
-                if not self._thread.is_alive():
+                if not self._loop.is_alive:
                     raise RunStopped("the thread that runs the episodes died") from None
 
     def progress(self) -> Progress | None:
@@ -388,7 +385,7 @@ class Rollouts:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the event loop of the rollouts and wait for it. Ctrl-C cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._loop.submit(work)
         try:
             return self.wait(future)
         except BaseException:
@@ -403,7 +400,7 @@ class Rollouts:
             except TimeoutError:
                 if future.done():  # the work raised TimeoutError, or it ended just now
                     return future.result()
-                if not self._thread.is_alive():
+                if not self._loop.is_alive:
                     raise RunStopped("the thread that runs the episodes died") from None
 
     @contextlib.contextmanager
@@ -432,14 +429,13 @@ class Rollouts:
     def close(self) -> None:
         """Close the toolbox, the scorer and the parser, and stop the thread. Idempotent."""
         try:
-            if self._thread.is_alive():
+            if self._loop.is_alive:
                 self.run(self._drain())
         finally:  # also if the thread died: processes of parser and rewards must be stopped
             self._scorer.stop()
             self.runtime.close()
             self._watchdog.close()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=5)
+            self._loop.stop()
 
     async def _drain(self) -> None:
         """Wait until cancelled episodes have cleaned up, then close scorer and toolbox."""
@@ -522,7 +518,7 @@ class Rollouts:
             while True:
                 if tries := failures + lost:
                     self._watchdog.set_state(episode_id, "a pause before the next attempt")
-                    await asyncio.sleep(pause * random.uniform(0.8, 1.2))
+                    await asyncio.sleep(pause)
                     self._watchdog.remove(episode_id)
                     episode_id = f"{episode_id.partition('+')[0]}+{tries}"
                     self._begin(episode_id, sample)
@@ -548,13 +544,13 @@ class Rollouts:
                     if lost > MAX_LOST_SESSIONS:
                         return _Dropped(f"{type(e).__name__}: {e}")
                     first, longest = LOST_SESSION_SECONDS
-                    pause = min(first * 2 ** (lost - 1), longest)
+                    pause = min(first * 2 ** (lost - 1), longest) * random.uniform(0.8, 1.2)
                 except Infrastructure as e:
                     failures += 1
                     self._errors.add(e, sample, _attempt_of(failures))
                     if failures == MAX_ATTEMPTS:
                         return _Dropped(f"{type(e).__name__}: {e}")
-                    pause = RETRY_SECONDS[failures - 1]
+                    pause = retry_pause(failures)
                 except (UserCodeError, UserError) as e:
                     if not self._has_shown_bug:
                         self._has_shown_bug = True
@@ -581,7 +577,7 @@ class Rollouts:
                     self._errors.add(e, play.sample, _attempt_of(attempt))
                     cause = f"{type(e).__name__}: {e}"
                 if attempt < MAX_ATTEMPTS:
-                    await asyncio.sleep(RETRY_SECONDS[attempt - 1] * random.uniform(0.8, 1.2))
+                    await asyncio.sleep(retry_pause(attempt))
             return [_Dropped(cause)] * len(trajectories)
         finally:
             for episode_id in episode_ids:
@@ -596,6 +592,11 @@ def _add_reward_span(scored: Scored, start: float) -> Scored:
     begin, end = (round(seconds - trajectory.started, 6) for seconds in (start, time.time()))
     spans = (*trajectory.spans, Span("reward", begin, end))
     return replace(scored, trajectory=replace(trajectory, spans=spans))
+
+
+def retry_pause(failures: int) -> float:
+    """Return the seconds to wait after so many failures (at least one), which vary by 20 %."""
+    return RETRY_SECONDS[failures - 1] * random.uniform(0.8, 1.2)
 
 
 def _attempt_of(attempt: int) -> str:

@@ -19,8 +19,7 @@ import argparse
 import asyncio
 import os
 import statistics
-from array import array
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +27,7 @@ import uvloop
 from workload import timing
 from workload.conversations import TOOLS, Talk, narrow, passages, register_tools, wide
 from workload.floor import Floor, Row
+from workload.scripted import Scripted
 from workload.tokenizer import workload_tokenizer
 
 from agentrl.agent_loops.attempt import Runtime
@@ -37,7 +37,7 @@ from agentrl.config import Config
 from agentrl.engine.base import Sampling
 from agentrl.rollout import collect_rarely
 from agentrl.tools import LocalToolbox
-from agentrl.trajectory import Generation, Sample, Trajectory
+from agentrl.trajectory import Sample, Trajectory
 
 ROUNDS = 5
 Play = Callable[[Talk], Coroutine[Any, Any, Any]]
@@ -65,58 +65,22 @@ CASES = (
 )
 
 
-class Ready:
-    """A `Sampler` that returns the turns of scripted conversations."""
-
-    max_length = 1 << 20
-    is_concurrent = False
-
-    def __init__(self, engine_s: float):
-        self._engine_s = engine_s
-        self._left: dict[str, Iterator[Generation]] = {}
-
-    async def ready(self) -> None: ...
-
-    def announce(self, episode_id: str, talk: Talk) -> None:
-        """Set the turns of an episode."""
-        self._left[episode_id] = iter(talk.turns)
-
-    def begin(self, episode_id: str) -> None: ...
-
-    async def generate(
-        self,
-        prompt_ids: array[int],
-        sampling: Sampling,
-        *,
-        episode_id: str,
-        seed: int,
-        deadline: float,
-    ) -> Generation:
-        await asyncio.sleep(self._engine_s)
-        turn = next(self._left[episode_id])
-        return Generation(turn.token_ids, turn.logprobs, turn.versions, "stop", len(prompt_ids))
-
-    def end(self, episode_id: str) -> None:
-        del self._left[episode_id]
-
-    async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
-        raise NotImplementedError
-
-
 class Agentrl:
     """Plays scripted conversations as a training run plays its samples."""
 
     def __init__(self, template: ChatTemplate, toolbox: LocalToolbox, case: Case):
         most = {"max_turns": case.turns + 1, "max_tool_calls": case.turns + 1}
         config = Config.model_validate({"rollout": {**most, "max_trajectory_tokens": 1 << 20}})
-        self._sampler = Ready(case.engine_ms / 1e3)
+        self._talks: dict[str, Talk] = {}
+        self._sampler = Scripted(self._talks.__getitem__, case.engine_ms / 1e3)
         self._runtime = Runtime(self._sampler, template, toolbox, config)
         self._played = 0
 
     async def play(self, talk: Talk) -> Trajectory:
         self._played += 1
         episode_id = f"e{self._played}"
-        self._sampler.announce(episode_id, talk)
+        self._talks[episode_id] = talk
+        self._sampler.begin(episode_id)
         sample = Sample(episode_id, talk.prompt, agent_name="tool_agent", tools=TOOLS)
         trajectory = await play_episode(
             self._runtime, sample, episode_id=episode_id, rollout=0, sampling=Sampling(), seed=0

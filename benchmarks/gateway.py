@@ -24,13 +24,15 @@ import statistics
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import uvloop
 from workload.conversations import SYSTEM, Talk, passages, wide
+from workload.scripted import Scripted
 from workload.timing import print_figure
 from workload.tokenizer import workload_tokenizer
 
@@ -38,7 +40,7 @@ from agentrl.agent_loops.attempt import Runtime
 from agentrl.agent_loops.play import play_episode
 from agentrl.chat import ChatTemplate
 from agentrl.config import AgentConfig, Config, RolloutConfig
-from agentrl.engine.base import Sampler, Sampling
+from agentrl.engine.base import Sampling
 from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Generation, Message, Sample
 
@@ -108,43 +110,26 @@ async def run(sample, base_url, api_key):
 """
 
 
-@dataclass
-class Ready(Sampler):
-    """Returns the turns of a scripted conversation at once, to each episode from the beginning.
+class Clocked(Scripted):
+    """Returns the turns of one conversation at once, to each episode from the beginning.
 
     Attributes:
-        talk: the conversation.
         calls: for each request the CPU seconds of this process, and the tokens of the prompt.
     """
 
-    talk: Talk
-    calls: list[tuple[float, int]] = field(default_factory=list)
-    max_length = 1 << 24
     is_concurrent = True
 
-    def __post_init__(self):
-        self._turns: dict[str, int] = {}
+    def __init__(self, talk: Talk):
+        super().__init__(lambda _: talk)
+        self.calls: list[tuple[float, int]] = []
 
-    def begin(self, episode_id: str, *, awaited: bool = True) -> None:
-        self._turns[episode_id] = 0
-
-    async def generate(
-        self, prompt_ids: Any, sampling: Sampling, *, episode_id: str, seed: int, deadline: float
-    ) -> Generation:
+    async def generate(self, prompt_ids: array[int], *args: Any, **kwargs: Any) -> Generation:
         self.calls.append((time.process_time(), len(prompt_ids)))
-        turn = self.talk.turns[self._turns[episode_id]]
-        self._turns[episode_id] += 1
-        return Generation(turn.token_ids, turn.logprobs, turn.versions, "stop", len(prompt_ids))
-
-    def end(self, episode_id: str) -> None:
-        del self._turns[episode_id]
-
-    async def score(self, token_ids: Any, temperature: float = 1.0) -> Any:
-        raise NotImplementedError
+        return await super().generate(prompt_ids, *args, **kwargs)
 
 
 async def play(
-    engine: Ready, template: ChatTemplate, talk: Talk, number: int, **agent: Any
+    engine: Clocked, template: ChatTemplate, talk: Talk, number: int, **agent: Any
 ) -> float:
     """Play so many episodes of an agent at once; return the seconds that they took."""
     rollout = RolloutConfig(max_turns=10**6, max_tool_calls=10**6, max_trajectory_tokens=10**7)
@@ -184,7 +169,7 @@ async def measure_history(name: str, case: History, template: ChatTemplate, prof
     for episode in range(1 + case.episodes):
         turns = round(high / (case.result_tokens + 90))
         (talk,) = wide(template.tokenizer, turns, case.result_tokens, 1, texts)
-        engine = Ready(talk)
+        engine = Clocked(talk)
         with tempfile.TemporaryDirectory() as folder:
             command = write_agent(Path(folder), talk.results)["processes"]
             if profile and episode:
@@ -217,7 +202,7 @@ async def measure_agents(template: ChatTemplate, kind: str, number: int) -> None
     with tempfile.TemporaryDirectory() as folder:
         agents, cpu = write_agent(Path(folder), talk.results), time.process_time()
         key = "python" if kind == "functions" else "command"
-        seconds = await play(Ready(talk), template, talk, number, **{key: agents[kind]})
+        seconds = await play(Clocked(talk), template, talk, number, **{key: agents[kind]})
     print_figure(
         f"gateway/{kind}",
         round(number * REQUESTS / seconds, 1),

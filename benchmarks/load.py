@@ -29,12 +29,11 @@ import sys
 import tempfile
 import threading
 import time
-from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workload.conversations import TOOLS, Talk, narrow
+from workload.conversations import TOOLS, narrow
+from workload.scripted import Scripted
 from workload.timing import cpu_seconds, print_figure
 from workload.tokenizer import workload_tokenizer
 
@@ -44,7 +43,7 @@ from agentrl.config import Config
 from agentrl.engine.base import Sampling
 from agentrl.rewards import make_scorer
 from agentrl.rollout import Rollouts, open_rollouts
-from agentrl.trajectory import Generation, Message, Sample, Trajectory
+from agentrl.trajectory import Message, Sample, Trajectory
 
 ENGINE_S, CALLS, TOOL_WORDS = 0.25, 8, 90
 ROUNDS = 2
@@ -79,42 +78,6 @@ async def python(code: str) -> str:
     """
     return RESULT
 '''
-
-
-class Prepared:
-    """A `Sampler` that returns the turns of scripted conversations, each after `ENGINE_S`."""
-
-    max_length = 1 << 20
-    is_concurrent = False
-
-    def __init__(self, talks: list[Talk]):
-        self._talks = talks
-        self._turns: dict[str, Iterator[Generation]] = {}
-
-    async def ready(self) -> None: ...
-
-    def begin(self, episode_id: str, *, awaited: bool = True) -> None:
-        row = int(episode_id.split("-")[2])
-        self._turns[episode_id] = iter(self._talks[row % len(self._talks)].turns)
-
-    async def generate(
-        self,
-        prompt_ids: array[int],
-        sampling: Sampling,
-        *,
-        episode_id: str,
-        seed: int,
-        deadline: float,
-    ) -> Generation:
-        await asyncio.sleep(ENGINE_S)
-        turn = next(self._turns[episode_id])
-        return Generation(turn.token_ids, turn.logprobs, turn.versions, "stop", len(prompt_ids))
-
-    def end(self, episode_id: str) -> None:
-        self._turns.pop(episode_id, None)
-
-    async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
-        raise NotImplementedError
 
 
 @dataclass
@@ -201,7 +164,10 @@ def run_case(episodes: int, tools: str, context: int) -> None:
             for i in range(episodes)
         ]
         before = Watch()
-        with open_rollouts(config, Prepared(talks), template, make_scorer(config.reward)) as r:
+        engine = Scripted(
+            lambda episode_id: talks[int(episode_id.split("-")[2]) % len(talks)], ENGINE_S
+        )
+        with open_rollouts(config, engine, template, make_scorer(config.reward)) as r:
             before.sample()
             rounds = [play(r, samples) for _ in range(ROUNDS)]
         cpu, wall, watch = min(rounds, key=lambda r: r[0])

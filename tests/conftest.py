@@ -5,7 +5,8 @@ import fcntl
 import gc
 import os
 import sys
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +14,6 @@ import pytest
 from hypothesis import settings
 
 import agentrl.agent_loops
-import agentrl.evaluate
 import agentrl.interactions
 import agentrl.rewards
 import agentrl.rollout
@@ -30,7 +30,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.fsync = lambda fd: None
 
 # Tests of failures need not wait until what failed has recovered.
-agentrl.rollout.RETRY_SECONDS = agentrl.evaluate.RETRY_SECONDS = (0.0, 0.0)
+agentrl.rollout.RETRY_SECONDS = (0.0, 0.0)
 agentrl.rollout.LOST_SESSION_SECONDS = (0.0, 0.0)
 
 # Deadlines fail by chance where three processes share two cores. `make test-all` uses "thorough".
@@ -42,16 +42,23 @@ settings.load_profile("quick")
 SHIPPED = {kind.kind: kind.names() for kind in registry.all_registries()}
 
 
-@pytest.fixture
-def shipped_registries(own_registries):
-    """Leave only what agentrl itself registers, as in a new process."""
+@contextmanager
+def only_names(names: Mapping[str, Collection[str]]) -> Iterator[None]:
+    """Keep only these names of each kind of registry for a block, and forget all user files."""
     # A file that was loaded once is not run again, and would register nothing.
     files = {n: sys.modules.pop(n) for n in list(sys.modules) if n.startswith("agentrl_user_")}
     with ExitStack() as stack:
         for kind in registry.all_registries():
-            stack.enter_context(kind.isolated(keep=SHIPPED[kind.kind]))
+            stack.enter_context(kind.isolated(keep=names[kind.kind]))
         yield
     sys.modules.update(files)
+
+
+@pytest.fixture
+def shipped_registries(own_registries):
+    """Leave only what agentrl itself registers, as in a new process."""
+    with only_names(SHIPPED):
+        yield
 
 
 @pytest.fixture
@@ -67,14 +74,9 @@ def no_other_names():
     from agentrl.cluster.ship import user_registrations
 
     user_names = user_registrations()
-    # A file that was loaded once is not run again, and would register nothing.
-    files = {n: sys.modules.pop(n) for n in list(sys.modules) if n.startswith("agentrl_user_")}
-    with ExitStack() as stack:
-        for kind in registry.all_registries():
-            others = set(kind.names()) - user_names[kind.kind]
-            stack.enter_context(kind.isolated(keep=others))
+    own = {k.kind: set(k.names()) - user_names[k.kind] for k in registry.all_registries()}
+    with only_names(own):
         yield
-    sys.modules.update(files)
 
 
 @pytest.fixture(autouse=True)

@@ -632,10 +632,9 @@ def test_closing_ends_the_parser_and_the_thread_whatever_fails(fault):
             rollouts.close()
     else:
         if fault == "the thread died":
-            rollouts._loop.call_soon_threadsafe(rollouts._loop.stop)
-            rollouts._thread.join(timeout=5)
+            rollouts._loop.stop()
         rollouts.close()
-    assert closed == [1] and not rollouts._thread.is_alive()
+    assert closed == [1] and not rollouts._loop.is_alive
 
 
 @pytest.mark.parametrize("error", [None, TimeoutError("of the work"), ValueError("of the work")])

@@ -295,7 +295,10 @@ class Attempt:
 
 
 class _Active:
-    """See `Attempt.active`. A class, because a generator would cost more than the block's entry."""
+    """A block in which the current task counts as one of `tasks`: what `Attempt.active` returns.
+
+    A class, because entering a generator takes longer than the rest of the block's work.
+    """
 
     __slots__ = "_is_outermost", "_task", "_tasks"
 
@@ -314,7 +317,7 @@ class _Active:
 
 
 class _Wait:
-    """See `Attempt.waiting_for`."""
+    """A block that waits for something and is recorded as a span: `Attempt.waiting_for`."""
 
     __slots__ = "_attempt", "_deadline", "_name", "_start", "_state", "_thread"
 

@@ -94,7 +94,7 @@ class ChatTemplate:
         self._prompt_ids: dict[Any, array[int]] = {}
         """The tokens of whole prompts, because all rollouts of a row have the same prompt."""
         self._schema_tokens: dict[str | bytes, frozenset[str]] = {}
-        """See `control_tokens_of`."""
+        """The control tokens in the text of tools' schemas, by the schemas."""
         self._prompt_parts: dict[Any, tuple[TemplateParts, int]] = {}
         """The parts of prompts, and the number of control tokens in their schemas."""
         self._deltas: dict[Any, TurnDelta] = {}

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from agentrl.errors import AgentRLError, UserCodeError, UserError
 from agentrl.plural import plural
+from agentrl.workers.child_process import python_command
 from agentrl.workers.parent_watch import PR_SET_PDEATHSIG
 
 CRASHED = 75
@@ -65,13 +66,10 @@ def run_supervised(words: Sequence[str], folder: Path, max_restarts: int) -> int
 
 def _run(words: Sequence[str]) -> int:
     """Run the command in a child process; return its exit code, or minus the signal's number."""
-    # The child has the same module search path as this process.
-    code = f"import sys; sys.path[:] = {sys.path!r}; from agentrl.cli import main; main()"
+    command = python_command("from agentrl.cli import main; main()")
     environment = {**os.environ, PARENT: str(os.getpid())}
     # In a process group of its own, so that Ctrl-C arrives once: forwarded by this process.
-    child = subprocess.Popen(
-        [sys.executable, "-P", "-c", code, *words], env=environment, process_group=0
-    )
+    child = subprocess.Popen([*command, *words], env=environment, process_group=0)
     before = {s: signal.signal(s, lambda s, _: child.send_signal(s)) for s in FORWARDED}
     try:
         return child.wait()

@@ -71,7 +71,7 @@ def train(
 
     if dry_run and log_format == "json":
         raise UserError("--dry-run prints text: leave out --log-format json")
-    is_supervisor = False
+    restarts = 0
     with nullcontext() if dry_run else open_console(log_format) as console:
         settings = read_config(
             config,
@@ -85,12 +85,14 @@ def train(
         )
         if console is None:
             check_run(settings, checks_start=True)
-        elif not (is_supervisor := settings.trainer.max_restarts > 0 and not is_supervised()):
+            return
+        if not is_supervised():
+            restarts = settings.trainer.max_restarts
+        if not restarts:
             with exit_code_of_crashes():
                 _train(settings, console)
-    if is_supervisor:
-        folder = Path(settings.trainer.output)
-        sys.exit(run_supervised(command_words.get(), folder, settings.trainer.max_restarts))
+    if restarts:  # Another process trains, with a console of its own.
+        sys.exit(run_supervised(command_words.get(), Path(settings.trainer.output), restarts))
 
 
 def _train(settings: Config, console: Console) -> None:

@@ -22,9 +22,9 @@ import re
 import shlex
 import shutil
 import signal
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from agentrl.http.pool import paused_time_limits
 from agentrl.registry import load_function
 from agentrl.signatures import find_argument_problems
 from agentrl.trajectory import Sample
-from agentrl.workers import PerLoop, Threads
+from agentrl.workers import LoopThread, PerLoop, Threads
 from agentrl.workers.child_process import ChildProcess
 
 OVER_SECONDS = 5.0
@@ -120,7 +120,8 @@ class Command(Agent):
         ended = asyncio.Event()
 
         def on_end(child: ChildProcess) -> None:
-            loop.call_soon_threadsafe(ended.set)
+            with contextlib.suppress(RuntimeError):  # The loop was closed.
+                loop.call_soon_threadsafe(ended.set)
 
         try:
             self._child = child = ChildProcess(
@@ -190,7 +191,7 @@ class Function(Agent):
     async def run(self) -> None:
         try:
             if self._is_async:
-                work = asyncio.run_coroutine_threadsafe(self._play(), _host.get().agent_loop())
+                work = _host.get().start(self._play())
                 self._returned = await asyncio.wrap_future(work)
             else:
                 self._returned = await _host.get().threads.run(self._call)
@@ -222,7 +223,7 @@ class _Host:
         self.gateway = Gateway()
         self.threads = Threads(1024, "agent")
         self._slots: asyncio.Semaphore | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: LoopThread | None = None
 
     def slots(self, number: int) -> asyncio.Semaphore:
         """Return the semaphore that limits how many agents run at the same time.
@@ -233,18 +234,16 @@ class _Host:
         self._slots = self._slots or asyncio.Semaphore(number)
         return self._slots
 
-    def agent_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the event loop on which async functions run."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
-        return self._loop
+    def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Start an async function on an event loop that all of them share."""
+        self._loop = self._loop or LoopThread("agents")
+        return self._loop.submit(work)
 
     def close(self) -> None:
         """End the threads."""
         self.threads.close()
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.stop(0.0)  # The garbage collector must not wait for agents that hang.
 
 
 open_session: ContextVar[Callable[[Episode], Session]] = ContextVar("open_session", default=Session)

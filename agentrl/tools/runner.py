@@ -506,7 +506,7 @@ class Executors:
 
     @property
     def is_worn_out(self) -> bool:
-        """See `Runner.is_worn_out`."""
+        """Whether so many threads were replaced that the process should start again."""
         return self._threads.replaced >= MAX_REPLACED
 
     def mark_abandoned(self, tool: Tool, job: asyncio.Future[Outcome]) -> None:

@@ -342,7 +342,7 @@ class _Results:
     gradients: list[Tensor]
     """Those of all weights, or none."""
     scale_and_softcap: tuple[float, float | None]
-    """See `find_scale_and_softcap`."""
+    """The factor and the soft cap of the logits, as `find_scale_and_softcap` returns them."""
 
 
 def _one_line(error: Exception) -> str:

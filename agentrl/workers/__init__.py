@@ -1,15 +1,16 @@
 """Threads and processes for code that may hang, crash or never end.
 
-`run_all` and `PerLoop` are for work that stays on the event loop.
+`LoopThread`, `run_all` and `PerLoop` are for work on event loops.
 """
 
 from __future__ import annotations
 
-from agentrl.workers.loops import PerLoop, run_all
+from agentrl.workers.loops import LoopThread, PerLoop, run_all
 from agentrl.workers.processes import Processes, WorkerDied, WorkerError, locate_function
 from agentrl.workers.threads import Outcome, Threads
 
 __all__ = [
+    "LoopThread",
     "Outcome",
     "PerLoop",
     "Processes",

@@ -14,6 +14,7 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -32,6 +33,12 @@ _children: WeakSet[ChildProcess] = WeakSet()
 
 class MessageTooLong(ValueError):
     """A child sent a message with more bytes than the caller accepts."""
+
+
+def python_command(code: str, *options: str) -> list[str]:
+    """Return the command that runs code with this interpreter and its module search path."""
+    path = f"import sys; sys.path[:] = {sys.path!r}"
+    return [sys.executable, "-P", *options, "-c", f"{path}; {code}"]
 
 
 class ChildProcess:

@@ -1,13 +1,79 @@
-"""Helpers for event loops: one object per loop, and tasks that end together."""
+"""Helpers for event loops: a loop in a thread, one object per loop, tasks that end together."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
+from agentrl.errors import RunStopped
+
 T = TypeVar("T")
+
+CANCEL_SECONDS = 1.0
+"""The longest time for the tasks of a loop to end when they are cancelled, in seconds."""
+
+
+class LoopThread:
+    """An event loop that runs in a daemon thread until `stop`. Any thread may call the methods.
+
+    Args:
+        name: the thread's name.
+        make: creates the loop.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+    ):
+        self._loop = make()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the loop runs."""
+        return self._thread.is_alive()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine on the loop.
+
+        Raises:
+            RunStopped: the loop has ended.
+        """
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as e:  # The loop is closed.
+            work.close()
+            raise RunStopped(f"the thread {self._thread.name!r} has ended") from e
+
+    def stop(self, seconds: float = 5.0) -> None:
+        """Cancel the tasks that are left, close the loop and wait for its thread. Idempotent.
+
+        Args:
+            seconds: the longest wait; a task that blocks the loop may hold it for ever.
+        """
+        with contextlib.suppress(RuntimeError):  # It is closed.
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        loop = self._loop
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+        finally:
+            if tasks := asyncio.all_tasks(loop):
+                for task in tasks:
+                    task.cancel()
+                loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_SECONDS))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
 
 
 class PerLoop(Generic[T]):

@@ -96,9 +96,12 @@ class ForkedPython:
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit code, or raise `subprocess.TimeoutExpired`."""
         if self.returncode is None:
-            if not select.select([self._connection], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            self.returncode = os.waitstatus_to_exitcode(self._read_number())
+            self._connection.settimeout(timeout)
+            try:
+                status = self._read_number()
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0) from None
+            self.returncode = os.waitstatus_to_exitcode(status)
             self._connection.close()
         return self.returncode
 

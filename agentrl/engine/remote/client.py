@@ -113,7 +113,7 @@ class RemoteEngine(Engine):
         self._distributor = Distributor()
         self._gate = TurnGate()
         self.reprefilled = 0
-        """See `reprefill_tokens`."""
+        """The number of tokens that were prefilled again after new weights."""
         self._uses_seeds = False
         with reading(self.name, url):
             self._connect()

@@ -10,7 +10,6 @@ import asyncio
 import atexit
 import contextlib
 import os
-import threading
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from mcp.client.streamable_http import streamable_http_client
 
 from agentrl.errors import ToolError, ToolServerError
 from agentrl.tools.mcp.source import MAX_TOOLS, TOKEN_VARIABLE, Address, ListedTool
+from agentrl.workers import LoopThread
 
 _REFUSALS = (-32601, -32602)
 """JSON-RPC error codes of a wrong request: unknown method, invalid parameters."""
@@ -47,11 +47,9 @@ class McpConnection:
 
     def __init__(self, address: Address):
         self._address = address
-        self._loop = asyncio.new_event_loop()
+        self._loop = LoopThread("mcp")
         self._lock = asyncio.Lock()
         self._link: _OpenClient | None = None
-        self._thread = threading.Thread(target=self._run, name="mcp", daemon=True)
-        self._thread.start()
         atexit.register(self.close)
 
     def list(self) -> tuple[str, list[ListedTool]]:
@@ -60,7 +58,7 @@ class McpConnection:
         Raises:
             ToolServerError: the server does not answer.
         """
-        future = asyncio.run_coroutine_threadsafe(self._list(), self._loop)
+        future = self._loop.submit(self._list())
         try:
             return future.result(START_SECONDS)
         except TimeoutError:
@@ -76,23 +74,17 @@ class McpConnection:
             ToolError: the tool reports that the call failed, or the server refused the call.
             MCPError, ToolServerError: see `_request`.
         """
-        request = self._call(name, arguments)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, self._loop))
+        return await asyncio.wrap_future(self._loop.submit(self._call(name, arguments)))
 
     def close(self) -> None:
         """Close the connection, and stop the server's program if there is one. Idempotent."""
         atexit.unregister(self.close)
-        if not self._thread.is_alive():
+        if not self._loop.is_alive:
             return
-        ending = asyncio.run_coroutine_threadsafe(self._disconnect(self._link), self._loop)
+        ending = self._loop.submit(self._disconnect(self._link))
         with contextlib.suppress(Exception):
             ending.result(STOP_SECONDS)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(STOP_SECONDS)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        self._loop.stop(STOP_SECONDS)
 
     # -- in the connection's own loop -------------------------------------------------------------
 
@@ -139,9 +131,10 @@ class McpConnection:
     async def _connect(self) -> _OpenClient:
         async with self._lock:
             if self._link is None or self._link.owner.done():
-                ready: asyncio.Future[Client] = self._loop.create_future()
+                loop = asyncio.get_running_loop()
+                ready: asyncio.Future[Client] = loop.create_future()
                 closing = asyncio.Event()
-                owner = self._loop.create_task(self._hold_open(ready, closing))
+                owner = loop.create_task(self._hold_open(ready, closing))
                 self._link = _OpenClient(await ready, closing, owner)
             return self._link
 

@@ -34,7 +34,7 @@ from agentrl.sandbox import configure
 from agentrl.tools.serving.bind import bind, url_of
 from agentrl.tools.session import MAX_CALLS, ShardInfo
 from agentrl.workers import child
-from agentrl.workers.child_process import ChildProcess
+from agentrl.workers.child_process import ChildProcess, python_command
 
 log = logging.getLogger("agentrl.tools.serving.app")
 
@@ -205,12 +205,10 @@ class Worker:
         self.process.close_input()
 
     def _start(self) -> ChildProcess:
-        # The child has the same module search path as this process.
         main = "from agentrl.tools.serving.background import main; main()"
-        code = f"import sys; sys.path[:] = {sys.path!r}; {main}"
         descriptor = self._socket.fileno()
         process = ChildProcess(
-            [sys.executable, "-u", "-P", "-c", code],
+            python_command(main, "-u"),
             stops_at_eof=True,
             inherited_fds=[descriptor],
             on_line=lambda line: log.warning("%s", line),
