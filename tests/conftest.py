@@ -127,7 +127,9 @@ LONG_FILES = (
 
 def pytest_collection_modifyitems(items):
     """Run the longest files first. The short ones then keep all processes busy until the end."""
-
+    for item in items:
+        if item.get_closest_marker("timing"):
+            item.add_marker(pytest.mark.flaky(reruns=2, only_rerun="AssertionError"))
     positions = {Path(__file__).parent / file: i for i, file in enumerate(LONG_FILES)}
 
     def position(item) -> int:

@@ -69,6 +69,7 @@ def test_2048_rollouts_under_the_usual_limit(tmp_path):
 
 @pytest.mark.load
 @pytest.mark.slow
+@pytest.mark.timing
 def test_waiting_for_a_connection_ends_no_episode(tmp_path):
     """128 episodes of two turns of 0.5 s share 14 connections. Each may take 8 s, without waits."""
     report = over_http(tmp_path, 142, 16, 8, 0.5, timeout=8.0)

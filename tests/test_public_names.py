@@ -90,28 +90,25 @@ def test_an_unknown_name():
 
 
 @pytest.mark.parametrize(
-    "script",
+    "script, most_modules",
     [
-        "import agentrl",
-        "import sys; sys.argv = ['agentrl', '--help']; from agentrl.cli import main\n"
-        "try: main()\n"
-        "except SystemExit as e: assert not e.code",
+        ("import agentrl", 100),
+        (
+            "import sys; sys.argv = ['agentrl', '--help']; from agentrl.cli import main\n"
+            "try: main()\n"
+            "except SystemExit as e: assert not e.code",
+            550,
+        ),
     ],
     ids=["import", "help"],
 )
-def test_importing_agentrl_is_light(script):
+def test_importing_agentrl_is_light(script, most_modules):
     script = (
-        f"import sys, time\n{script}\nprint('heavy:', [m for m in {HEAVY} if m in sys.modules])"
-        "\nprint(time.process_time())"
+        f"import sys\n{script}\nprint('heavy:', [m for m in {HEAVY} if m in sys.modules])"
+        "\nprint(len(sys.modules))"
     )
-    seconds = []
-    # The machine may be busy with something else for a while: the best of some counts.
-    for _ in range(5):
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        heavy, spent = done.stdout.splitlines()[-2:]
-        assert heavy == "heavy: []"
-        seconds.append(float(spent))
-        if seconds[-1] < 0.3:
-            break
-    assert min(seconds) < 0.3
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    heavy, number = done.stdout.splitlines()[-2:]
+    assert heavy == "heavy: []"
+    assert int(number) < most_modules

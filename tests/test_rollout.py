@@ -64,6 +64,7 @@ def test_groups_come_in_order_with_n_rollouts_each(rollouts):
     assert len(ids) == 12 and sorted(engine.begun) == sorted(engine.ended)
 
 
+@pytest.mark.timing
 def test_progress_counts_what_has_ended_and_names_the_longest_wait(rollouts):
     class Uneven(FailingEngine):
         async def generate(self, *args, **kwargs):

@@ -278,6 +278,7 @@ def test_calls_of_a_turn_run_once():
         play(sample("tools_twice"), Scripted(script, TOKENIZER), TOKENIZER)
 
 
+@pytest.mark.timing
 def test_the_times_of_conversations_that_run_concurrently_are_their_own():
     @tool(name="nap_of_a_turn")
     async def nap() -> str:
@@ -323,6 +324,7 @@ def test_the_times_of_conversations_that_run_concurrently_are_their_own():
     assert states == ["generate", "tools in this process, generate", "loop"]
 
 
+@pytest.mark.timing
 def test_a_method_that_does_not_end_delays_the_end_of_its_episode_for_a_bounded_time(
     monkeypatch, caplog
 ):

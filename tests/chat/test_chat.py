@@ -242,6 +242,7 @@ def test_broken_calls_are_reported(text, errors):
     "unit", ["<tool_call>", "<tool_call>{", '<tool_call>{"', '<tool_call>{"1"1"', "<tool_call>{[",
              '<tool_call>{"a":"</tool_call>', "<tool_call>\n" + " " * 50]
 )  # fmt: skip
+@pytest.mark.timing
 def test_parsing_takes_linear_time(unit):
     def seconds(n):
         text = unit * n

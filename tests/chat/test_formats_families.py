@@ -201,6 +201,7 @@ def text_of(case):
 
 
 @pytest.mark.parametrize(("name", "case"), list(hostile_turns(RENDER)))
+@pytest.mark.timing
 def test_hostile_turns_are_parsed_as_in_the_table(name, case):
     text = text_of(case)
     calls = FORMATS[name](text)
@@ -385,6 +386,7 @@ def test_no_thought_is_a_call(name, data):
 @EVERY_FORMAT
 @examples(12)
 @given(data=st.data())
+@pytest.mark.timing
 def test_hundred_kilobytes_of_fragments_take_no_time(name, data):
     pieces = st.sampled_from(FRAGMENTS)
     lead = OPENING[name] + "".join(data.draw(st.lists(pieces, max_size=5)))

@@ -51,6 +51,7 @@ def seconds(parse, text):
 
 
 @pytest.mark.parametrize(("name", "case"), hostile_turns(PARSERS))
+@pytest.mark.timing
 def test_hostile_turns(name, case):
     text = case["text"]
     if length := case.get("repeat_to"):
@@ -83,6 +84,7 @@ def test_no_text_raises_or_loses_its_errors(name, data):
 @pytest.mark.parametrize("name", PARSERS)
 @examples(60)
 @given(data=st.data())
+@pytest.mark.timing
 def test_hundred_kilobytes_of_fragments_take_no_time(name, data):
     pieces = st.sampled_from(FRAGMENTS[name] + COMMON[:-1])
     unit = "".join(data.draw(st.lists(pieces, min_size=1, max_size=6)))

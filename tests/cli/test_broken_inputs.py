@@ -164,6 +164,7 @@ def case(tmp_path, random_model):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.timing
 def test_a_broken_input_is_one_clear_message(case, name, capsys):
     if name == "no GPU":
         import torch

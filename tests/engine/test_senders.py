@@ -84,6 +84,7 @@ class Weights:
 
 
 @pytest.mark.parametrize("loader", [memory, SGLangFileLoader], ids=["memory", "files"])
+@pytest.mark.timing
 def test_32_servers_take_about_as_long_as_one(fake, loader):
     fake.seconds, fake.reads_weights = 0.2, False
     weights, seconds = Weights(), {}

@@ -210,6 +210,7 @@ def test_sft_pads_the_rows_of_such_a_model(tmp_path):
     assert learner.mode is Mode.PADDED
 
 
+@pytest.mark.timing
 def test_the_check_takes_no_longer_for_a_longer_window():
     def seconds(window: int) -> float:
         model = random_model(config_of("mistral", window))

@@ -384,6 +384,7 @@ def test_ordinary_expressions_are_not_refused(text):
 
 @pytest.mark.slow
 @pytest.mark.load
+@pytest.mark.timing
 def test_hostile_answers_and_truths(capsys):
     slow = [r"\binom{100000000}{50000000}", "(x+1)^{9999}", "(((9^9)^{99})^{999})^{9999}"]
 

@@ -198,6 +198,7 @@ def killed(box):
 @pytest.mark.parametrize(
     "backend", [pytest.param("bubblewrap", marks=needs_sandbox), "unsafe-subprocess"]
 )
+@pytest.mark.timing
 async def test_a_box_that_dies_ends_its_program_and_is_replaced(backend):
     async with opened(backend=backend) as place:
         box = await place.open(files={"given": b"first"})

@@ -20,6 +20,7 @@ async def test_a_wait_ends_with_its_job():
     await Deadline(30.0).wait(job)  # a job that is done already
 
 
+@pytest.mark.timing
 async def test_each_wait_has_its_own_end():
     """Begun one after another, some of them done early: the others end in order and in time."""
     deadline, loop = Deadline(0.2), asyncio.get_running_loop()

@@ -87,6 +87,7 @@ def caller(box: HttpToolbox, ids: list[str], name: str, seconds: float):
     return ask
 
 
+@pytest.mark.timing
 async def test_300_calls_that_wait_a_second(file):
     """L3: side by side, and whoever asks how the server is hears it meanwhile."""
     url, token, server = serve_in_background([file])
@@ -125,6 +126,7 @@ async def test_300_calls_that_wait_a_second(file):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.timing
 async def test_512_calls_that_hold_a_thread(file, workers):
     """Twice the time that this many threads need, at most."""
     url, token, server = serve_in_background([file], workers=workers)

@@ -369,6 +369,7 @@ def stuck(at: str, *more: str) -> Sample:
     return row("stuck", *more, tools_kwargs={"stuck": {"create_kwargs": {"at": at}}})
 
 
+@pytest.mark.timing
 async def test_an_object_that_hangs_says_so(toolbox, zoo):
     zoo.RELEASE.clear()
     sample = stuck("call")

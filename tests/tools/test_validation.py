@@ -179,6 +179,7 @@ def cpu_of(schema: dict[str, Any], arguments: dict[str, Any]) -> tuple[str, floa
 
 
 @pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.timing
 def test_a_check_ends_in_time(what):
     """Python's `re`, or jsonschema alone, would take seconds to centuries here."""
     schema, arguments = HOSTILE[what]
@@ -202,6 +203,7 @@ def test_the_event_loop_is_not_held_up(what):
     assert time.thread_time() - began < LOOP_SECONDS + 0.03
 
 
+@pytest.mark.timing
 def test_unique_items_are_linear():
     """Of unions as well, which cannot be sorted."""
 
