@@ -599,7 +599,7 @@ def _add_reward_span(scored: Scored, start: float, begun: Mapping[str, float]) -
 
 
 def retry_pause(failures: int) -> float:
-    """Return the seconds to wait after so many failures (at least one), up to 25 % more by chance."""
+    """Return the pause after so many failures (at least one), up to 25 % longer by chance."""
     return RETRY_SECONDS[failures - 1] * random.uniform(1.0, 1.25)
 
 
