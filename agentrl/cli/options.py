@@ -328,9 +328,14 @@ def read_config_to_play(
         ConfigError: the config has mistakes, or there are no rows or no model.
     """
     loaded = read_config(config, overrides, dataset=dataset, model=model, file=file)
-    rows = loaded.data.train if dataset else loaded.data.val or loaded.data.train
-    data = loaded.data.model_copy(update={"train": rows, "val": ""})
-    return loaded.model_copy(update={"data": data})
+    return rows_to_play(loaded, loaded.data.train if dataset else "")
+
+
+def rows_to_play(config: Config, rows: Any = "") -> Config:
+    """Return a config with only these rows: by default those of data.val, else of data.train."""
+    rows = rows or config.data.val or config.data.train
+    data = config.data.model_copy(update={"train": rows, "val": ""})
+    return config.model_copy(update={"data": data})
 
 
 def describe_sampling(temperature: float) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli.options import ConfigFile, Model, Overrides, read_config_to_play
+from agentrl.cli.options import ConfigFile, Model, Overrides
 
 if TYPE_CHECKING:
     from agentrl.config import Config
@@ -53,25 +53,33 @@ def serve(
     from transformers.utils import logging
 
     from agentrl.agent_loops.attempt import Runtime, load_template
-    from agentrl.cli.options import config_of_run, read_config, with_model_folder
+    from agentrl.cli.options import (
+        config_of_run,
+        read_config,
+        rows_to_play,
+        with_model_folder,
+    )
     from agentrl.engine.open import open_engine
-    from agentrl.errors import UserError
+    from agentrl.errors import ConfigError, UserError
     from agentrl.gateway.requests import MODEL
     from agentrl.gateway.serve import create_app, serve_forever
     from agentrl.gateway.stateless import StatelessSession, without_budgets
     from agentrl.tools import LocalToolbox
-    from agentrl.tools.serving.bind import bind, url_of
+    from agentrl.tools.serving.bind import bind, host_names_of, url_of
 
     config = config or config_of_run(model)
     if check:
-        raise typer.Exit(_check(read_config_to_play(config, overrides, None, model, None), check))
+        settings = read_config(config, overrides, model=model, needs_rows=False)
+        if not settings.data.val and not settings.data.train:
+            raise ConfigError(f"--check {check} needs rows: add data.val=FILE, .parquet or .jsonl")
+        raise typer.Exit(_check(rows_to_play(settings), check))
     token = os.environ.get(token_env, "") if token_env else ""
     if token_env and not token:
         raise UserError(f"--token-env {token_env}: this environment variable is empty or not set")
     settings = read_config(config, overrides, model=model, needs_rows=False)
     settings = with_model_folder(without_budgets(settings))
     logging.disable_progress_bar()
-    bound = bind(host, port, token)
+    bound = bind(host, port, token, allows="use your policy")
     template = load_template(settings)
     engine = open_engine(settings, template.tokenizer)
     try:
@@ -79,7 +87,8 @@ def serve(
         session = StatelessSession(runtime, settings.rollout.temperature)
         expected = token.encode()
         app = create_app(
-            lambda key: session if not token or compare_digest(key.encode(), expected) else None
+            lambda key: session if not token or compare_digest(key.encode(), expected) else None,
+            hosts=frozenset() if token else host_names_of(bound),
         )
         url = f"{url_of(bound)}/v1"
         typer.echo(f"serving {settings.model.path} as {MODEL!r} at {url}\n")

@@ -32,6 +32,7 @@ from agentrl.gateway.requests import Request as ChatRequest
 from agentrl.gateway.session import Session
 from agentrl.gateway.stateless import StatelessSession
 from agentrl.tools.serving.bind import bind, url_of
+from agentrl.tools.serving.guard import host_name
 
 MAX_BODY = 2**26
 """The longest body of a request, in bytes."""
@@ -49,14 +50,21 @@ AnySession = Session | StatelessSession
 SessionOf = Callable[[str], AnySession | None]
 
 
-def create_app(session_of: SessionOf) -> Starlette:
+def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> Starlette:
     """Create the application.
 
     Args:
         session_of: returns the session of a key; None if there is none.
+        hosts: for a server without keys, its host names: requests that a web page in a browser on
+            this machine sends are refused. Empty: there are keys.
     """
 
     def find_session(request: Request) -> AnySession:
+        host = host_name(request.headers.get("host", ""))
+        if hosts and (host not in hosts or "origin" in request.headers):
+            what = f"unknown host name {host!r}" if host not in hosts else "requests of web pages"
+            why = f"{what}: a server that web pages or other machines use needs a key (--token-env)"
+            raise Refusal(403, "forbidden", why)
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         session = session_of(key.strip() if scheme.lower() == "bearer" else "")
         if session is None:

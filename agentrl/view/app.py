@@ -217,7 +217,7 @@ class ViewServer(uvicorn.Server):
             )
         for folder in folders:
             load_run(folder)
-        self._socket = bind(host, port, token)
+        self._socket = bind(host, port, token, allows="see your runs")
         self.address = f"{url_of(self._socket)}/#token={token}"
         self.port = self._socket.getsockname()[1]
         app = create_app(folders, token, host_names_of(self._socket))

@@ -115,7 +115,39 @@ def test_a_token_that_is_not_set_is_refused(tiny_model):
     command = ["serve", "--model", str(tiny_model), "--token-env", "NO_SUCH_TOKEN"]
     assert "NO_SUCH_TOKEN" in str(CliRunner().invoke(app, command).exception)
     command = ["serve", "--model", str(tiny_model), "--host", "0.0.0.0"]
-    assert isinstance(CliRunner().invoke(app, command).exception, UserError)
+    error = CliRunner().invoke(app, command).exception
+    assert isinstance(error, UserError) and "lets other machines use your policy" in str(error)
+
+
+def test_a_check_without_rows_names_the_key(tiny_model):
+    error = CliRunner().invoke(app, ["serve", "--model", str(tiny_model), "--check", "3"]).exception
+    assert str(error) == "--check 3 needs rows: add data.val=FILE, .parquet or .jsonl"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "text"),
+    [
+        ({"host": "localhost:8000"}, 200, ""),
+        ({"host": "evil.example"}, 403, "unknown host name 'evil.example'"),
+        ({"host": "127.0.0.1:8000", "origin": "http://evil.example"}, 403, "web pages"),
+    ],
+)
+def test_web_pages_cannot_use_a_server_without_a_key(headers, status, text):
+    """A browser on this machine sends them: by DNS rebinding, or as a form."""
+    tokenizer, config = byte_tokenizer(), Config()
+    engine = Scripted(["hello"], tokenizer)
+    runtime = Runtime(engine, make_template(tokenizer, config), LocalToolbox(), config)
+    session = StatelessSession(runtime, temperature=1.0)
+    hosts = frozenset({"localhost", "127.0.0.1"})
+
+    async def send():
+        transport = httpx.ASGITransport(create_app(lambda key: session, hosts))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            body = {"messages": [{"role": "user", "content": "Hi"}]}
+            return await client.post("/v1/chat/completions", json=body, headers=headers)
+
+    response = asyncio.run(send())
+    assert response.status_code == status and text in response.text
 
 
 @pytest.mark.slow

@@ -10,13 +10,14 @@ from agentrl.errors import UserError
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
-def bind(host: str, port: int, token: str) -> socket.socket:
+def bind(host: str, port: int, token: str, *, allows: str = "run your tools") -> socket.socket:
     """Return a listening socket.
 
     Args:
         host: an IP address, or `localhost`.
         port: the port; 0 takes a free one.
         token: the bearer token. An address that other machines can reach needs one.
+        allows: what the server lets its clients do, for the error.
 
     Raises:
         UserError: a token is missing, or the address cannot be bound.
@@ -24,8 +25,8 @@ def bind(host: str, port: int, token: str) -> socket.socket:
     address = _address(host)
     if not address.is_loopback and not token:
         raise UserError(
-            f"--host {host} lets other machines run your tools, so a token is required. Put one in"
-            " the environment variable that --token-env names."
+            f"--host {host} lets other machines {allows}, so a token is required. Put one in the"
+            " environment variable that --token-env names."
         )
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     try:

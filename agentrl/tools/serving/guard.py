@@ -64,7 +64,7 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        host = _host_name(headers.get(b"host", b"").decode("latin-1"))
+        host = host_name(headers.get(b"host", b"").decode("latin-1"))
         if self._hosts and host not in self._hosts:
             raise _Refused(403, f"unknown host name {host!r}")
         if b"origin" in headers:
@@ -129,7 +129,7 @@ def _replay(body: bytes, rest: Receive) -> Receive:
     return receive
 
 
-def _host_name(host: str) -> str:
+def host_name(host: str) -> str:
     """Return a Host header without the port."""
     host = host.lower()
     return host if host.endswith("]") else host.rpartition(":")[0] or host
