@@ -145,6 +145,12 @@ class RayPlacement:
         self._stack.callback(pool.close)
         return slots
 
+    def timeline(self) -> list[dict[str, Any]]:
+        """Return the calls of Ray's processes, as `ray timeline` does."""
+        import ray
+
+        return ray.timeline() or []  # None only if it writes a file
+
     def _run_on_gpus_of_ranks(self, index: int, start: StartServer) -> tuple[ServerHandle, bool]:
         """Start a server on the GPUs of ranks; this is `EngineSlot.run`.
 

@@ -92,6 +92,13 @@ class Placement(Protocol):
         """
         ...
 
+    def timeline(self) -> list[dict[str, Any]]:
+        """Return what the cluster has recorded, as events of Chrome's trace format.
+
+        Times are in microseconds since 1970.
+        """
+        ...
+
 
 def check_single_controller(config: Config, placement: Placement | None) -> None:
     """Check that this process is the only controller, and that several ranks have a placement.
