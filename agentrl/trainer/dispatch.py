@@ -92,10 +92,11 @@ class Placement(Protocol):
         """
         ...
 
-    def timeline(self) -> list[dict[str, Any]]:
-        """Return what the cluster has recorded, as events of Chrome's trace format.
+    def timeline(self, since: float) -> list[dict[str, Any]]:
+        """Return the calls that the cluster has recorded, as events of Chrome's trace format.
 
-        Times are in microseconds since 1970.
+        Args:
+            since: leave out earlier events; in seconds since 1970. Events have microseconds.
         """
         ...
 

@@ -368,7 +368,8 @@ class Rank:
         """Save the policy's LoRA adapter; see `Policy.save_adapter`."""
         if is_rank_zero():
             check_folder_visible(folder)
-        self.policy.save_adapter(folder)
+        with annotate("send_weights"):
+            self.policy.save_adapter(folder)
 
     @dispatch(BROADCAST)
     def share_adapter(self, readers: int) -> SharedAdapter:

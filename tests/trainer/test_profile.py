@@ -6,6 +6,7 @@ import gc
 import gzip
 import hashlib
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -129,7 +130,7 @@ def test_the_parts_of_a_step_are_ranges_in_both_files(runs):
     seconds = read_metrics(runs / "profiled/metrics.jsonl")[-1][1]
     for name in ("gen", "update_actor", "update_weights"):
         start, end = parts[name][0]
-        assert (end - start) / 1e6 == pytest.approx(seconds[f"timing_s/{name}"], rel=0.1, abs=2e-3)
+        assert (end - start) / 1e6 == pytest.approx(seconds[f"timing_s/{name}"], rel=0.1, abs=0.02)
     assert any(name.startswith("aten::mm") for name in operations)
 
 
@@ -138,7 +139,7 @@ def test_the_files_have_the_same_clock(runs):
     step, rank = (read(folder / f"{name}.json.gz") for name in ("controller", "rank_0"))
     assert step["baseTimeNanoseconds"] == rank["baseTimeNanoseconds"]
     for mine, theirs in zip(slices(step)["forward"], slices(rank)["forward"], strict=True):
-        assert mine == pytest.approx(theirs, abs=5e3)
+        assert mine == pytest.approx(theirs, abs=1e5)  # microseconds
 
 
 def test_episodes_have_tracks_and_counts(runs):
@@ -153,7 +154,7 @@ def test_episodes_have_tracks_and_counts(runs):
     waits = [e for e in played if e["ph"] == "X" and e not in episodes]
     assert {e["name"] for e in waits} == {"open", "generate", "tools", "reward"}
     gen = slices(trace)["gen"][0]
-    assert all(gen[0] - 1 <= e["ts"] and e["ts"] + e["dur"] <= gen[1] + 1 for e in waits)
+    assert all(gen[0] - 1e3 <= e["ts"] and e["ts"] + e["dur"] <= gen[1] + 1e3 for e in waits)
     for track in {e["tid"] for e in played if e["ph"] == "X"}:
         ends = 0.0
         for e in sorted((e for e in waits if e["tid"] == track), key=lambda e: e["ts"]):
@@ -161,7 +162,7 @@ def test_episodes_have_tracks_and_counts(runs):
             ends = e["ts"] + e["dur"]
     counts = [e["args"] for e in played if e["ph"] == "C"]
     assert max(c["generate"] for c in counts) >= 2
-    assert set(counts[-1].values()) == {0}
+    assert set(counts[-1].values()) == {0} and min(min(c.values()) for c in counts) == 0
 
 
 def test_a_profile_that_cannot_be_written_is_one_warning(start, tmp_path, capsys):
@@ -172,6 +173,22 @@ def test_a_profile_that_cannot_be_written_is_one_warning(start, tmp_path, capsys
     printed = capsys.readouterr()
     assert printed.err.count("no profile of step") == 1 and "rank_0.json.gz" in printed.err
     assert "profile of step" not in printed.out and "step 2/2" in printed.out
+
+
+def test_a_full_disk_leaves_no_file(tmp_path):
+    rank = profile.RankProfile(gpu=False)
+    for _ in range(1000):
+        torch.zeros(2) + 1
+    rank.stop()
+    # As on a full disk, torch raises nothing.
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        problem = rank.write(tmp_path / "rank_0.json.gz")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "torch could not write the trace" in problem
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_step_that_fails_leaves_no_recorder(start, tmp_path, monkeypatch):
