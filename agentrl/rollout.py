@@ -20,7 +20,7 @@ import re
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -504,14 +504,18 @@ class Rollouts:
         self, plays: Sequence[_Play], count: _RolloutCount
     ) -> list[Scored | _Dropped]:
         """Play rollouts of one sample, and score all that were not dropped in one call."""
-        outcomes = await run_all([self._play(play) for play in plays])
+        begun: dict[str, float] = {}
+        outcomes = await run_all([self._play(play, begun) for play in plays])
         trajectories = [p for p in outcomes if isinstance(p, Trajectory)]
-        scored = iter(await self._score(trajectories, plays[0]) if trajectories else [])
+        scored = iter(await self._score(trajectories, plays[0], begun) if trajectories else [])
         count.ended += len(plays)
         return [p if isinstance(p, _Dropped) else next(scored) for p in outcomes]
 
-    async def _play(self, play: _Play) -> Trajectory | _Dropped:
-        """Play an episode, and retry it after infrastructure failures."""
+    async def _play(self, play: _Play, begun: dict[str, float]) -> Trajectory | _Dropped:
+        """Play an episode, and retry it after infrastructure failures.
+
+        `begun` gets the time (`time.monotonic()`) at which each attempt started.
+        """
         sample, episode_id = play.sample, play.episode_id
         trajectory, failures, lost, pause = None, 0, 0, 0.0
         try:
@@ -524,6 +528,7 @@ class Rollouts:
                     self._begin(episode_id, sample)
                 try:
                     await self.runtime.sampler.ready()
+                    begun[episode_id] = time.monotonic()
                     trajectory = await play_episode(
                         self.runtime,
                         sample,
@@ -561,18 +566,18 @@ class Rollouts:
                 self._watchdog.remove(episode_id)
 
     async def _score(
-        self, trajectories: Sequence[Trajectory], play: _Play
+        self, trajectories: Sequence[Trajectory], play: _Play, begun: Mapping[str, float]
     ) -> list[Scored | _Dropped]:
         """Score trajectories of one sample; retry the scoring after infrastructure failures."""
         episode_ids = [trajectory.episode_id for trajectory in trajectories]
-        cause, start = "", time.time()
+        cause, start = "", time.monotonic()
         try:
             for attempt in range(1, MAX_ATTEMPTS + 1):
                 for episode_id in episode_ids:
                     self._watchdog.set_state(episode_id, "reward")
                 try:
                     every = await self._scorer.score_all(trajectories, trains=play.trains)
-                    return [_add_reward_span(scored, start) for scored in every]
+                    return [_add_reward_span(scored, start, begun) for scored in every]
                 except Infrastructure as e:
                     self._errors.add(e, play.sample, _attempt_of(attempt))
                     cause = f"{type(e).__name__}: {e}"
@@ -584,19 +589,18 @@ class Rollouts:
                 self._watchdog.remove(episode_id)
 
 
-def _add_reward_span(scored: Scored, start: float) -> Scored:
-    """Return a copy whose trajectory has a span "reward" from `start` (`time.time()`) until now."""
+def _add_reward_span(scored: Scored, start: float, begun: Mapping[str, float]) -> Scored:
+    """Return a copy whose trajectory has a span "reward" from `start` (monotonic) until now."""
     trajectory = scored.trajectory
-    if trajectory.started is None:
-        return scored
-    begin, end = (round(seconds - trajectory.started, 6) for seconds in (start, time.time()))
+    origin = begun[trajectory.episode_id]
+    begin, end = (round(seconds - origin, 6) for seconds in (start, time.monotonic()))
     spans = (*trajectory.spans, Span("reward", begin, end))
     return replace(scored, trajectory=replace(trajectory, spans=spans))
 
 
 def retry_pause(failures: int) -> float:
-    """Return the seconds to wait after so many failures (at least one), which vary by 20 %."""
-    return RETRY_SECONDS[failures - 1] * random.uniform(0.8, 1.2)
+    """Return the pause after so many failures (at least one), up to 25 % longer by chance."""
+    return RETRY_SECONDS[failures - 1] * random.uniform(1.0, 1.25)
 
 
 def _attempt_of(attempt: int) -> str:

@@ -27,7 +27,7 @@ import uvloop
 from workload import timing
 from workload.conversations import TOOLS, Talk, narrow, passages, register_tools, wide
 from workload.floor import Floor, Row
-from workload.scripted import Scripted
+from workload.prepared import Prepared
 from workload.tokenizer import workload_tokenizer
 
 from agentrl.agent_loops.attempt import Runtime
@@ -72,7 +72,7 @@ class Agentrl:
         most = {"max_turns": case.turns + 1, "max_tool_calls": case.turns + 1}
         config = Config.model_validate({"rollout": {**most, "max_trajectory_tokens": 1 << 20}})
         self._talks: dict[str, Talk] = {}
-        self._sampler = Scripted(self._talks.__getitem__, case.engine_ms / 1e3)
+        self._sampler = Prepared(self._talks.__getitem__, case.engine_ms / 1e3)
         self._runtime = Runtime(self._sampler, template, toolbox, config)
         self._played = 0
 

@@ -32,7 +32,7 @@ from typing import Any
 
 import uvloop
 from workload.conversations import SYSTEM, Talk, passages, wide
-from workload.scripted import Scripted
+from workload.prepared import Prepared
 from workload.timing import print_figure
 from workload.tokenizer import workload_tokenizer
 
@@ -110,7 +110,7 @@ async def run(sample, base_url, api_key):
 """
 
 
-class Clocked(Scripted):
+class Clocked(Prepared):
     """Returns the turns of one conversation at once, to each episode from the beginning.
 
     Attributes:

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from workload.conversations import TOOLS, narrow
-from workload.scripted import Scripted
+from workload.prepared import Prepared
 from workload.timing import cpu_seconds, print_figure
 from workload.tokenizer import workload_tokenizer
 
@@ -164,7 +164,7 @@ def run_case(episodes: int, tools: str, context: int) -> None:
             for i in range(episodes)
         ]
         before = Watch()
-        engine = Scripted(
+        engine = Prepared(
             lambda episode_id: talks[int(episode_id.split("-")[2]) % len(talks)], ENGINE_S
         )
         with open_rollouts(config, engine, template, make_scorer(config.reward)) as r:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import logging
 import os
 import re
 import socket
+import struct
 import sys
 import sysconfig
 import threading
@@ -43,6 +45,10 @@ BUILD_SECONDS = 3600.0
 CALL_SECONDS = 2 * 3600.0
 """The time limit of a call, longer than any call takes. A call that takes longer never ends."""
 WATCHDOG_SECONDS = 300.0
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The environment variable that names the network interface of gloo."""
+SIOCGIFADDR = 0x8915
+"""The request for the address of an interface (Linux)."""
 GRACE_SECONDS = 2.0
 """The time for other ranks to report their failure after a rank failed. It may be the cause."""
 
@@ -142,13 +148,13 @@ class WorkerGroup:
             "TORCHELASTIC_RESTART_COUNT": "0",
             **users_threads(),
         }
-        if is_one_machine and sys.platform == "linux":
-            shared["GLOO_SOCKET_IFNAME"] = "lo"
         nodes = Counter(info.node for info in self.workers)
         shipment_ref = ray.put(shipment)
         enter_refs = [
             actor.enter.remote(
-                shared | self._rank_variables(pool, rank), shipment_ref, nodes[info.node]
+                shared | self._rank_variables(pool, rank, is_one_machine),
+                shipment_ref,
+                nodes[info.node],
             )
             for rank, (actor, info) in enumerate(zip(self._actors, self.workers, strict=True))
         ]
@@ -157,10 +163,21 @@ class WorkerGroup:
         build_refs = [actor.build.remote(cls, arguments_ref) for actor in self._actors]
         self._gather("build", build_refs, BUILD_SECONDS)
 
-    def _rank_variables(self, pool: ResourcePool, rank: int) -> dict[str, str]:
+    def _rank_variables(
+        self, pool: ResourcePool, rank: int, is_one_machine: bool
+    ) -> dict[str, str]:
         local = 0 if pool.gpu else rank % pool.each
         local_size = 1 if pool.gpu else pool.each
-        return {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(local_size)}
+        variables = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(local_size),
+        }
+        if sys.platform == "linux":
+            # Otherwise gloo uses the address of the machine's name, which is often 127.0.0.1.
+            interface = "lo" if is_one_machine else self.workers[rank].interface
+            variables |= {INTERFACE: interface} if interface else {}
+        return variables
 
     def _check_versions(self) -> None:
         here = versions()
@@ -305,6 +322,8 @@ class WorkerInfo:
     node: str
     """Ray's id of the machine."""
     address: str
+    interface: str
+    """The network interface that gloo uses; empty: gloo chooses it."""
     pid: int
     gpus: tuple[str, ...]
     """The rank's GPUs, as CUDA_VISIBLE_DEVICES names them."""
@@ -377,6 +396,20 @@ def describe_location(error: BaseException) -> str:
     return f" ({last.filename}:{last.lineno}{text})"
 
 
+def find_interface(address: str) -> str:
+    """Return the name of this machine's network interface with an IPv4 address, or ""."""
+    if sys.platform != "linux":
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # It has no IPv4 address.
+                request = struct.pack("256s", name.encode())
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return ""
+
+
 class RankActor:
     """The actor of a rank. Its methods return `Failure` instead of raising."""
 
@@ -400,7 +433,8 @@ class RankActor:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         return WorkerInfo(
             context.get_node_id(),
-            ray.util.get_node_ip_address(),
+            (address := ray.util.get_node_ip_address()),
+            os.environ.get(INTERFACE) or find_interface(address),
             os.getpid(),
             tuple(filter(None, visible.split(","))),
             versions(),

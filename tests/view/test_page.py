@@ -202,6 +202,14 @@ def test_the_numbers_on_the_screen_are_those_of_load_run(page, folders):
     assert f"{sum(scores) / len(scores):g} ± 0.25, n = {len(scores)} last steps" in metric
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [(-8.01e-5, 1, [0, 0.5, 1]), (0.3, 0.31, [0.3, 0.305, 0.31]), (-3, 5, [-2, 0, 2, 4])],
+)
+def test_an_axis_is_labelled_at_round_numbers(page, low, high, labels):
+    assert page.run(f"roundValues({low}, {high})") == pytest.approx(labels)
+
+
 def test_the_colour_of_an_unknown_number_is_not_that_of_0(page):
     visit(page, "#/run/0/episode?id=e2-0-1&color=advantage")
     style = (

@@ -30,6 +30,14 @@ function describePoint([step, mean, error, n, rows]) {
 
 const smoothWindow = (points) => Math.max(1, Math.min(10, Math.ceil(points.length / 10)));
 
+// The multiples of 1, 2 or 5 times a power of ten between two numbers: one to five.
+function roundValues(low, high) {
+  const power = 10 ** Math.floor(Math.log10((high - low) / 4));
+  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= (high - low) / 4);
+  const first = Math.ceil(low / step);
+  return Array.from({ length: Math.floor(high / step) - first + 1 }, (_, i) => Number(((first + i) * step).toPrecision(12)));
+}
+
 // Draw lines over the same steps. `lines` have a `label`, the number of a `color`, and `points`: step
 // and value, and if they are known standard error, n values and rows. `marks` are steps with a text. `openStep` is called
 // with the step that is clicked.
@@ -48,8 +56,8 @@ function chart(name, lines, marks, openStep) {
   const text = (left, top, content, anchor) => svg("text", { x: left, y: top, "text-anchor": anchor }, content);
 
   const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, "aria-hidden": "true" });
-  for (const value of [y0, (y0 + y1) / 2, y1]) {
-    picture.append(svg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }), text(LEFT - 4, y(value) + 4, format(Number(value.toPrecision(3))), "end"));
+  for (const value of roundValues(y0, y1)) {
+    picture.append(svg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }), text(LEFT - 4, y(value) + 4, format(value), "end"));
   }
   picture.append(text(LEFT, HEIGHT - 5, `step ${x0}`, "start"));
   if (x1 > x0) picture.append(text(WIDTH - RIGHT, HEIGHT - 5, String(x1), "end"));

@@ -1,4 +1,4 @@
-"""An engine that returns the turns of scripted conversations."""
+"""An engine that returns the prepared turns of conversations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentrl.trajectory import Generation
 from workload.conversations import Talk
 
 
-class Scripted(Sampler):
+class Prepared(Sampler):
     """A `Sampler` that returns the turns of a conversation in their order, whatever the prompt.
 
     Args:
