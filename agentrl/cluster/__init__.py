@@ -145,6 +145,17 @@ class RayPlacement:
         self._stack.callback(pool.close)
         return slots
 
+    def timeline(self, since: float) -> list[dict[str, Any]]:
+        """Return the calls of Ray's processes since a time, as `ray timeline` does.
+
+        Args:
+            since: in seconds since 1970.
+        """
+        import ray
+
+        events = ray.timeline() or []  # None only if it writes a file
+        return [event for event in events if event["ts"] >= since * 1e6]
+
     def _run_on_gpus_of_ranks(self, index: int, start: StartServer) -> tuple[ServerHandle, bool]:
         """Start a server on the GPUs of ranks; this is `EngineSlot.run`.
 

@@ -600,6 +600,11 @@ class TrainerConfig(Section):
     """Tags of the run in wandb and mlflow; trackio has them in its config."""
     watchdog_s: float = key(300.0, gt=0)
     """Seconds without progress after which the run prints what each episode is waiting for."""
+    profile_steps: list[Annotated[int, Field(ge=1)]] = key(
+        [], allowed="a list of numbers of steps, from 1 on"
+    )
+    """The steps of which a profile is written: traces of the learner's ranks and of the parts of
+    the step, in the folder `profile` (docs/performance.md)."""
 
     @field_validator("logger")
     @classmethod
@@ -782,6 +787,11 @@ def contradictions(c: Config) -> Iterator[str]:
         yield (
             f"trainer.nnodes={t.nnodes}: a run can start a Ray cluster on this machine only. Start"
             " one on all machines (`ray start`) and set trainer.ray_address"
+        )
+    if t.total_steps and (late := [step for step in t.profile_steps if step > t.total_steps]):
+        yield (
+            f"trainer.profile_steps={late}: the run ends after step {t.total_steps}"
+            " (trainer.total_steps). Choose earlier steps"
         )
     if t.max_restarts and t.save_freq == 0:
         yield (

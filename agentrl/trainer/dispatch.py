@@ -92,6 +92,14 @@ class Placement(Protocol):
         """
         ...
 
+    def timeline(self, since: float) -> list[dict[str, Any]]:
+        """Return the calls that the cluster has recorded, as events of Chrome's trace format.
+
+        Args:
+            since: leave out earlier events; in seconds since 1970. Events have microseconds.
+        """
+        ...
+
 
 def check_single_controller(config: Config, placement: Placement | None) -> None:
     """Check that this process is the only controller, and that several ranks have a placement.

@@ -22,6 +22,7 @@ from torch import Tensor
 from agentrl.engine.base import EngineControl
 from agentrl.errors import EngineError, RunStopped
 from agentrl.trainer.learner import Learner
+from agentrl.trainer.profile import annotate
 
 
 class Publisher:
@@ -82,9 +83,11 @@ class Publisher:
         if self._canary is None and self._learner.has_lora:
             self._canary = self._measure_perturbed(version)
         send_start = time.perf_counter()
-        sent = self._send(version)
+        with annotate("update_weights"):
+            sent = self._send(version)
         send_end = time.perf_counter()
-        trainer, engines = self._score_both()
+        with annotate("canary"):
+            trainer, engines = self._score_both()
         if self._canary is None:
             self._canary = Canary.measure(trainer, engines)
         metrics = self._canary.check(trainer, engines, version)

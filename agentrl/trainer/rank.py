@@ -6,6 +6,7 @@ at once, with the same number of micro-batches (`packing.py`).
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -40,10 +41,15 @@ from agentrl.trainer.losses import (
 from agentrl.trainer.optimizer import BETAS, Optimizer
 from agentrl.trainer.packing import MicroBatch, Mode, pack_row
 from agentrl.trainer.policy import ACTOR, CRITIC, Critic, PackedModel, Policy
+from agentrl.trainer.profile import RankProfile, annotate
 from agentrl.trainer.sharding import is_rank_zero, open_accelerator, reshard, shard
 
 ModelName = Literal["policy", "reference", "critic"]
 LossName = Literal["actor", "critic", "sft"]
+FORWARD_RANGES: dict[ModelName, str] = {
+    "policy": "old_logprobs", "reference": "reference_logprobs", "critic": "critic_values"
+}  # fmt: skip
+"""The names of `Rank.forward` in profiles."""
 ADAPTER_FOLDER = "adapter"
 """The folder of a checkpoint with the policy's LoRA adapter, as PEFT loads it. It does not exist if
 the base is an adapter that was merged at loading: no path names such a base."""
@@ -183,7 +189,7 @@ class Rank:
         elif model == "reference" and self.policy.peft is None:
             target = self._reference = self._reference or self._load_reference()
         results = []
-        with self._use_adapter_of(model):
+        with self._use_adapter_of(model), annotate(FORWARD_RANGES[model]):
             for micro_batch in micro_batches:
                 rows = micro_batch.packed.to(self.device)
                 is_critic = isinstance(target, Critic)
@@ -197,7 +203,8 @@ class Rank:
     def score(self, token_ids: Sequence[int]) -> Tensor:
         """Return the logprob of each token but the first at temperature 1, (T - 1,) float32."""
         row = pack_row(token_ids, self.policy.packed_model.mode).to(self.device)
-        logprobs, _ = self.policy.logprobs(row, temperature=1.0)
+        with annotate("score"):
+            logprobs, _ = self.policy.logprobs(row, temperature=1.0)
         reshard(self.policy.packed_model)
         return logprobs.float().cpu()
 
@@ -234,10 +241,12 @@ class Rank:
         result = PassResult()
         with self._use_adapter_of(name):
             for micro_batch in micro_batches:
-                loss, loss_sums, *tokens = losses[name](micro_batch.to(self.device))
+                with annotate("forward"):
+                    loss, loss_sums, *tokens = losses[name](micro_batch.to(self.device))
                 result.tokens += tokens
                 # Not `accelerator.backward`: it divides by process-wide state.
-                loss.backward()
+                with annotate("backward"):
+                    loss.backward()
                 for key, value in {"loss": loss.detach(), **loss_sums}.items():
                     sums[key] = sums[key] + value if key in sums else value
         if sums:
@@ -253,7 +262,8 @@ class Rank:
         Returns:
             The gradient norm before clipping. If it is not finite, no weight has changed.
         """
-        return self.optimizers[name].step(lr)
+        with annotate("optimizer"):
+            return self.optimizers[name].step(lr)
 
     @dispatch(BROADCAST)
     def zero_grad(self) -> None:
@@ -322,6 +332,22 @@ class Rank:
             "tokens": torch.ones_like(logprobs).sum()
         }
 
+    # --- profiles --------------------------------------------------------------------------------
+
+    @dispatch(BROADCAST)
+    def start_profile(self) -> None:
+        """Record what this rank does until `stop_profile`."""
+        self._profile = RankProfile(gpu=self.device.type == "cuda")
+
+    @dispatch(SPLIT)
+    def stop_profile(self, file: Path) -> str:
+        """Write the profile of this rank; returns why it could not be written, or ""."""
+        self._profile.stop()
+        problem = self._profile.write(file)
+        del self._profile  # It may be large and has cycles, and the collector runs rarely here.
+        gc.collect()
+        return problem
+
     # --- saving and exporting --------------------------------------------------------------------
 
     @dispatch(BROADCAST)
@@ -333,15 +359,17 @@ class Rank:
         """
         if route.folder is not None and is_rank_zero():
             check_folder_visible(route.folder)
-        weights = self.policy.export(route.dtype, published=route.published)
-        return self._weights_sender.send(weights, route)
+        with annotate("send_weights"):
+            weights = self.policy.export(route.dtype, published=route.published)
+            return self._weights_sender.send(weights, route)
 
     @dispatch(BROADCAST)
     def save_adapter(self, folder: Path) -> None:
         """Save the policy's LoRA adapter; see `Policy.save_adapter`."""
         if is_rank_zero():
             check_folder_visible(folder)
-        self.policy.save_adapter(folder)
+        with annotate("send_weights"):
+            self.policy.save_adapter(folder)
 
     @dispatch(BROADCAST)
     def share_adapter(self, readers: int) -> SharedAdapter:
@@ -349,7 +377,8 @@ class Rank:
 
         It stays there until the next one.
         """
-        config, tensors = self.policy.gather_adapter()
+        with annotate("send_weights"):
+            config, tensors = self.policy.gather_adapter()
         if not is_rank_zero():
             return SharedAdapter(this_machine())
         self._adapter_memory, shared = share_adapter(config, tensors, readers)

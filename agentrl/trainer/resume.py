@@ -72,6 +72,7 @@ CHANGEABLE_KEYS = frozenset(
         "trainer.nnodes",
         "trainer.patience",
         "trainer.placement",
+        "trainer.profile_steps",
         "trainer.project_name",
         "trainer.ray_address",
         "trainer.save_freq",

@@ -80,6 +80,14 @@ from agentrl.trainer.mismatch import MismatchGuard, mean_drift
 from agentrl.trainer.modes import describe_mode
 from agentrl.trainer.packing import Mode
 from agentrl.trainer.policy import describe_targets
+from agentrl.trainer.profile import (
+    annotate,
+    annotate_episodes,
+    check_profile_steps,
+    profile_folder,
+    profile_step,
+    remove_later_profiles,
+)
 from agentrl.trainer.publisher import Publisher
 from agentrl.trainer.rank import start_ranks
 from agentrl.trainer.resume import Start, find_start, write_config, write_fork
@@ -165,6 +173,7 @@ class Trainer:
         self._saved_step = 0
         """The step of the last checkpoint that this process saved."""
         self._curve_failed = False
+        self._profile_failed = False
 
     # -- the algorithm ----------------------------------------------------------------------------
 
@@ -231,6 +240,8 @@ class Trainer:
         of the last step.
         """
         step = self.global_step + 1
+        played = [*rollouts.groups, *rollouts.evicted, *rollouts.greedy]
+        annotate_episodes("episodes", played)
         self.store.write(step, rollouts.groups)
         for split, groups in (
             ("evicted", rollouts.evicted),
@@ -293,7 +304,24 @@ class Trainer:
             self.callbacks.validation(self.global_step, metrics)
         while self.global_step < self.total_steps and not self.best.is_over:
             self.interrupt.check()
-            self._complete(self._advance())
+            with self._profiled():
+                self._complete(self._advance())
+
+    @contextmanager
+    def _profiled(self) -> Iterator[None]:
+        """Write a profile of the block, the next step, if `trainer.profile_steps` names it."""
+        step = self.global_step + 1
+        if step not in self.config.trainer.profile_steps:
+            yield
+            return
+        folder = profile_folder(self.folder, step)
+        with profile_step(folder, self.learner.ranks, self.placement) as problems:
+            yield
+        if not problems:
+            self.console.note(f"profile of step {step}: {folder}")
+        elif not self._profile_failed:
+            self._profile_failed = True
+            self.console.warning(f"warning: no profile of step {step}: {'; '.join(problems)}")
 
     def _activity(self) -> Activity:
         """Return what the run does now. The console calls it in a thread of its own."""
@@ -411,6 +439,7 @@ class Trainer:
             self.interrupt.abandonable(),
         ):
             result = evaluate(self.rollouts, self.plan.val, self.config.val)
+        annotate_episodes("validation", [*result.groups, *result.greedy_groups])
         self.store.write(self.global_step, result.groups, split="val")
         if result.greedy_groups:
             self.store.write(self.global_step, result.greedy_groups, split="greedy")
@@ -432,6 +461,7 @@ class Trainer:
         with self.console.phase("look for a checkpoint"):
             self.start = find_start(config, self.plan.fingerprint, self.plan.total_steps)
         self.total_steps = self.start.total_steps
+        check_profile_steps(config.trainer.profile_steps, self.total_steps)
         if not config.trainer.val_only:
             write_fork(self.folder, self.start)
         logging.disable_progress_bar()  # one bar per model folder is noise
@@ -526,6 +556,7 @@ class Trainer:
             last_step = -1
         remove_later_checkpoints(self.folder, self.global_step)
         TrajectoryStore(self.folder / TRAJECTORIES).truncate_after(last_step)
+        remove_later_profiles(self.folder, self.global_step)
         if self._unfinished is not None:
             last_step -= 1
         self.tracker = Tracker(
@@ -674,7 +705,8 @@ class StepClock:
         """Let `part` name the block."""
         self.part = name, time.perf_counter()
         try:
-            yield
+            with annotate(name):
+                yield
         finally:
             self.part = "", time.perf_counter()
 

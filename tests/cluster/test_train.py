@@ -1,6 +1,7 @@
 """Training over a cluster for real: ranks that are processes of Ray, gloo between them."""
 
 import contextlib
+import gzip
 import json
 import os
 import re
@@ -177,10 +178,10 @@ def assert_same_run(one, other, flags, steps=(1, 2)):
     scope="module", params=["ppo", pytest.param("grpo with LoRA", marks=pytest.mark.slow)]
 )
 def pair(request, cluster, flags, tmp_path_factory):
-    """The same run in one process, and by two ranks."""
+    """The same run in one process, and by two ranks with a profile of step 2."""
     folder = tmp_path_factory.mktemp("runs")
-    for ranks in (1, 2):
-        train(flags, folder / str(ranks), *KINDS[request.param], ranks=ranks)
+    train(flags, folder / "1", *KINDS[request.param], ranks=1)
+    train(flags, folder / "2", *KINDS[request.param], "trainer.profile_steps=[2]", ranks=2)
     return folder, KINDS[request.param]
 
 
@@ -198,6 +199,25 @@ def test_two_ranks_learn_as_one_process_does(pair, flags):
     known = ["old_logprob", "advantage", "entropy", "clipped", "importance_weight"]
     known += ["value", "return"] if overrides is KINDS["ppo"] else []
     assert trained[known].notna().all(axis=None)
+
+
+def test_ranks_and_ray_are_profiled(pair):
+    profile = pair[0] / "2/profile/step_00000002"
+    traces = {
+        file.name: json.loads(gzip.decompress(file.read_bytes())) for file in profile.iterdir()
+    }
+    names = {f"{name}.json.gz" for name in ("controller", "rank_0", "rank_1", "ray")}
+    assert traces.keys() == names
+    times = {
+        file: [(e["name"], e["ts"]) for e in trace["traceEvents"] if e["ph"] == "X"]
+        for file, trace in traces.items()
+    }
+    for rank in ("rank_0.json.gz", "rank_1.json.gz"):
+        found = {name for name, _ in times[rank]}
+        assert {"forward", "backward", "optimizer", "send_weights", "score"} <= found
+    begin, end = (f(at for _, at in times["controller.json.gz"]) for f in (min, max))
+    calls = [at for name, at in times["ray.json.gz"] if "call" in name]
+    assert calls and all(begin - 1e6 <= at <= end + 60e6 for at in calls)
 
 
 @pytest.mark.parametrize(("saved", "ranks"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1)])

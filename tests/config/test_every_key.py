@@ -222,6 +222,7 @@ CHANGES = {
     "trainer.logger": ("[tensorboard]", []),
     "trainer.watchdog_s": ("0.1", ["data.agent_name=slow_every_key"]),
     "trainer.max_staleness": ("1", []),
+    "trainer.profile_steps": ("[2]", []),
 }  # fmt: skip
 # No GPU here, no SGLang, no cluster, no extras: what these do there is for tests of their own.
 REFUSED = (

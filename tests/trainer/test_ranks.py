@@ -5,6 +5,9 @@ Real processes over gloo, weights spread by `fully_shard`, everything in float64
 
 from __future__ import annotations
 
+import gzip
+import json
+from collections import Counter
 from dataclasses import fields, replace
 from itertools import product
 
@@ -193,3 +196,22 @@ def test_values_and_scores_come_from_all_ranks(groups, batch):
             rtol=0,
         )
         assert learner.values(batch).eq(0).all()  # the head begins at zero
+
+
+def test_every_rank_writes_its_own_profile(groups, batch, tmp_path):
+    group, cfg = groups[2], config(**KEYS)
+    plain = run(group, cfg, batch, 1)
+    group.begin(cfg)
+    group.start_profile()
+    learner = Learner("", cfg, total_steps=4, group=group)
+    learner.logprobs(batch)
+    reference = learner.reference_logprobs(batch)
+    learner.update(batch, make_targets(batch, cfg, None, None, reference), 1)
+    files = [tmp_path / f"rank_{rank}.json.gz" for rank in range(2)]
+    assert group.stop_profile(files) == ["", ""]
+    for file in files:
+        trace = json.loads(gzip.decompress(file.read_bytes()))
+        names = Counter(e["name"] for e in trace["traceEvents"] if e["ph"] == "X")
+        assert names["old_logprobs"] == names["reference_logprobs"] == 1
+        assert names["forward"] == names["backward"] >= 2 and names["optimizer"] == 2
+    assert torch.equal(learner.logprobs(batch), plain[1])
