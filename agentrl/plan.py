@@ -140,8 +140,16 @@ def make_plan(config: Config) -> Plan:
     scorer = _make_scorer(config, problems)
     rows = _load_rows(config, problems, all_files_loaded)
     parts = [part for split in rows for part in parts_to_check(split)]
-    if any(kind.sample.agent_name == EXTERNAL for split in rows for kind in find_kinds(split)):
+    names = {kind.sample.agent_name for split in rows for kind in find_kinds(split)}
+    if EXTERNAL in names:
         _check_external(config, problems)
+    elif names and (config.agent.command or config.agent.python):
+        key = "agent.command" if config.agent.command else "agent.python"
+        problems.append(
+            f"{key} is set, but no row has agent_name external: they have"
+            f" {', '.join(sorted(names))}. Add the column, or set data.agent_name=external for rows"
+            f" without one, or remove {key}"
+        )
     if scorer and all_files_loaded:
         for file, first, samples in parts:
             graded = (s for s in samples() if not _reports_outcome(s, config))

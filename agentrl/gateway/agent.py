@@ -22,6 +22,7 @@ import re
 import shlex
 import shutil
 import signal
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -36,6 +37,7 @@ from agentrl.errors import ConfigError, UserCodeError
 from agentrl.gateway.requests import MODEL
 from agentrl.gateway.session import Session
 from agentrl.http.pool import paused_time_limits
+from agentrl.plural import plural
 from agentrl.registry import load_function
 from agentrl.signatures import find_argument_problems
 from agentrl.trajectory import Sample
@@ -266,9 +268,18 @@ async def external(ep: Episode) -> None:
             agent = _make_agent(config, ep.sample, url, key)
             try:
                 await _run(agent, session)
+            except asyncio.CancelledError:
+                if ep.deadline <= time.monotonic() and not session.has_requests:
+                    limit = ep.config.rollout.timeout_s
+                    raise UserCodeError(
+                        "the agent sent no request to OPENAI_BASE_URL within"
+                        f" rollout.timeout_s={limit:g}{_last_lines(agent)}"
+                    ) from None
+                raise
             finally:
                 await session.close()
-        _finish(ep, session, agent, config)
+            unknown_keys = host.gateway.unknown_keys
+        _finish(ep, session, agent, config, unknown_keys)
     finally:
         if slots is not None:
             slots.release()
@@ -290,8 +301,22 @@ async def _run(agent: Agent, session: Session) -> None:
         await asyncio.gather(running, return_exceptions=True)
 
 
-def _finish(ep: Episode, session: Session, agent: Agent, config: AgentConfig) -> None:
+def _last_lines(agent: Agent) -> str:
+    """Return the end of the agent's output, for the end of a message."""
+    return f"; its last lines:{lines}" if (lines := agent.last_lines()) else ""
+
+
+def _finish(
+    ep: Episode, session: Session, agent: Agent, config: AgentConfig, unknown_keys: int
+) -> None:
     """Set the outcome of an episode whose agent has ended.
+
+    Args:
+        ep: the episode.
+        session: its session.
+        agent: its agent.
+        config: the config of agents.
+        unknown_keys: how many requests of all agents had no session's key.
 
     Raises:
         Infrastructure: the engine failed.
@@ -302,12 +327,20 @@ def _finish(ep: Episode, session: Session, agent: Agent, config: AgentConfig) ->
     is_over = session.is_over_budget
     code = agent.exit_code if isinstance(agent, Command) else 0
     if code and not is_over and (config.reward != "exit" or code != 1):
-        raise UserCodeError(f"the agent exited with code {code}; its last lines:"
-                            f"{agent.last_lines() or ' none'}")  # fmt: skip
-    if not ep.turns and not is_over:
+        # Summaries show the first line alone.
+        lines = agent.last_lines().splitlines()
+        cause = f": {lines[-1].strip()}" if lines else ", and printed nothing"
         raise UserCodeError(
-            "the agent ended without a request to OPENAI_BASE_URL"
-            + (f"; its last lines:{lines}" if (lines := agent.last_lines()) else "")
+            f"the agent exited with code {code}{cause}{_refusal(session)}{_last_lines(agent)}"
+        )
+    if not ep.turns and not is_over:
+        known = "a request" if not session.has_requests else "an answer"
+        keys = plural(unknown_keys, "request")
+        raise UserCodeError(
+            f"the agent ended without {known} to OPENAI_BASE_URL"
+            + _refusal(session)
+            + (f"; {keys} had another key than OPENAI_API_KEY" if unknown_keys else "")
+            + _last_lines(agent)
         )
     if config.reward == "exit":
         ep.set_outcome(float(code == 0))
@@ -317,8 +350,16 @@ def _finish(ep: Episode, session: Session, agent: Agent, config: AgentConfig) ->
         if not session.has_outcome:
             raise UserCodeError(
                 'the agent ended without its reward: send {"reward": NUMBER} to'
-                " AGENTRL_REWARD_URL (agent.reward=post)"
+                f" AGENTRL_REWARD_URL (agent.reward=post){_refusal(session)}"
             )
+
+
+def _refusal(session: Session) -> str:
+    """Return the last request that was refused, for a message; "" if none was."""
+    if not session.refusals:
+        return ""
+    last = session.refusals[-1]
+    return f"; its last refused request ({last.status}): {last}"
 
 
 def check_agent(config: AgentConfig) -> None:

@@ -45,6 +45,8 @@ ADVICE = {
     "tool message changed": "Send the results of tools again as they were.",
     "assistant message changed": "Send the policy's turns again as they were answered, with the ids"
     " of their calls.",
+    "the conversation goes on from another answer than its last": "Nothing is lost: each answer"
+    " trains. If the agent needs one of several, it costs a row for each.",
     "messages were removed": "Keep the history, or accept a new row of tokens at each compaction.",
     "the tools changed": "Send the same tools in each request of a conversation.",
     "an earlier request was sent again": "If it is a retry, send the header"
@@ -146,10 +148,13 @@ class CheckReport:
             yield f"problem: {plural(number, 'episode')} lost: {loss}"
         refusals_over_budget = self.over_budget.refusals if self.over_budget else []
         after = [r for r in refusals_over_budget if r.code == "episode_over"]
-        if len(after) > 1:
+        # Each conversation may have had a request on its way when the episode ended.
+        opened = [sum(e.kind in ("first", "spawn") for e in p.events) for p in self.played]
+        if (late := len(after) - max(opened, default=1)) > 0:
             yield (
-                f"problem: {plural(len(after) - 1, 'request')} after the episode was over (400"
-                " episode_over). End the agent at this error; it is killed after 5 s"
+                f"problem: {plural(late, 'request')} after the episode was over (400"
+                " episode_over), in an episode of the check with rollout.max_turns=1. End the agent"
+                " at this error; it is killed after 5 s"
             )
         elif self.over_budget and self.over_budget.loss:
             yield f"problem: after the episode was over (400 episode_over): {self.over_budget.loss}"

@@ -98,12 +98,19 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
     async def set_reward(request: Request) -> Response:
         try:
             session = find_session(request)
-            body = orjson.loads(await _body(request))
+            content = await _body(request)
+        except Refusal as e:
+            return _error(ChatCompletions(), e)
+        try:
+            body = orjson.loads(content)
             session.set_outcome(body["reward"])
         except (orjson.JSONDecodeError, TypeError, KeyError, UserCodeError) as e:
-            why = f'send {{"reward": NUMBER}} ({type(e).__name__}: {e})'
-            return _error(ChatCompletions(), Refusal(400, "reward", why, "reward"))
+            sent = content[:100].decode(errors="replace")
+            why = f'send {{"reward": NUMBER}}, not {sent} ({type(e).__name__}: {e})'
+            session.refusals.append(Refusal(400, "reward", why, "reward"))
+            return _error(ChatCompletions(), session.refusals[-1])
         except Refusal as e:
+            session.refusals.append(e)
             return _error(ChatCompletions(), e)
         return _json({})
 
@@ -141,6 +148,8 @@ class Gateway:
     def __init__(self, host: str = "127.0.0.1", port: int = 0):
         self._host, self._port = host, port
         self._sessions: dict[str, AnySession] = {}
+        self.unknown_keys = 0
+        """How many requests had no session's key."""
         self._users = 0
         self._lock = asyncio.Lock()
         self._server: uvicorn.Server | None = None
@@ -174,7 +183,7 @@ class Gateway:
         bound = bind(self._host, self._port, "sessions have keys")
         self._url = url_of(bound)
         config = uvicorn.Config(
-            create_app(self._sessions.get),
+            create_app(self._find),
             log_level="error",
             access_log=False,
             server_header=False,
@@ -188,6 +197,11 @@ class Gateway:
             if self._serving.done():
                 self._serving.result()
             await asyncio.sleep(0.001)
+
+    def _find(self, key: str) -> AnySession | None:
+        session = self._sessions.get(key)
+        self.unknown_keys += session is None
+        return session
 
     async def _stop(self) -> None:
         assert self._server and self._serving

@@ -179,6 +179,11 @@ class Session:
         # that its waits pause the time limit of the episode.
         self._context = copy_context()
 
+    @property
+    def has_requests(self) -> bool:
+        """True if the agent has sent a request with the session's key."""
+        return bool(self._sent or self.events or self.refusals)
+
     async def answer(self, request: Request) -> Answer:
         """Return the policy's next message in the conversation of a request.
 
@@ -406,8 +411,12 @@ class Session:
             if i == len(keys):
                 cause = "an earlier request was sent again"
                 return Event("branch", cause, i - 1)
-            before, after = cut_around_difference(_text_of(known[i]), _text_of(keys[i]))
             role = known[i].role
+            is_answer = keys[i].role == role == "assistant" and self._find(keys[i], set())
+            if is_answer and not any(key.is_same(keys[i]) for key in known[i:]):
+                cause = "the conversation goes on from another answer than its last"
+                return Event("branch", cause, i)
+            before, after = cut_around_difference(_text_of(known[i]), _text_of(keys[i]))
             cause = f"{role} message changed" if keys[i].role == role else "messages were removed"
             return Event("branch", cause, i, before, after)
         if tools != conversation.tools:

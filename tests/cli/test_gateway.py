@@ -74,6 +74,19 @@ def kept(message):
 """
 TWO = "MORE = lambda: {'n': 2}"
 TOOLS = "MORE = lambda: {'tools': [TOOL] * (1 + (calls > 0))}"
+SUB_AGENTS = """
+import threading
+def ask_as(name):
+    messages = [{"role": "user", "content": name}]
+    for _ in range(2):
+        messages.append(ask(messages))
+        for call in messages[-1].get("tool_calls", ()):
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "12"})
+workers = [threading.Thread(target=ask_as, args=(name,)) for name in ("Ann", "Bob")]
+for worker in workers: worker.start()
+for worker in workers: worker.join()
+os._exit(0)
+"""
 FORMAT = "MORE = lambda: {'response_format': {'type': 'json_object'}}"
 
 
@@ -100,6 +113,12 @@ def test_an_agent_that_trains_cleanly(check):
     assert "2 episodes: 4 requests (2 first = 50%, 2 clean = 50%)" in text
     assert "4 turns in 2 rows of tokens (2.0 turns per row)" in text
     assert "0 tokens of prompts of further rows\nthe agent trains cleanly" in text
+
+
+def test_sub_agents_may_each_have_a_request_on_its_way_when_the_episode_ends(check):
+    code, text = check(SUB_AGENTS)
+    assert code == 0, text
+    assert "further conversations (sub-agents train as well): 2" in text
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,25 @@ def test_a_function_returns_its_reward(function):
         ("solve(); sys.exit(2)", {"reward": "exit"}, "exited with code 2"),
         ("solve(); print('no key'); sys.exit(1)", {}, r"exited with code 1(.|\n)*no key"),
         ("print('hello')", {}, r"without a request to OPENAI_BASE_URL(.|\n)*hello"),
-        ("sys.stdin.read(); os.abort()", {}, "exited with code -6"),
+        ("sys.stdin.read(); os.abort()", {}, "exited with code -6, and printed nothing"),
+        ("solve(); raise OSError('boom')", {}, "^the agent exited with code 1: OSError: boom;"),
+        (
+            "post(os.environ['OPENAI_BASE_URL'] + '/chat/completions',"
+            " {'messages': [{'role': 'user', 'content': 'x'}], 'n': 2})",
+            {},
+            r"^[^\n]*its last refused request \(400\): n=2",
+        ),
+        (
+            "os.environ['OPENAI_API_KEY'] = 'mine'\ntry: solve()\nexcept OSError: pass",
+            {},
+            "without a request to OPENAI_BASE_URL; [1-9] requests? had another key than",
+        ),
+        (
+            "solve()\ntry: post(os.environ['AGENTRL_REWARD_URL'], {'reward': 'high'})\n"
+            "except OSError: pass",
+            {"reward": "post"},
+            r"""without its reward.*\(400\): send .* not \{"reward": ?"high"\}""",
+        ),
     ],
 )
 def test_an_agent_that_fails_gets_no_reward(script, end, keys, message):
@@ -285,6 +303,14 @@ def test_the_time_of_an_agent_is_limited(script):
     assert t.stop_reason == "time" and len(t.turns) == 2 and time.monotonic() - start < 10
 
 
+def test_an_agent_that_sends_nothing_until_its_time_is_over_gets_no_reward(script, function):
+    message = r"sent no request to OPENAI_BASE_URL within rollout.timeout_s=1; .*\n  hello"
+    with pytest.raises(UserCodeError, match=message):
+        run(script("print('hello', flush=True); time.sleep(60)"), timeout_s=1.0)
+    with pytest.raises(UserCodeError, match="sent no request"):
+        run(function("async def run():\n  import asyncio; await asyncio.sleep(60)"), timeout_s=1.0)
+
+
 def test_a_turn_that_a_budget_cuts_is_answered(script):
     t = run(script("assert solve() == '#### 1'"), ["#### 12"], max_turn_tokens=6)
     assert t.stop_reason == "turn_tokens" and t.final_text == "#### 1"
@@ -364,6 +390,17 @@ def test_rows_are_checked_with_their_agent(tmp_path, function):
     with pytest.raises(UserError, match=r"no such file|missing.py"):
         plan("agent.python=missing.py:run")
     assert len(plan("agent.command=ls -l", "agent.reward=post").train) == 1
+
+
+def test_an_agent_without_rows_is_refused(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    row = {"prompt": [{"role": "user", "content": "Q"}], "data_source": "openai/gsm8k"}
+    rows.write_text(json.dumps(row | {"ground_truth": "1"}) + "\n")
+    overrides = [f"data.train={rows}", "model.path=m", "agent.command=ls -l"]
+    message = "agent.command is set, but no row has agent_name external: they have single_turn"
+    with pytest.raises(UserError, match=message):
+        make_plan(load_config(overrides=overrides))
+    make_plan(load_config(overrides=[*overrides, "data.agent_name=external"]))
 
 
 def test_the_loop_is_known_before_it_is_imported():

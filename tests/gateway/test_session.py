@@ -155,6 +155,21 @@ def test_an_edited_history_begins_a_row(edit, cause):
     assert "two<|im_end|>" in prompt_of(t, 1) and t.final_text == "three"
 
 
+def test_an_agent_that_goes_on_from_an_earlier_sample_is_told_so():
+    """Not that a message changed: it continues the first of two answers to the same request."""
+
+    async def agent(client):
+        first = await client.ask([QUESTION])
+        await client.ask([QUESTION])
+        await client.ask([QUESTION, first, GO_ON])
+
+    t, session = played(agent, ["one", "two", "three"])
+    event = session.events[2]
+    assert event.kind == "branch" and (event.before, event.after) == ("", "")
+    assert event.cause == "the conversation goes on from another answer than its last"
+    assert "one<|im_end|>" in prompt_of(t, 2) and "two<|im_end|>" not in prompt_of(t, 2)
+
+
 def test_a_changed_tool_begins_a_row():
     async def agent(client):
         m = await client.ask([QUESTION])
