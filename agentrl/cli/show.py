@@ -54,6 +54,9 @@ def show(
         typer.echo(printable(_describe_episode(loaded, episode)))
         return
     found = find_episodes(loaded, parse_query(query), after, n)
+    if not loaded.store.all_steps():
+        typer.echo(f"{run} has no recorded episodes: its folder trajectories is empty or missing")
+        return
     typer.echo(printable(_describe_found(found, after)))
     if step is not None and found.total:
         typer.echo(printable(_describe_gap(loaded, step)))
@@ -87,9 +90,10 @@ def _describe_gap(run: Run, step: int) -> str:
     if not gaps:
         return f"largest gap to the trainer: step {step} has no logprobs of the trainer"
     [gap] = gaps
+    text = f" {gap['text']!r}" if gap["text"] is not None else ""
     return (
-        f"largest gap to the trainer: {gap['gap']:+.3g} nats, token {gap['position']} of segment"
-        f" {gap['segment']} of {gap['episode']}"
+        f"largest gap to the trainer: {gap['gap']:+.3g} nats, token {gap['position']}{text} of"
+        f" segment {gap['segment']} of {gap['episode']}"
     )
 
 

@@ -24,7 +24,11 @@ def view(
         Path | None, typer.Option(help="Write one HTML file instead; it opens without a server.")
     ] = None,
     query: Annotated[
-        str, typer.Option(help="The episodes to export, as in `agentrl show`; by default all.")
+        str,
+        typer.Option(
+            help="The episodes to export, as in `agentrl show`; by default all, if there are at"
+            " most 2,000."
+        ),
     ] = "",
 ) -> None:
     """Show recorded runs in a browser: curves, findings, steps, episodes, tokens.
@@ -44,6 +48,7 @@ def view(
     """
     if query and export is None:
         raise UserError(f"--query {query!r} chooses what --export FILE writes; add --export FILE")
+    runs = [*{run.resolve(): run for run in runs}.values()]
     if export is not None:
         _write(export, runs, query)
         return

@@ -223,6 +223,7 @@ def next_commands(folder: Path, config: Config) -> list[list[str]]:
     sampling = ["val.n=4"] if config.val.temperature > 0 else []
     return [
         ["agentrl", "report", str(folder)],
+        ["agentrl", "view", str(folder)],
         ["agentrl", "play", *run, "-n", "3"],
         ["agentrl", "eval", *run, *sampling],
         ["agentrl", "generate", *run, "--output", str(folder / "answers.parquet")],

@@ -79,6 +79,15 @@ Index = Annotated[int, Parameter(ge=0, lt=2**31)]
 Step = Annotated[int | None, Parameter(ge=0, lt=2**31)]
 
 
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Return the shortest ends of the folders' paths that differ from each other."""
+    paths = [folder.resolve().parts for folder in folders]
+    length = 1
+    while len({path[-length:] for path in paths}) < len({*paths}):
+        length += 1
+    return [str(Path(*path[-length:])) for path in paths]
+
+
 def create_app(folders: Sequence[Path], token: str, names: frozenset[str]) -> FastAPI:
     """Create the application.
 
@@ -125,11 +134,11 @@ def create_app(folders: Sequence[Path], token: str, names: frozenset[str]) -> Fa
         return _json(
             [
                 {
-                    "name": run.folder.resolve().name,
+                    "name": name,
                     "steps": run.store.all_steps(),
                     "lacking": find_lacking(run),
                 }
-                for run in runs
+                for run, name in zip(runs, names_of(folders), strict=True)
             ]
         )
 

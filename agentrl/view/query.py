@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -336,17 +336,27 @@ def _contains(run: Run, path: Path, table: pa.Table, words: Iterable[str]) -> An
 
 
 def find_choices(run: Run, query: Query) -> dict[str, list[str]]:
-    """Return the values of each text field whose value in the query no episode has."""
+    """Return the values of each text field whose value in the query no episode has.
+
+    If no episode is of the chosen steps, return the first and the last step of the run instead.
+    """
     names = [t.name for t in query.terms if t.operator == "=" and isinstance(t.value, str)]
     names = [name for name in names if name not in ("episode", "sample")]
+    steps = run.store.all_steps()
+    asked = [t for t in query.terms if t.name == "step"]
+    files = [file for file in run.store.files() if run.has_step(file[1])]
+    if steps and not any(_may_contain(Query(asked), file) for file in files):
+        return {"step": [f"{steps[0]} to {steps[-1]}"]}
     if not names:
         return {}
-    rows = find_episodes(run, Query([t for t in query.terms if t.name in ("step", "split")])).rows
+    kept = {"step", "split"} - set(names)
+    rows = find_episodes(run, Query([t for t in query.terms if t.name in kept])).rows
     choices = {}
     for name in names:
         column = rows[name]
         values = pc.list_flatten(column) if pa.types.is_list(column.type) else column
-        existing = sorted(value for value in pc.unique(values).to_pylist() if value)
+        counts = Counter(value for value in values.to_pylist() if value)
+        existing = [value for value, _ in sorted(counts.items(), key=lambda kv: (-kv[1], kv[0]))]
         if not set(query.values(name)) <= set(existing):
             choices[name] = existing
     return choices

@@ -427,10 +427,11 @@ def test_a_run_prints_the_next_commands(tmp_path):
     run = ["-c", f"{tmp_path}/config.yaml", "--dataset", "b.jsonl", "--model", f"{tmp_path}/model"]
     sampled = next_commands(tmp_path, load_config(overrides=overrides))
     assert sampled[0] == ["agentrl", "report", f"{tmp_path}"]
-    assert sampled[1] == ["agentrl", "play", *run, "-n", "3"]
-    assert sampled[2] == ["agentrl", "eval", *run, "val.n=4"]
+    assert sampled[1] == ["agentrl", "view", f"{tmp_path}"]
+    assert sampled[2] == ["agentrl", "play", *run, "-n", "3"]
+    assert sampled[3] == ["agentrl", "eval", *run, "val.n=4"]
     greedy = next_commands(tmp_path, load_config(overrides=[*overrides, "val.temperature=0"]))
-    assert greedy[2] == ["agentrl", "eval", *run]
+    assert greedy[3] == ["agentrl", "eval", *run]
 
 
 def test_the_table_of_an_evaluation():

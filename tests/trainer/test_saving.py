@@ -444,10 +444,10 @@ def test_twenty_random_kills_lose_nothing(arguments, start, tmp_path):
     for _ in range(20):
         before = len(list((output / "trajectories").glob("*"))) if output.exists() else 0
         process = ForkedPython(command)
-        deadline = time.monotonic() + 120
+        deadline, wanted = time.monotonic() + 120, rng.randrange(1, 4)
         while process.poll() is None and time.monotonic() < deadline:
             shards_now = len(list((output / "trajectories").glob("*"))) if output.exists() else 0
-            if shards_now != before:  # it trains
+            if shards_now - before >= wanted:
                 break
             time.sleep(0.01)
         time.sleep(rng.random() * 0.4)

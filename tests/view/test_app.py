@@ -19,7 +19,15 @@ from agentrl import load_run
 from agentrl.errors import DataError, UserError
 from agentrl.store import TrajectoryStore
 from agentrl.trajectory import Group
-from agentrl.view.app import FILES, MAX_TEXT, PAGE, ViewServer, create_app, describe_tunnel
+from agentrl.view.app import (
+    FILES,
+    MAX_TEXT,
+    PAGE,
+    ViewServer,
+    create_app,
+    describe_tunnel,
+    names_of,
+)
 from agentrl.view.query import find_episodes, parse_query
 from agentrl.view.step import describe_step
 
@@ -36,6 +44,19 @@ def folder(tmp_path_factory):
 def client(folder):
     app = create_app([folder, OLD], "secret", frozenset({"127.0.0.1"}))
     return TestClient(app, base_url="http://127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (["/x/run"], ["run"]),
+        (["/x/a", "/x/b"], ["a", "b"]),
+        (["/x/a/out", "/x/b/out"], ["a/out", "b/out"]),
+        (["/1/a/out", "/2/a/out", "/x"], ["1/a/out", "2/a/out", "/x"]),
+    ],
+)
+def test_runs_have_names_that_differ(folders, names):
+    assert names_of([*map(Path, folders)]) == names
 
 
 def get(client, path, **params):
@@ -60,7 +81,7 @@ def test_the_numbers_are_those_of_load_run(client, folder):
     rows = find_episodes(run, parse_query("step=1")).rows.to_pylist()
     assert found == rows[1:3] and last == {"total": 4, "choices": {}}
     [*_, last] = search(client, "/api/runs/0/episodes", q="tool=serch")
-    assert last == {"total": 0, "choices": {"tool": ["calc", "search"]}}
+    assert last == {"total": 0, "choices": {"tool": ["search", "calc"]}}
     table = [row for row in run.tokens.to_pylist() if row["episode_id"] == "e2-0-1"]
     tokens = get(client, "/api/runs/0/tokens", id="e2-0-1")
     names = ("logprob", "advantage", "clipped", "entropy", "version")

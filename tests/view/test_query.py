@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -91,7 +92,30 @@ def test_a_mistake_is_named_with_its_fix(text, message):
 
 def test_a_value_that_no_episode_has(folder):
     found = find_episodes(load_run(folder), parse_query("tool=serch stop=done"))
-    assert found.total == 0 and found.choices == {"tool": ["calc", "search"]}
+    assert found.total == 0 and found.choices == {
+        "tool": ["search", "calc"]
+    }  # the most frequent first
+
+
+@pytest.mark.parametrize(
+    ("text", "choices"),
+    [
+        ("split=training", {"split": ["train", "val"]}),
+        ("split=training tool=decoy", {"split": ["train", "val"], "tool": ["search", "calc"]}),
+        ("step=99", {"step": ["1 to 2"]}),
+        ("step>7 tool=search", {"step": ["1 to 2"]}),
+    ],
+)
+def test_what_a_query_that_finds_nothing_could_ask_for(folder, text, choices):
+    assert find_episodes(load_run(folder), parse_query(text)).choices == choices
+
+
+def test_a_run_without_episodes_says_so(tmp_path, capsys):
+    folder = write_run(tmp_path)
+    shutil.rmtree(folder / "trajectories")
+    with pytest.raises(SystemExit) as end:
+        main(["show", str(folder)])
+    assert not end.value.code and "has no recorded episodes" in capsys.readouterr().out
 
 
 def test_an_old_run_is_found_with_what_it_lacks_unknown():
@@ -183,7 +207,7 @@ def test_show(folder, capsys):
     main_ends(["show", str(folder), "--step", "2", "-n", "1"])
     assert "-1 nats, token 1 of segment 0 of e2-0-1" in capsys.readouterr().out
     main_ends(["show", str(folder), "tool=serch"])
-    assert capsys.readouterr().out == "no episode matches\ntool is one of: 'calc', 'search'\n"
+    assert capsys.readouterr().out == "no episode matches\ntool is one of: 'search', 'calc'\n"
     main_ends(["show", str(folder), "--episode", "e1-0-0"])
     out = capsys.readouterr().out
     assert "advantage ? · clipped ? · largest gap ?" in out

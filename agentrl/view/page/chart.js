@@ -21,6 +21,9 @@ function describeLastSteps(points) {
   return `${format(mean)} ± ${formatError(Math.sqrt(variance / last.length))}, n = ${last.length} last steps`;
 }
 
+// The last value of a validation, which is made in some steps only.
+const describeLast = (points) => `${format(points.at(-1)[1])} at step ${points.at(-1)[0]}`;
+
 const formatError = (error) => format(Number(error.toPrecision(2)));
 
 function describePoint([step, mean, error, n, rows]) {
@@ -65,6 +68,8 @@ function chart(name, lines, marks, openStep) {
     picture.append(svg("line", { class: "mark", x1: x(step), x2: x(step), y1: TOP, y2: HEIGHT - BOTTOM }, svg("title", {}, `step ${step}: ${content}`)));
   }
   const legend = make("ul", { class: "legend" });
+  // One window for all lines, so that equal numbers look equal.
+  const window = smoothWindow(lines.reduce((a, line) => (line.points.length > a.length ? line.points : a), []));
   for (const { label, points, color: number } of lines) {
     const color = `c${number % COLORS}`;
     const band = points.filter(([, , error]) => !isMissing(error));
@@ -74,11 +79,10 @@ function chart(name, lines, marks, openStep) {
     }
     if (points.length === 1) picture.append(svg("circle", { class: color, cx: x(points[0][0]), cy: y(points[0][1]), r: 3 }));
     picture.append(svg("polyline", { class: `raw ${color}`, points: points.map(place).join(" ") }));
-    picture.append(svg("polyline", { class: `smooth ${color}`, points: smooth(points, smoothWindow(points)).map(place).join(" ") }));
-    const end = points[0].length > 2 ? describePoint(points.at(-1)) : describeLastSteps(points);
+    picture.append(svg("polyline", { class: `smooth ${color}`, points: smooth(points, window).map(place).join(" ") }));
+    const end = points[0].length > 2 ? describePoint(points.at(-1)) : name.startsWith("val") ? describeLast(points) : describeLastSteps(points);
     legend.append(make("li", {}, make("span", { class: `swatch ${color}` }), label ? `${label}: ${end}` : end));
   }
-  const window = smoothWindow(lines.reduce((a, line) => (line.points.length > a.length ? line.points : a), []));
   legend.append(make("li", {}, make("small", {}, `thin: raw; thick: mean of ${plural(window, "step")}`)));
 
   // A cursor: the pointer or the arrow keys choose a step, a click or Enter opens it.

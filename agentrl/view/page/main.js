@@ -53,6 +53,7 @@ async function draw() {
   } catch (error) {
     if (signal.aborted) return;
     if (!isShown) main.replaceChildren();
+    main.querySelector("[role=status]")?.remove();
     main.append(make("p", { class: "error", role: "alert" }, error.message));
   }
   if (!signal.aborted) document.body.dataset.ready = "yes";
