@@ -150,7 +150,7 @@ def test_questions_are_answered(page):
     assert "2 episodes" in visit(page, "#/run/0?q=step%3D1 group%3D1 calls%3D0")
     timed_out = visit(page, "#/run/0?q=tool%3Dsearch error%3Dtimeout")
     assert "e1-0-0" in timed_out and "e1-0-1" not in timed_out
-    assert "tool is one of: calc, search" in visit(page, "#/run/0?q=tool%3Dserch")
+    assert "tool is one of: search, calc" in visit(page, "#/run/0?q=tool%3Dserch")
     step = visit(page, "#/run/0/step/2")
     # Which token had the largest gap? Which call was slowest? What was dropped, and why?
     assert "-1 nats: token 1 of e2-0-1" in step
