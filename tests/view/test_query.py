@@ -92,9 +92,8 @@ def test_a_mistake_is_named_with_its_fix(text, message):
 
 def test_a_value_that_no_episode_has(folder):
     found = find_episodes(load_run(folder), parse_query("tool=serch stop=done"))
-    assert found.total == 0 and found.choices == {
-        "tool": ["search", "calc"]
-    }  # the most frequent first
+    # The most frequent value is the first.
+    assert found.total == 0 and found.choices == {"tool": ["search", "calc"]}
 
 
 @pytest.mark.parametrize(
