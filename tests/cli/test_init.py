@@ -8,9 +8,10 @@ import re
 import shlex
 from pathlib import Path
 
+import httpx
 import pytest
 from fastapi import FastAPI, Request
-from support.forked_python import run_python
+from support.forked_python import ForkedPython, run_python
 from support.small_server import serving
 
 import agentrl.cli as agentrl_cli
@@ -149,8 +150,14 @@ def test_check_lists_tools_and_interactions(project):
 def test_the_commands_that_a_run_prints(project):
     folder, output = project
     printed = [line.strip() for line in output.partition("next:")[2].splitlines() if line.strip()]
-    assert [line.split()[1] for line in printed] == ["report", "play", "eval", "generate"]
+    verbs = ["report", "view", "play", "eval", "generate"]
+    assert [line.split()[1] for line in printed] == verbs
+    view = printed.pop(1)
     report, play, evaluation, generation = (agentrl(line, folder) for line in printed)
+    with ForkedPython(["-m", *shlex.split(view)], cwd=folder) as server:
+        address, _, token = server.read_line().partition("open ")[2].strip().partition("#token=")
+        runs = httpx.get(f"{address}api/runs", headers={"Authorization": f"Bearer {token}"})
+        assert "starter" in runs.raise_for_status().text
     assert report.startswith("config: ") and "report.html" in report
     assert play.startswith("val.jsonl: 3 of 48 rows (sampled at T=1.0)\n")
     assert play.count("reward ") >= 3 and "ground truth" in play

@@ -1,10 +1,18 @@
 """Turns that are held back while the weights of a server change, and their parts."""
 
 import asyncio
+import random
+import threading
+import time
 from array import array
+from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
+from agentrl.engine.base import Sampling
+from agentrl.engine.remote.client import RemoteEngine
 from agentrl.engine.remote.turns import TurnGate, join_parts, without_last_token
 from agentrl.errors import EngineError
 from agentrl.http.pool import TimeLimit
@@ -84,3 +92,114 @@ def test_parts_become_one_turn():
         4,
         3,
     )
+
+
+END = 1
+
+
+def token_of(version: int, seed: int, position: int) -> int:
+    """Return the token that weights of a version sample at a position."""
+    draw = random.Random(f"{version} {seed} {position}").random()
+    return END if draw < 0.06 else 2 + int(draw * 97) + 100 * version
+
+
+class SimulatedServer(RemoteEngine):
+    """A server without HTTP, which aborts turns at any moment and checks ends as SGLang does."""
+
+    name = url = "simulated"
+    max_length, _vocabulary, _uses_seeds = 400, 10**9, True
+    loader = SimpleNamespace(in_use=lambda fields: nullcontext())
+    _policy_version = SimpleNamespace(request_fields={})
+
+    def __init__(self, seed: int):
+        self._gate, self.reprefilled, self.rng = TurnGate(), 0, random.Random(seed)
+        self.weights = self.aborts = self.empty_parts = self.full_parts = 0
+
+    def _check_row(self, *_): ...
+
+    def _check_sampling(self, *_): ...
+
+    def _body(self, row, sampling, limit, seed):
+        return {"row": row, "limit": limit, "seed": seed}
+
+    async def _ask(self, body, *_):
+        start, ids, versions = self.aborts, [], []
+        await asyncio.sleep(self.rng.random() * 0.004)
+        while start == self.aborts:
+            if ids and (ids[-1] == END or len(ids) == body["limit"]):
+                return ids, versions, "stop" if ids[-1] == END else "length"
+            versions.append(self.weights)
+            ids.append(token_of(self.weights, body["seed"], len(body["row"]) + len(ids)))
+            await asyncio.sleep(self.rng.random() * 0.002)
+        self.empty_parts += not ids
+        self.full_parts += len(ids) == body["limit"]
+        return ids, versions, "abort"
+
+    def _read_turn(self, answer, *_):
+        ids, versions, reason = answer
+        return Generation(
+            array("i", ids), array("f", versions), array("i", versions), reason, prompt_tokens=0
+        )
+
+    def change_weights(self) -> None:
+        self._gate.close()
+        while self._gate.in_flight:
+            self.aborts += 1
+            time.sleep(0.001)
+        before = self.aborts
+        time.sleep(self.rng.random() * 0.003)
+        self.weights += 1
+        if self.rng.random() < 0.15:
+            self._gate.fail(EngineError("the disk is full"))
+            time.sleep(0.002)
+            self._gate.close()
+        assert not self._gate.in_flight and self.aborts == before
+        self._gate.open()
+
+
+SimulatedServer.__abstractmethods__ = frozenset()
+
+
+async def test_turns_while_weights_change_again_and_again(caplog):
+    """Each token is what the weights of its version sample there, once; no end is within a turn."""
+    server, over = SimulatedServer(0), threading.Event()
+
+    def change() -> None:
+        while not over.is_set():
+            time.sleep(server.rng.random() * 0.01)
+            server.change_weights()
+
+    async def play(number: int) -> int:
+        rng = random.Random(number)
+        prompt, limit = array("i", [0] * rng.randrange(1, 30)), rng.choice([1, 2, 3, 17, 60])
+        turn = server.generate(
+            prompt,
+            Sampling(max_tokens=limit),
+            episode_id=f"e{number}",
+            seed=number,
+            deadline=time.monotonic() + 60,
+        )
+        try:
+            async with asyncio.timeout(rng.random() * 0.02 if rng.random() < 0.1 else 60):
+                generation = await turn
+        except (TimeoutError, EngineError):
+            return 0
+        ids, versions = [*generation.token_ids], [*generation.versions]
+        places = range(len(prompt), len(prompt) + len(ids))
+        assert ids == [token_of(v, number, p) for v, p in zip(versions, places, strict=True)]
+        assert versions == sorted(versions) == [*generation.logprobs]
+        assert END not in ids[:-1] and 1 <= len(ids) <= limit
+        assert generation.finish_reason == ("stop" if ids[-1] == END else "length")
+        assert ids[-1] == END or len(ids) == limit
+        return len({*versions})
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    kinds = Counter[int]()
+    for first in range(0, 400, 40):
+        kinds.update(await asyncio.gather(*map(play, range(first, first + 40))))
+    over.set()
+    await asyncio.to_thread(thread.join)
+    assert kinds[1] and kinds[2] and server.aborts > 50 and server._gate.in_flight == 0
+    assert server.empty_parts and server.full_parts
+    assert "never retrieved" not in caplog.text

@@ -50,8 +50,9 @@ def run(command, output):
 
 
 def metrics(output):
-    """Steps and all numbers that do not tell the time."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    """Steps and all numbers that do not tell the time. The run may be writing the next line."""
+    written = (output / "metrics.jsonl").read_text().rpartition("\n")[0]
+    lines = [json.loads(line) for line in written.splitlines()]
     return [
         (
             line["step"],

@@ -32,8 +32,8 @@ class TurnGate:
         """Start open."""
         self.in_flight = 0
         """The number of requests that have passed and have no answer."""
-        self._closed: Future[None] | None = None
-        """Set while the gate is closed. It has an exception if the weights did not arrive."""
+        self._closed: Future[EngineError | None] | None = None
+        """Set while the gate is closed. Its result is an error if the weights did not arrive."""
 
     @property
     def is_closed(self) -> bool:
@@ -57,11 +57,11 @@ class TurnGate:
                 self.in_flight -= 1
                 try:
                     with paused_time_limits():
-                        await asyncio.shield(asyncio.wrap_future(closed))
-                except EngineError as e:
-                    raise EngineError(str(e)) from None  # Many requests wait for one exception.
+                        error = await asyncio.shield(asyncio.wrap_future(closed))
                 finally:
                     self.in_flight += 1
+                if error is not None:
+                    raise EngineError(str(error))  # Many requests wait for one error.
             yield
         finally:
             self.in_flight -= 1
@@ -80,7 +80,7 @@ class TurnGate:
     def fail(self, error: EngineError) -> None:
         """Let requests that wait, and later ones, fail until `open`. An open gate stays open."""
         if self._closed is not None and not self._closed.done():
-            self._closed.set_exception(EngineError(str(error)))
+            self._closed.set_result(error)
 
 
 def without_last_token(part: Generation) -> Generation:
