@@ -515,7 +515,7 @@ def test_a_few_steps_move_the_reward(engine, keys, sglang_server, model, tiny_mo
     config = of_arithmetic(
         tmp_path, tiny_model, f"rollout.urls=[{sglang_server.url}]", "trainer.total_steps=7",
         "data.batch_size=12", f"data.val={tmp_path / 'val.parquet'}", "val.greedy=false",
-        "optim.lr=0.001", "trainer.test_freq=0",
+        "optim.lr=0.001", "trainer.test_freq=0", "rollout.n=6",
     )  # fmt: skip
     Trainer(config).run()
     before, *_ = (m for _, m in read_metrics(tmp_path / "run/metrics.jsonl"))

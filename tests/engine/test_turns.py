@@ -1,6 +1,7 @@
 """Turns that are held back while the weights of a server change, and their parts."""
 
 import asyncio
+import itertools
 import random
 import threading
 import time
@@ -196,10 +197,14 @@ async def test_turns_while_weights_change_again_and_again(caplog):
     thread = threading.Thread(target=change)
     thread.start()
     kinds = Counter[int]()
-    for first in range(0, 400, 40):
-        kinds.update(await asyncio.gather(*map(play, range(first, first + 40))))
-    over.set()
-    await asyncio.to_thread(thread.join)
-    assert kinds[1] and kinds[2] and server.aborts > 50 and server._gate.in_flight == 0
-    assert server.empty_parts and server.full_parts
+    rounds = itertools.count()
+    try:
+        # How often turns are aborted depends on the load of the machine.
+        while server.aborts < 50 or not (kinds[2] and server.empty_parts and server.full_parts):
+            first = 40 * next(rounds)
+            kinds.update(await asyncio.gather(*map(play, range(first, first + 40))))
+    finally:
+        over.set()
+        await asyncio.to_thread(thread.join)
+    assert server._gate.in_flight == 0
     assert "never retrieved" not in caplog.text
