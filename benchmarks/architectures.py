@@ -136,6 +136,7 @@ def save_model(name: str, changes: Keys, device: str, folder: Path) -> tuple[int
     """Save a random model, and return the number of its weights, and of those of one token."""
     model = make_model(name, changes, device)
     model.save_pretrained(folder)
+    add_keys(folder, MODELS[name][1])
     byte_tokenizer().save_pretrained(folder)
     total = sum(weight.numel() for weight in model.parameters())
     text: Any = model.config
@@ -146,6 +147,14 @@ def save_model(name: str, changes: Keys, device: str, folder: Path) -> tuple[int
     lookups = 0 if text.tie_word_embeddings else head.weight.numel()
     convolutions = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Conv1d))
     return total, int(total - idle - lookups - convolutions)
+
+
+def add_keys(folder: Path, keys: Keys) -> None:
+    """Add keys to a saved config that transformers left out, though SGLang reads them."""
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
+    text |= keys | text
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def add_part_for_images(folder: Path) -> None:
@@ -161,6 +170,7 @@ def add_part_for_images(folder: Path) -> None:
     whole = AutoModelForImageTextToText.from_config(config, dtype=model.dtype)
     whole.model.language_model.load_state_dict(model.model.state_dict())
     whole.save_pretrained(folder)
+    add_keys(folder, MODELS["qwen3.5"][1])
     for name, own in PROCESSORS.items():
         (folder / name).write_text(json.dumps(PROCESSOR | own))
 

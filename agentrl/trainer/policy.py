@@ -277,8 +277,7 @@ class Policy:
     def save_whole(self, folder: Path) -> None:
         """Save the whole model to a folder that transformers loads.
 
-        LoRA is merged, as in `export`. If the policy is the text part of a model for images, the
-        other parts are added from its base.
+        LoRA is merged, as in `export`. What else the base has is added: see `add_other_parts`.
         """
         # With the buffers: some routers have biases that are no parameters.
         tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from array import array
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.engine.base import Update
+from agentrl.engine.local.load import add_other_parts
 from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.engine.remote.loaders import MemoryLoader
 from agentrl.engine.remote.sglang import SGLangEngine
@@ -75,6 +77,23 @@ def test_published_tensors_are_those_of_the_saved_files(name, tmp_path):
     policy.save_whole(tmp_path / "saved")
     are_equal(tensors_in(tmp_path / "saved"), files)
     torch.testing.assert_close(logits(reload(tmp_path / "saved")), expected)
+
+
+def test_a_saved_config_has_the_keys_of_its_base(tmp_path):
+    """transformers leaves out `full_attention_interval`, without which SGLang serves no Qwen3.5."""
+    base, saved = tmp_path / "base", tmp_path / "saved"
+    architecture("Qwen3.5").save_pretrained(base)
+    own = json.loads((base / "config.json").read_text())
+    published_keys = {
+        **{"full_attention_interval": 4, "rope_theta": 5.0, "vocab_size": own["vocab_size"]},
+        **{"quantization_config": {"quant_method": "fp8"}, "torch_dtype": "bfloat16"},
+        "audio_config": {"depth": 1},
+    }
+    (base / "config.json").write_text(json.dumps(own | published_keys))
+    architecture("Qwen3.5").save_pretrained(saved)
+    add_other_parts(saved, base)
+    added = {"full_attention_interval": 4, "rope_theta": 5.0, "audio_config": {"depth": 1}}
+    assert json.loads((saved / "config.json").read_text()) == own | added
 
 
 @pytest.mark.parametrize("kind", ["prefix", "stacked"])

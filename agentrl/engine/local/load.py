@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -174,14 +174,22 @@ def _merge(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
 
 PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 """Files of models for images, without which servers do not load them."""
+NOT_OF_THE_SAVED_MODEL = ("quantization_config", "auto_map", "torch_dtype", "transformers_version")
+"""Keys of a base's config that a saved model does not take over: its weights are not quantized, it
+has no code of its own, and it has its own `dtype`."""
 
 
 def add_other_parts(folder: Path, base: str | Path) -> None:
-    """Add to a saved text model what else its base has, such as layers for images.
+    """Add to a saved model what else its base has, such as layers for images.
 
     transformers loads the text part alone of some models (Qwen3.5 as published), but SGLang serves
     only the whole. The added weights, the config and the files of processors are those of the base.
-    Does nothing if the saved model has the class of its base, or if the base no longer exists.
+
+    If the saved model has the class of its base, only keys are added to its config: transformers
+    leaves out some that servers read, such as `full_attention_interval` (Qwen3-Next), and others
+    that older versions read, such as `rope_theta`.
+
+    Does nothing if the base no longer exists.
 
     Args:
         folder: a model in the format of transformers, whose tensors have their published names.
@@ -191,7 +199,13 @@ def add_other_parts(folder: Path, base: str | Path) -> None:
         whole_config = load_model_config(base)
     except ConfigError:  # It was moved during the run. The text model that was saved is complete.
         return
+    config, own = (
+        json.loads(Path(cast(str, cached_file(path, CONFIG_NAME))).read_text())
+        for path in (base, folder)
+    )
     if type(load_model_config(folder)) is type(whole_config):
+        _add_keys(own, config)
+        _write_json(folder / CONFIG_NAME, own)
         return
     saved, published = _weight_files(folder), _weight_files(base)
     others = {name: file for name, file in published.items() if name not in saved}
@@ -209,16 +223,28 @@ def add_other_parts(folder: Path, base: str | Path) -> None:
     files |= dict.fromkeys(others, rest.name)
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     index = {"metadata": {"total_size": size}, "weight_map": files}
-    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
-    config = json.loads(Path(cast(str, cached_file(base, CONFIG_NAME))).read_text())
-    dtype = json.loads((folder / CONFIG_NAME).read_text())["dtype"]
+    _write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index)
     for section in (config, config.get("text_config", {})):
-        section |= {key: dtype for key in ("dtype", "torch_dtype") if key in section}
-    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+        section |= {key: own["dtype"] for key in ("dtype", "torch_dtype") if key in section}
+    _write_json(folder / CONFIG_NAME, config)
     for name in PROCESSORS:
         file = cached_file(base, name, _raise_exceptions_for_missing_entries=False)
         if file is not None:
             shutil.copyfile(file, folder / name)
+
+
+def _add_keys(own: dict[str, Any], base: dict[str, Any]) -> None:
+    """Add to a saved config, and to the configs in it, the keys of its base that it lacks."""
+    for key, value in base.items():
+        if key in NOT_OF_THE_SAVED_MODEL:
+            continue
+        mine = own.setdefault(key, value)
+        if key.endswith("_config") and isinstance(mine, dict) and isinstance(value, dict):
+            _add_keys(mine, value)
+
+
+def _write_json(file: Path, value: object) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def _weight_files(path: str | Path) -> dict[str, str]:
