@@ -138,7 +138,7 @@ def test_an_engine_that_fails_for_20_seconds(tmp_path, monkeypatch):
     assert tries == {"2": ROWS * N}
 
 
-@pytest.mark.parametrize("jump", [-7200.0, 7200.0])
+@pytest.mark.parametrize("jump", [-7200.0, pytest.param(7200.0, marks=pytest.mark.slow)])
 def test_a_clock_that_is_set_while_episodes_are_played(tmp_path, monkeypatch, jump):
     real, offset = time.time, [0.0]
     monkeypatch.setattr(time, "time", lambda: real() + offset[0])

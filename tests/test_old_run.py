@@ -59,6 +59,7 @@ def test_an_old_run_resumes_as_it_would_have(old):
     assert_close(weights, load_file(old / "step_3.safetensors"), **CLOSE)
 
 
+@pytest.mark.slow
 def test_it_is_forked(old):
     changed = ["trainer.total_steps=3", "optim.lr=0.02", "rollout.n=3", "--output", "fork"]
     command = ["train", "-c", "config.yaml", "trainer.resume=run", *changed]

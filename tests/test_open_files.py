@@ -87,7 +87,7 @@ ROW = {
 }
 
 
-@pytest.mark.parametrize("command", ["check", "train"])
+@pytest.mark.parametrize("command", [pytest.param("check", marks=pytest.mark.slow), "train"])
 def test_a_limit_that_is_too_low_is_reported_before_the_model_is_loaded(tmp_path, command):
     rows = tmp_path / "rows.jsonl"
     rows.write_text((json.dumps(ROW) + "\n") * 256)

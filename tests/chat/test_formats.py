@@ -264,7 +264,13 @@ def units():
         yield from (opening + fragment for fragment in FRAGMENTS)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("glm", "hermes") else pytest.param(name, marks=pytest.mark.slow)
+        for name in NAMES
+    ],
+)
 def test_parsing_takes_linear_time(name):
     """100 kB of anything; the bound is several times what a quiet machine needs."""
     starts = ("", "<tool_call>", "<tool_call>\n<function=f>\n<parameter=a>", "[f(a=", '{"name":1')

@@ -438,6 +438,7 @@ def test_ranks_of_a_machine_share_its_cores(monkeypatch, ray_or_user, user, coun
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_the_users_number_of_threads_reaches_ranks(one, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     group = WorkerGroup(Adder, one)
@@ -505,7 +506,7 @@ def test_a_path_that_only_the_controller_has_is_refused():
 # -- servers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threads", ["3", None])
+@pytest.mark.parametrize("threads", [pytest.param("3", marks=pytest.mark.slow), None])
 def test_a_server_next_to_the_ranks(cluster, ranks, threads, monkeypatch):
     """OMP_NUM_THREADS is the user's, not Ray's."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -550,6 +551,7 @@ def refusing(host):
     raise ConfigError("no such package")
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_says_why(cluster, ranks):
     [place] = engines.colocated_slots(ranks.workers, load_config(None, []).rollout, cpu=True)
     with pytest.raises(ConfigError, match="no such package"):

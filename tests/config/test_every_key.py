@@ -379,6 +379,7 @@ def no_curves(monkeypatch):
     monkeypatch.setattr("agentrl.trainer.trainer.write_curve", lambda metrics, svg: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", CHANGES)
 def test_the_key_changes_the_run(key, world, base_traces, tmp_path, monkeypatch):
     import os
@@ -400,6 +401,7 @@ def test_the_key_changes_the_run(key, world, base_traces, tmp_path, monkeypatch)
         assert key in REFUSED, changed
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_twice(world, tmp_path, monkeypatch):
     """Without this, every change above would be seen whatever it did."""
     import os

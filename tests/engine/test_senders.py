@@ -324,7 +324,10 @@ def two_ranks(folder):
 
 
 @pytest.mark.parametrize("lora", [0, 4])
-@pytest.mark.parametrize("bucket_bytes", [1, 4000, 2**20])
+@pytest.mark.parametrize(
+    "bucket_bytes",
+    [pytest.param(1, marks=pytest.mark.slow), 4000, pytest.param(2**20, marks=pytest.mark.slow)],
+)
 def test_two_ranks_send_what_one_rank_sends(fake, folder, two_ranks, tmp_path, lora, bucket_bytes):
     """Server 1 reads rank 0, server 2 rank 1, and server 3 has a process on each."""
     cfg = config(model__lora_rank=lora)

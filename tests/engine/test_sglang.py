@@ -218,7 +218,7 @@ def in_flight(engine):
     return sum(load["num_reqs"] for load in loads)
 
 
-@pytest.mark.parametrize("how", ["cancelled", "deadline"])
+@pytest.mark.parametrize("how", ["cancelled", pytest.param("deadline", marks=pytest.mark.slow)])
 async def test_the_server_aborts_a_turn_whose_client_gave_up(engine, model, how):
     await asyncio.to_thread(engine.publish, update(without_end(model), 1))
     endless = Sampling(temperature=0.0, max_tokens=2_000)
@@ -361,7 +361,7 @@ async def paused(engine, mode, turn):
     return task
 
 
-@pytest.mark.parametrize("mode", ["in_place", "retract"])
+@pytest.mark.parametrize("mode", ["in_place", pytest.param("retract", marks=pytest.mark.slow)])
 async def test_a_pause_loses_nothing(engine, model, tiny_tokenizer, mode):
     await asyncio.to_thread(engine.publish, update(endless(model), 1))
     prompt = question(tiny_tokenizer)

@@ -186,7 +186,7 @@ def run(sglang_server, tiny_model, tmp_path, monkeypatch):
     return start
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_trains_each_draw_once_with_exact_versions(run, tiny_model, tmp_path, staleness):
     trainer, published = run(f"trainer.max_staleness={staleness}")
     record = [m for step, m in read_metrics(tmp_path / "run/metrics.jsonl") if step]

@@ -46,7 +46,10 @@ def scored(sample, *answers):
     return asyncio.run(make_scorer(config.reward).score(trajectory))
 
 
-@pytest.mark.parametrize("difficulty", [0, 1, 2, 4])
+@pytest.mark.parametrize(
+    "difficulty",
+    [pytest.param(n, marks=pytest.mark.slow) if n in (0, 2) else n for n in (0, 1, 2, 4)],
+)
 def test_the_right_policy_gets_full_reward(env, tmp_path, difficulty):
     for row, sample in made(env, tmp_path, 25, difficulty, difficulty):
         s = scored(sample, *env.gold(row))

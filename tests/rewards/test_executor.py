@@ -510,6 +510,7 @@ def test_a_crash_of_a_grader_is_no_reward_of_0(rollouts, mine):
 # -- load ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.load
 async def test_hostile_answers_do_not_delay_good_ones():
     """L6: 1 000 calls, 2 workers, one in twenty hangs, crashes or eats all memory."""

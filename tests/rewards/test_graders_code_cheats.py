@@ -224,7 +224,9 @@ WAYS = {
 
 
 @needs_sandbox
-@pytest.mark.parametrize("called", [False, True], ids=["program", "function"])
+@pytest.mark.parametrize(
+    "called", [pytest.param(False, marks=pytest.mark.slow), True], ids=["program", "function"]
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_cheat_scores_what_the_honest_solution_scores(way, called):
     assert scores({"honest": "pass", **WAYS[way]}, called) == pytest.approx(

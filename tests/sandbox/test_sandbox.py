@@ -69,6 +69,7 @@ async def test_bubblewrap_conforms(check):
         await check.run(place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [c for c in CHECKS if not c.isolating], ids=names)
 async def test_unsafe_subprocess_conforms_but_isolates_nothing(check):
     async with opened(backend="unsafe-subprocess") as place:
@@ -600,6 +601,7 @@ async def test_the_current_sandbox_follows_the_settings(caplog):
 # Under load (L1)
 
 
+@pytest.mark.slow
 @needs_sandbox
 @pytest.mark.load
 async def test_a_thousand_runs_leave_nothing_and_keep_their_pace(capsys):

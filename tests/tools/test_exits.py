@@ -236,7 +236,9 @@ server.serve_forever()
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_tool_that_ignores_its_cancellation_does_not_keep_the_server(sent):
     process = subprocess.Popen(
         [sys.executable, "-c", DEAF, "1"],

@@ -125,6 +125,7 @@ async def test_300_calls_that_wait_a_second(file):
         await box.aclose()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.timing
 async def test_512_calls_that_hold_a_thread(file, workers):

@@ -251,6 +251,7 @@ def test_a_server_killed_in_the_middle_of_a_call_costs_no_reward(file):
         assert results(groups) == {str(second)}
 
 
+@pytest.mark.slow
 def test_a_server_killed_again_and_again_drops_no_episode(file, caplog):
     """An outage of the server does not use up the attempts of an episode."""
     served = serve_in_background([file])
@@ -480,7 +481,9 @@ async def test_a_server_that_is_stopped_ends_running_calls(file, tmp_path, optio
 
 
 @pytest.mark.parametrize("options", ONE_OR_TWO)
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "first", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 async def test_a_second_signal_ends_the_server_at_once(file, tmp_path, options, first):
     notes = tmp_path / "notes"
     process, url = serve(file, *options)

@@ -344,6 +344,7 @@ def resize(controller, lines, columns):
 SIZES = [(24, 60), (24, 120), (24, 50), (40, 80), (12, 80), (24, 200), (24, 100), (30, 60)]
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_resized_shows_nothing_twice(display):
     program, controller = display
     screens = [kind(100, 24, history=10_000) for kind in (CuttingTerminal, BreakingTerminal)]

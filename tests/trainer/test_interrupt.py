@@ -75,7 +75,7 @@ def interrupt(times=1):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("call", [1, 2])
+@pytest.mark.parametrize("call", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_one_signal_during_validation_loses_no_step(start, straight, tmp_path, monkeypatch, call):
     real, calls = trainer_module.evaluate, []
 

@@ -308,6 +308,7 @@ def test_the_reason_of_a_mode_that_fails_is_its_error(error, reason, monkeypatch
     assert prove_mode(model) == (Mode.PADDED, reason)
 
 
+@pytest.mark.slow
 def test_a_run_of_a_hybrid_learns_the_same_on_two_ranks(tmp_path):
     """In float64, with fewer rows than ranks in some passes."""
     model = architecture("LFM2")

@@ -123,7 +123,9 @@ def test_ranks_and_micro_batches_change_nothing(groups, batch, world, cuts):
                     torch.testing.assert_close(*both, atol=EXACT, rtol=EXACT, equal_nan=True)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_the_order_of_rollouts_changes_nothing(groups, batch, ranks):
     """This holds for each assignment of rows to ranks."""
     cfg = config(**KEYS, algorithm__name="ppo")

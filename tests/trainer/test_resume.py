@@ -504,6 +504,7 @@ def result(output: Path) -> tuple:
     return records, played, weights, lines(output / "changes.jsonl")
 
 
+@pytest.mark.slow
 def test_kill_9_of_a_fork_before_its_first_checkpoint(command, run, parent, tmp_path):
     changed = ["trainer.total_steps=4", "trainer.save_freq=0", "rollout.n=3"]
     changed.append(f"trainer.resume={parent}")

@@ -146,7 +146,7 @@ def close(actual, expected):
         torch.testing.assert_close(actual[name], value, atol=EXACT, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_gradient_is_the_plain_cross_entropy_s(groups, folder, examples, ranks):
     loss, gradient = plain(folder, examples)
     assert max(g.abs().max() for g in gradient.values()) > 1e-2
