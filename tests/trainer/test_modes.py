@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from agentrl.engine.local.decoder import CannotDecode, Decoder
 from agentrl.errors import ConfigError
-from agentrl.trainer import modes
+from agentrl.trainer import attention, modes
 from agentrl.trainer.algorithms import make_targets
 from agentrl.trainer.batch import Batch, collate
 from agentrl.trainer.learner import Learner
@@ -306,6 +306,28 @@ def test_the_reason_of_a_mode_that_fails_is_its_error(error, reason, monkeypatch
     monkeypatch.setattr(modes, "_results", {})
     monkeypatch.setattr(type(model.model), "forward", forward)
     assert prove_mode(model) == (Mode.PADDED, reason)
+
+
+@pytest.mark.parametrize("sinks", [True, False])
+def test_rounding_that_sends_tokens_to_other_experts_is_no_difference(sinks, monkeypatch):
+    """A GPU's kernel rounds at other places than the model's own attention."""
+    model = make_model(
+        "gpt_oss",
+        {
+            **{"num_hidden_layers": 24, "hidden_size": 128, "intermediate_size": 128},
+            **{"num_local_experts": 64, "num_experts_per_tok": 8, "head_dim": 16},
+        },
+    ).to(torch.bfloat16)
+    own = attention._attend_per_response
+
+    def rounded(q, k, v, layout, scores):
+        out = own(q, k, v, layout, scores if sinks else replace(scores, sinks=None))
+        noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+        return out * (1 + 2**-8 * noise).to(out.dtype)
+
+    monkeypatch.setattr(attention, "_attend_per_response", rounded)
+    comparison = modes._Comparison(model, modes.SHORT_ROW)
+    assert (comparison.compare(Mode.PACKED) == "") == sinks
 
 
 @pytest.mark.slow
