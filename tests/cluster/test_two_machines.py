@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file
 from support.forked_python import run_agentrl
 
+from agentrl.record import read_metrics
+
 pytest.importorskip("ray")
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -34,11 +36,24 @@ ray.init(address="auto", logging_level=40)
 while sum(node["Alive"] for node in ray.nodes()) < 2:
     time.sleep(0.3)
 """
+ON_EACH_MACHINE = """
+import sys, ray
+from agentrl.cli import main
+from agentrl.cluster import engines
+
+def slots(ranks, config, *, cpu):
+    nodes = sorted(ray.nodes(), key=lambda node: node["NodeManagerAddress"])
+    return [engines._slot_on(node["NodeID"], ()) for node in nodes]
+
+engines.colocated_slots = slots
+main(sys.argv[1:])
+"""
+"""Runs agentrl as with GPUs: without them, all servers are on the machine of the run."""
 FIRST = """
 ray start --head --node-ip-address=10.77.0.1 --port=6379 --num-cpus=1 \\
     --include-dashboard=false --disable-usage-stats
 python -c {wait}
-agentrl train {run}
+{commands}
 code=$?
 ls -A /tmp > {shared}/left
 exit $code
@@ -113,26 +128,42 @@ def start(namespace: str, script: str, shared: Path, log: Path) -> subprocess.Po
         )
 
 
-def test_ranks_on_two_machines_learn_what_one_process_learns(network, tmp_path):
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shutil.copy(ROOT / "datasets/arithmetic_train.parquet", shared / "rows.parquet")
-    rows = ["--dataset", str(shared / "rows.parquet")]
-    two = ["trainer.ray_address=auto", "trainer.nnodes=2", "trainer.n_gpus_per_node=1"]
-    run = shlex.join([*rows, "--output", str(shared / "two"), *RUN, *two])
-    first = FIRST.format(wait=shlex.quote(WAIT), run=run, shared=shared)
+def run_first(network: dict[str, str], shared: Path, commands: str) -> str:
+    """Run commands on the first machine of a Ray cluster, and return what they print."""
+    first = FIRST.format(wait=shlex.quote(WAIT), commands=commands, shared=shared)
     machines = [
         start(network["a"], first, shared, shared / "a.log"),
         start(network["b"], SECOND, shared, shared / "b.log"),
     ]
     try:
-        code = machines[0].wait(300)
+        code = machines[0].wait(350)
     finally:
         for machine in machines:
             machine.kill()
             machine.wait()
     output = (shared / "a.log").read_text()
     assert code == 0, output + (shared / "b.log").read_text()
+    left = (shared / "left").read_text().split()
+    assert not [name for name in left if "agentrl" in name], left
+    return output
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """A folder that both machines see, with rows."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    shutil.copy(ROOT / "datasets/arithmetic_train.parquet", folder / "rows.parquet")
+    return folder
+
+
+TWO = ["trainer.ray_address=auto", "trainer.nnodes=2", "trainer.n_gpus_per_node=1"]
+
+
+def test_ranks_on_two_machines_learn_what_one_process_learns(network, shared):
+    rows = ["--dataset", str(shared / "rows.parquet")]
+    run = shlex.join([*rows, "--output", str(shared / "two"), *RUN, *TWO])
+    output = run_first(network, shared, f"agentrl train {run}")
     assert "on 2 ranks" in output
     one = run_agentrl("train", *rows, "--output", shared / "one", *RUN)
     assert one.returncode == 0, one.stderr
@@ -141,5 +172,22 @@ def test_ranks_on_two_machines_learn_what_one_process_learns(network, tmp_path):
     for name, weight in weights[0].items():
         torch.testing.assert_close(weight, weights[1][name], rtol=0, atol=2e-4)
     assert (shared / "two/global_step_00000002").is_dir()
-    left = (shared / "left").read_text().split()
-    assert not [name for name in left if "agentrl" in name], left
+
+
+@pytest.mark.sglang
+def test_servers_on_two_machines_get_the_weights(network, shared, sglang_python):
+    """Through files in TMPDIR, if both machines see it; the canary checks each server."""
+    keys = ["rollout.name=sglang", "rollout.engines=2", f"rollout.python={sglang_python}"]
+    rows = ["--dataset", str(shared / "rows.parquet")]
+    train = ["python", "-c", ON_EACH_MACHINE, "train", *rows, *RUN, *TWO, *keys, "--output"]
+    refused, run = (shlex.join([*train, str(shared / name)]) for name in ("refused", "run"))
+    folder = shared / "passed"
+    folder.mkdir()
+    output = run_first(network, shared, f"{refused}\nTMPDIR={folder} {run}")
+    assert "10.77.0.2 does not see /tmp/" in output
+    assert not [*folder.glob("agentrl-*")]
+    steps = [m for step, m in read_metrics(shared / "run/metrics.jsonl") if step]
+    assert len(steps) == 2
+    for metrics in steps:
+        assert metrics["canary/mismatch"] < 1e-5 < metrics["canary/drift"]
+        assert metrics["rollout_corr/logprob_diff_max"] < 1e-4
