@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from agentrl.engine.local.windows import (
@@ -121,7 +122,7 @@ def find_scale_and_softcap(model: PreTrainedModel) -> tuple[float, float | None]
     try:
         logits = model(input_ids=ids, use_cache=False).logits.float()
         states = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state
-        products = layer(states).float()
+        products = linear(states, layer.weight, layer.bias).float()
     except MODEL_ERRORS as e:
         raise _refusal(model, _no_own_pass(e)) from e
 
@@ -394,7 +395,9 @@ def _mode_logits(
     logits = []
     for rows in numbers.split(1) if mode is Mode.ALONE else [numbers]:
         packed = pack(batch, rows, batch.response_mask[rows], mode).to(model.device)
-        logits.append(head.logits_of(layer(hidden_states(model, packed))))
+        # Not `layer(...)`: a subclass may do more, which `chosen_logprobs` would leave out.
+        products = linear(hidden_states(model, packed), layer.weight, layer.bias)
+        logits.append(head.logits_of(products))
     return torch.cat(logits)
 
 

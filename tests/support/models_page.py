@@ -100,7 +100,6 @@ KINDS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "convolutions": {"LFM2": ARCHITECTURES["LFM2"]},
     "attention without transformers' attention interface": {
         "BLOOM": ("bloom", {"n_layer": 2, "n_head": 4}),
-        "Falcon": ("falcon", {}),
         "MPT": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}),
         "StableLM": ("stablelm", {}),
     },

@@ -30,6 +30,7 @@ from support.trainer_fixtures import (
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.gptj.modeling_gptj import GPTJPreTrainedModel
 
 from agentrl.engine.local.decoder import CannotDecode, Decoder
 from agentrl.errors import ConfigError
@@ -46,7 +47,7 @@ SEED = 20
 MODES = {
     "mamba2": Mode.PADDED,
     "opt": Mode.PACKED,
-    "gptj": Mode.WHOLE,
+    "gptj": Mode.PACKED if GPTJPreTrainedModel._supports_attention_backend else Mode.WHOLE,
     "gpt_neo": Mode.PADDED,
     "gemma2": Mode.PACKED,
     "cohere2": Mode.PACKED,
@@ -61,7 +62,8 @@ OTHERS = {
         {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16},
     ),
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
-    # Its attention does not use the interface, but its mask separates flat rows by positions.
+    # Its attention uses the interface since transformers 5.24. The mask separated flat rows before
+    # that, too.
     "gptj": ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 99}),
     # Flat rows are longer than its masks, whose size is that of its positions.
     "gpt_neo": (
@@ -169,7 +171,8 @@ def check_rows(model: PreTrainedModel, batch: Batch) -> Policy:
 @pytest.mark.slow
 def test_five_other_causal_models_are_run_right_and_no_other_is_accepted():
     """The first five of transformers' own list, in an order that a fixed seed draws. Those before
-    them that are not causal must be refused; those of which `SMALL` makes no model are left out."""
+    them must be refused if they are not causal or have an output layer of their own; those of which
+    `SMALL` makes no model are left out."""
     tested = {kind for kind, _ in (*ARCHITECTURES.values(), *OTHERS.values())}
     kinds = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING) - tested)
     random.Random(SEED).shuffle(kinds)
@@ -180,6 +183,11 @@ def test_five_other_causal_models_are_run_right_and_no_other_is_accepted():
             model = model_of_kind(kind)
         except Exception as e:
             print(f"{kind}: no tiny model ({type(e).__name__}: {e})")
+            continue
+        if type(model.get_output_embeddings()) is not torch.nn.Linear:
+            with pytest.raises(ConfigError, match="the logits of the output layer differ"):
+                Policy(model, 1.0)
+            print(f"{kind}: refused")
             continue
         if is_causal(model):
             modes[kind] = check_rows(model, longer_batch()).packed_model.mode.value
@@ -371,6 +379,20 @@ def test_a_model_whose_logits_are_not_those_of_its_head_is_refused(monkeypatch):
     monkeypatch.setattr(type(model), "forward", strange)
     with pytest.raises(ConfigError, match="cannot be trained here: the logits of the output layer"):
         prove_mode(model)
+
+
+@pytest.mark.parametrize("name", ["granite", "Qwen3"])
+def test_an_output_layer_that_does_more_than_its_class_is_refused(name):
+    """The learner computes the logits from its weight and its bias only."""
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, hidden):
+            return super().forward(hidden) * torch.linspace(0.5, 2, self.out_features)
+
+    model = model_of(name)
+    model.lm_head.__class__ = Scaled
+    with pytest.raises(ConfigError, match="the logits of the output layer differ from the model's"):
+        Policy(model, 1.0)
 
 
 @pytest.mark.parametrize("name", ["granite", "gemma2", "Qwen3"])

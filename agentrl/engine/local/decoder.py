@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from array import array
 from collections.abc import Iterable
 from typing import Any
@@ -72,6 +73,9 @@ class Decoder:
         self.max_length: int = config.max_position_embeddings
         self.rows = Rows()
         self._cache = RowCache()
+        # transformers 5.24 renamed the argument.
+        renamed = "cache" in inspect.signature(model.forward).parameters
+        self._cache_name = "cache" if renamed else "past_key_values"
         if model.config.is_encoder_decoder:
             raise CannotDecode(self.model, "it has an encoder")
         if "longrope" in find_rope_types(config):  # Rows never reach the lengths of "dynamic".
@@ -163,9 +167,9 @@ class Decoder:
             input_ids=self._tensor(rows.ids[at[:, None], positions].astype(np.int64)),
             attention_mask=mask,
             position_ids=position_ids,
-            past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self._cache_name: self._cache},
         )
         rows.cached[at] += count
         rows.prefilled[at] += count
@@ -182,8 +186,8 @@ class Decoder:
             input_ids=self._tensor(ids)[:, None],
             attention_mask=self._mask(position_ids[:, None], length),
             position_ids=position_ids[:, None],
-            past_key_values=self._cache,
             use_cache=True,
+            **{self._cache_name: self._cache},
         ).logits[:, -1]
 
     def score(self, token_ids: np.ndarray, temperature: float) -> array[float]:
@@ -193,7 +197,8 @@ class Decoder:
         scores = [torch.zeros(1)]
         for begin in range(0, len(token_ids) - 1, PREFILL_CHUNK):
             piece = ids[:, begin : begin + PREFILL_CHUNK]
-            logits = self.model(input_ids=piece, past_key_values=cache, use_cache=True).logits[0]
+            keys = {self._cache_name: cache}
+            logits = self.model(input_ids=piece, use_cache=True, **keys).logits[0]
             after = ids[0, begin + 1 : begin + 1 + piece.shape[1]]
             logprobs = (logits[: len(after)].float() / temperature).log_softmax(-1)
             scores.append(logprobs.gather(-1, after[:, None])[:, 0].cpu())
