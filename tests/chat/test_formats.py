@@ -36,7 +36,7 @@ def text_of(case):
     return text
 
 
-@pytest.mark.parametrize(("name", "case"), hostile_turns(NAMES))
+@pytest.mark.parametrize(("name", "case"), list(hostile_turns(NAMES)))
 def test_hostile_turns_are_parsed_as_in_the_table(name, case):
     text = text_of(case)
     began = time.process_time()

@@ -50,7 +50,7 @@ def seconds(parse, text):
     return best
 
 
-@pytest.mark.parametrize(("name", "case"), hostile_turns(PARSERS))
+@pytest.mark.parametrize(("name", "case"), list(hostile_turns(PARSERS)))
 @pytest.mark.timing
 def test_hostile_turns(name, case):
     text = case["text"]
