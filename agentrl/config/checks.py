@@ -11,6 +11,9 @@ from agentrl.config.sections import Config
 from agentrl.config.sources import assignment
 from agentrl.registry import advantage_estimators
 
+LARGE_KL = 1.0
+"""The coefficient of a KL penalty from which on it is probably a slip."""
+
 
 def doubtful(c: Config) -> Iterator[str]:
     """Yield a note for each setting that is valid but probably not intended."""
@@ -20,6 +23,12 @@ def doubtful(c: Config) -> Iterator[str]:
             f"optim.lr_warmup_steps={o.lr_warmup_steps} of trainer.total_steps={steps}: the"
             " learning rate never reaches optim.lr"
         )
+    for key in ("kl_loss_coef", "kl_reward_coef"):
+        if (coefficient := getattr(a, key)) >= LARGE_KL:
+            yield (
+                f"algorithm.{key}={coefficient:g}: usual values are 0.001 to 0.1; with larger ones"
+                " the policy stays at the reference and hardly learns"
+            )
     if a.adv_estimator != "turn_rloo":
         return
     if not (r.turn_weight or r.tool_weight or a.kl_reward_coef):

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from agentrl.config.sections import BUDGETS
+from agentrl.config.checks import doubtful
+from agentrl.config.sections import BUDGETS, Config
 from agentrl.metrics import DEAD_GROUPS, DEAD_STEP, standard_error
 from agentrl.plural import plural
 from agentrl.report.diagnosis import Finding, diagnosis
@@ -818,10 +819,23 @@ def tool_errors(run: Run) -> Iterator[Finding]:
 
 TOOL_DROP = 0.5
 """The share of its best rate of calls below which a loop's tool use dies out."""
+FAST = 2
+"""The first steps, whose mean counts as a rate before training."""
 TOOL_RATE = 0.3
 """The smallest best rate: below it the policy never used its tools regularly."""
 NO_TOOLS = 0.02
 """The rate of calls that counts as none."""
+
+
+@diagnosis("settings")
+def settings(run: Run) -> Iterator[Finding]:
+    """The notes on the run's settings that it printed when it began."""
+    try:
+        config = Config.model_validate(run.config)
+    except ValueError:  # A run of an older version.
+        return
+    for note in doubtful(config):
+        yield Finding(0, note, severity="note", subject=note.partition("=")[0])
 
 
 @diagnosis("tool_use")
@@ -838,6 +852,10 @@ def tool_use(run: Run) -> Iterator[Finding]:
             continue
         means, last = rate.means, float(rate.last.mean())
         best = int(means.argmax())
+        before, best_rate = rate.at(best), float(means[best])
+        # A fast fall is over before a window is full.
+        if (begin := rate.values[:FAST]).mean() > best_rate:
+            best, before, best_rate = 0, begin, float(begin.mean())
         own = np.array([a == agent for a in episodes.column("agent_name").to_pylist()], bool)
         shown = examples(episodes, own & (column(episodes, "tool_calls") == 0))
         tries = [
@@ -845,10 +863,10 @@ def tool_use(run: Run) -> Iterator[Finding]:
             "agentrl play: does the prompt show the tools, and does a call get its result?",
             "a reward for turns or calls: reward.turn_weight, reward.tool_weight",
         ]
-        if means[best] >= TOOL_RATE and last <= TOOL_DROP * means[best]:
-            if z_score(rate.at(best), rate.last) > -Z:
+        if best_rate >= TOOL_RATE and last <= TOOL_DROP * best_rate:
+            if z_score(before, rate.last) > -Z:
                 continue
-            start = rate.since(means <= TOOL_DROP * means[best])
+            start = rate.since(means <= TOOL_DROP * best_rate)
             reward = read_series(run, f"rollout/{agent}/reward")
             same = len(reward) == len(rate)
             is_better = same and z_score(reward.at(best), reward.last) > 3.0
@@ -868,10 +886,10 @@ def tool_use(run: Run) -> Iterator[Finding]:
                 clause = f"; of its {failed.sum()} failed rollouts with calls before that{clause}"
             yield Finding(
                 start,
-                f"{agent} stops calling tools: {means[best]:.0%} of its rollouts called one around"
+                f"{agent} stops calling tools: {best_rate:.0%} of its rollouts called one around"
                 f" step {rate.steps[best]}, {last:.0%} in the last {rate.window} steps{earned}"
                 f"{clause}",
-                {"best_rate": float(means[best]), "last_rate": last, **common},
+                {"best_rate": best_rate, "last_rate": last, **common},
                 **shown,
                 causes=[
                     *reasons,
@@ -1204,6 +1222,10 @@ OVERFIT_GAP = 0.15
 model's healthy runs have up to 0.09."""
 OVERFIT_STEPS = 5
 """The training steps before a validation with which it is compared."""
+MEMORIZED = 0.75
+"""The epochs from which on rows can have been memorized."""
+MIN_KIND = 8
+"""The rollouts of a kind of rows in a validation below which its mean says little."""
 
 
 @diagnosis("overfitting")
@@ -1233,22 +1255,65 @@ def overfitting(run: Run) -> Iterator[Finding]:
     start = next(step for step in gaps if step and gaps[step] >= limit)
     last = late[-1]
     epoch = values_by_step(run, "training/epoch").get(last)
-    played = f", of which each row was played about {epoch:.3g} times" if epoch else ""
-    yield Finding(
-        start,
-        f"the training rows earn {means[last] + gaps[last]:.3g}{played}, the validation rows"
-        f" {means[last]:.3g} at step {last}. Before training they earned the same: the policy"
-        " memorizes the training rows",
-        {"training": means[last] + gaps[last], "validation": means[last], "epoch": epoch or 0.0},
-        causes=[
-            "too few training rows, played too often: training/epoch",
-            "the rows of validation are of another kind",
-        ],
-        tries=[
+    rewards = {"training": means[last] + gaps[last], "validation": means[last]}
+    text = (
+        f"the training rows earn {rewards['training']:.3g}, the validation rows"
+        f" {rewards['validation']:.3g} at step {last}. Before training they earned the same"
+    )
+    if epoch is None or epoch >= MEMORIZED:
+        played = f", of which each row was played about {epoch:.3g} times" if epoch else ""
+        text += f": the policy memorizes the training rows{played}"
+        causes = ["too few training rows, played too often: training/epoch"]
+        tries = [
             "more rows; fewer steps: trainer.total_steps, trainer.patience, trainer.keep_best",
             "a KL penalty: algorithm.kl_loss_coef; fewer algorithm.ppo_epochs",
-        ],
+        ]
+    else:
+        text += (
+            f". That is not memorized, because most training rows were not played yet ({epoch:.0%}"
+            f" of an epoch): they reward something else{_widest_gap(run, last)}"
+        )
+        causes = ["ground truths of the training rows are wrong", "the reward can be exploited"]
+        tries = [
+            "compare ground truths of training rows with validation rows of the same kind",
+            f"read episodes with a reward: agentrl show {run.folder} 'reward>0' --step {last}",
+        ]
+    yield Finding(
+        start,
+        text,
+        rewards | {"epoch": epoch or 0.0},
+        causes=[*causes, "the rows of validation are of another kind"],
+        tries=tries,
     )
+
+
+def _widest_gap(run: Run, step: int) -> str:
+    """Return a clause about the kind of rows whose training and validation rewards differ most.
+
+    It names the answer that these training rows get most often; it is "" if no kind stands out.
+    """
+    training = training_episodes(run, OVERFIT_STEPS)
+    table = run.behaviour
+    at_step = (column(table, "step") == step) & (column(table, "split") == "val")
+    validation = table.filter(pa.array(at_step))
+    widest, clause = 1.5 * OVERFIT_GAP, ""
+    for name in ("agent_name", "data_source"):
+        kinds = np.unique(column(validation, name))
+        for kind in kinds if len(kinds) > 1 else ():
+            rows, others = (
+                t.filter(pa.array(column(t, name) == kind)) for t in (training, validation)
+            )
+            if min(rows.num_rows, others.num_rows) < MIN_KIND:
+                continue
+            means = [float(np.nanmean(column(t, "reward"))) for t in (rows, others)]
+            if means[0] - means[1] > widest:
+                widest = means[0] - means[1]
+                answer, count = Counter(rows.column("answer").to_pylist()).most_common(1)[0]
+                clause = f". Rows with {name}={kind} earn {means[0]:.3g} against {means[1]:.3g}"
+                if count >= rows.num_rows / 3:
+                    share = count / rows.num_rows
+                    clause += f", and {share:.0%} of them are answered with {answer[-60:]!r}"
+    return clause
 
 
 GROWTH = 1.5
@@ -1603,4 +1668,30 @@ def _time_of_rollouts(run: Run, steps: np.ndarray) -> dict[str, float]:
     }
     total = sum(sums.values()) or 1.0
     parts = {name: float(seconds / total) for name, seconds in sums.items()}
+    if config_value(run, "rollout.name") == "local" and spans:
+        # The rollouts of the local engine go in step: while one waits for a tool, all do, and the
+        # wait counts as generation in the others.
+        more = max(0.0, _seconds_in_tools(episodes) / spans - parts["tools"])
+        more = min(more, parts["generation"])
+        parts["tools"] += more
+        parts["generation"] -= more
     return parts | {"waiting for the last rollouts": float(waits / spans) if spans else 0.0}
+
+
+def _seconds_in_tools(episodes: pa.Table) -> float:
+    """Return the seconds in which at least one rollout waited for a tool, summed over the steps."""
+    total = 0.0
+    for number in np.unique(column(episodes, "step")):
+        of_step = episodes.filter(pa.array(column(episodes, "step") == number))
+        names = ("started", "tool_times")
+        rows = zip(*(of_step.column(name).to_pylist() for name in names), strict=True)
+        waits = sorted(
+            (started + begin, started + end)
+            for started, times in rows
+            for begin, end in zip((times or [])[::2], (times or [])[1::2], strict=True)
+        )
+        until = -np.inf
+        for begin, end in waits:
+            total += max(0.0, end - max(begin, until))
+            until = max(until, end)
+    return total

@@ -515,6 +515,27 @@ def test_overfitting(validation, is_named):
         assert found[0].step == 30 and "the validation rows 0.4 at step 40" in found[0].text
 
 
+def test_training_rows_that_reward_something_else_are_not_called_memorized():
+    """A third of the rows has a wrong ground truth, and no row was played twice."""
+    run = with_validations(ramp(0.2, 0.9), {0: 0.2, 10: 0.3, 20: 0.38, 30: 0.35, 40: 0.4})
+    episodes = [
+        {"step": step, "split": split, "agent_name": kind, "reward": reward, "answer": answer}
+        for step, split, kind, reward, answer in (
+            *((39, "train", "react", 0.8, f"{k}") for k in range(16)),
+            *((39, "train", "single_turn", 0.9, "4" if k % 4 else f"x{k}") for k in range(16)),
+            *((40, "val", "react", 0.7, "1") for _ in range(16)),
+            *((40, "val", "single_turn", 0.1, "4") for _ in range(16)),
+        )
+    ]
+    own = make_run({}, episodes)
+    epochs = pa.array([0.1] * run.metrics.num_rows)
+    own.__dict__["metrics"] = run.metrics.append_column("training/epoch", epochs)
+    [finding] = [f for f in alarms(own) if f.name == "overfitting"]
+    assert "memorizes" not in finding.text and "they reward something else" in finding.text
+    assert "agent_name=single_turn earn 0.9 against 0.1, and 75% of them" in finding.text
+    assert "'4'" in finding.text
+
+
 def test_clipping_and_spikes():
     finding = the_alarm(make_run(learning(**{"actor/pg_clipfrac": noisy(0.5, 1)})))
     assert (finding.name, finding.subject) == ("unstable_update", "clip")
@@ -591,6 +612,39 @@ def test_the_time_of_a_step():
     assert note.evidence["rewards"] == pytest.approx(0.1 * 0.55 * 0.5)
     assert note.evidence["the update"] == 0.4 and "s: the update 40%" in note.text
     assert sum(v for k, v in note.evidence.items() if k != "seconds") == pytest.approx(1.0)
+
+
+def test_rollouts_of_the_local_engine_wait_for_the_tool_of_one():
+    """One of ten waits 0.6 s for a tool: the others count that time as generation."""
+    waits = [{"tool_times": [0.2, 0.5, 0.4, 0.8]}, {"tool_times": [0.7, 0.75]}, *[{}] * 8]
+    episodes = [{"step": s, "started": 100.0 * s} | wait for s in range(1, N + 1) for wait in waits]
+    run = make_run(learning(**{"timing_s/step": [2.0] * N, "timing_s/gen": [1.0] * N}), episodes)
+    [note] = diagnose(run)
+    assert note.evidence["tools"] == pytest.approx(0.2 * 0.5)
+    run.__dict__["config"]["rollout"]["name"] = "local"
+    [note] = diagnose(run)
+    assert note.evidence["tools"] == pytest.approx(0.6 * 0.5)
+    assert note.evidence["generation"] == pytest.approx(0.3 * 0.5)
+    assert note.tries[0].startswith("more processes of the tool server")
+
+
+def test_a_loop_that_stops_calling_tools_within_four_steps():
+    rates = np.concatenate([[0.75, 0.7, 0.3, 0.1], np.full(N - 4, 0.01)])
+    run = make_run(learning(**{"rollout/tool_agent/tool_call_rate": list(rates)}))
+    [finding] = [f for f in diagnose(run) if f.name == "tool_use"]
+    assert (finding.subject, finding.severity) == ("tool_agent", "audit")
+    assert "72% of its rollouts called one around step 1, 1% in the last" in finding.text
+
+
+def test_notes_on_the_settings_are_findings():
+    run = make_run(learning())
+    run.__dict__["config"] |= {"optim": {"lr_warmup_steps": 500}, "trainer": {"total_steps": 35}}
+    run.__dict__["config"] |= {"algorithm": {"kl_loss_coef": 3.0}}
+    found = [f for f in diagnose(run) if f.name == "settings"]
+    assert [f.subject for f in found] == ["optim.lr_warmup_steps", "algorithm.kl_loss_coef"]
+    assert {f.severity for f in found} == {"note"} and "never reaches optim.lr" in found[0].text
+    run.__dict__["config"] |= {"optim": {"no_such_key": 1}}
+    assert not [f for f in diagnose(run) if f.name == "settings"]
 
 
 def test_config_keys_and_files_that_findings_name_exist():
