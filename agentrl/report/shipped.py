@@ -465,12 +465,16 @@ def _find_unrewarded(episodes: pa.Table, failed: np.ndarray) -> tuple[list[str],
     return labels, mask
 
 
+MIN_FAILED = 5
+"""The fewest failed rollouts that are compared with each other."""
+
+
 def _explain_failures(
     run: Run, episodes: pa.Table
 ) -> tuple[str, dict[str, float], list[str], list[str]]:
     """Return what failed rollouts have in common: a clause, evidence, causes and what to try."""
     clauses, evidence, causes, tries = [], {}, [], []
-    if not episodes.num_rows:
+    if episodes.num_rows < MIN_FAILED:
         return "", evidence, causes, tries
     pairs = [
         (answer, truth)
@@ -1078,6 +1082,45 @@ def collapse(run: Run) -> Iterator[Finding]:
             "fork from a checkpoint before this step: trainer.resume",
         ],
     )
+
+
+SAME_TRUTH_ROWS = 8
+"""The fewest rows of a kind: with five possible answers, so many are equal by chance once in 80,000
+kinds."""
+OTHER_TRUTHS = 5
+"""The fewest different ground truths of the other rows: rows of a yes-or-no task may agree."""
+
+
+@diagnosis("ground_truths")
+def ground_truths(run: Run) -> Iterator[Finding]:
+    """All rows of a kind have the same ground truth, and other rows have different ones."""
+    episodes = training_episodes(run)
+    truths = np.array(episodes.column("ground_truth").to_pylist(), object)
+    samples = np.array(episodes.column("sample_id").to_pylist(), object)
+    is_known = np.array([truth is not None for truth in truths], bool)
+    if len(set(truths[is_known])) <= OTHER_TRUTHS:
+        return
+    texts, shown = [], np.zeros(len(truths), bool)
+    for kind, members in _find_kinds(episodes).items():
+        own = members & is_known
+        rows, others = len(set(samples[own])), set(truths[is_known & ~members])
+        if rows < SAME_TRUTH_ROWS or len(set(truths[own])) > 1 or len(others) < OTHER_TRUTHS:
+            continue
+        truth = truths[int(own.argmax())]
+        texts.append(f"all {rows} rows like {kind!r} have it: {shorten(truth)!r}")
+        shown |= own
+    if texts:
+        more = len(texts) - MAX_COLLAPSED
+        yield Finding(
+            int(column(episodes, "step").min()),
+            f"one ground truth for many questions: {'; '.join(texts[:MAX_COLLAPSED])}"
+            + (f"; and {plural(more, 'other kind')} of rows" if more > 0 else ""),
+            {"kinds": float(len(texts)), "rows": float(len(set(samples[shown])))},
+            **examples(episodes, shown),
+            causes=["the column of the ground truth holds a placeholder, or is filled wrongly"],
+            tries=["compare the ground truths with the questions: agentrl check --dataset ROWS"],
+            severity="audit",
+        )
 
 
 def _longest_agreement(

@@ -636,6 +636,23 @@ def test_a_loop_that_stops_calling_tools_within_four_steps():
     assert "72% of its rollouts called one around step 1, 1% in the last" in finding.text
 
 
+@pytest.mark.parametrize(("truth", "is_named"), [("5", True), (None, False), ("own", False)])
+def test_a_kind_of_rows_with_one_ground_truth(truth, is_named):
+    def row(k: int) -> dict[str, Any]:
+        kind = "How many plums are in the bag" if k % 2 else "Add these two numbers"
+        own = f"{k % 7}" if truth == "own" or k % 2 == 0 else truth
+        return {"step": 1 + k % N, "sample_id": f"s{k}", "prompt": f"{kind}? {k}"} | {
+            "ground_truth": own,
+            "group": k,
+        }
+
+    run = make_run(learning(), [row(k) for k in range(60)])
+    found = [f for f in diagnose(run) if f.name == "ground_truths"]
+    assert bool(found) == is_named
+    if is_named:
+        assert "all 30 rows like 'How many plums are in the bag? 1' have it: '5'" in found[0].text
+
+
 def test_notes_on_the_settings_are_findings():
     run = make_run(learning())
     run.__dict__["config"] |= {"optim": {"lr_warmup_steps": 500}, "trainer": {"total_steps": 35}}
