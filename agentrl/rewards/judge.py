@@ -71,7 +71,7 @@ class _JudgeClient:
 
         connect()  # It raises for an invalid URL before the run starts.
         self._chat = PerLoop(connect)
-        self._has_judged = False
+        self._has_replied = False
         self._has_warned = False
         self._show = show
         self._reference = reference
@@ -98,11 +98,12 @@ class _JudgeClient:
                 reply = await chat(messages, deadline=deadline, max_tokens=1024, temperature=0.0)
                 judged = read(_json(reply))
             except ChatRefused as e:
-                if not self._has_judged:
+                if not self._has_replied:
                     raise
                 problem = str(e)
                 break
             except (ValueError, NoText) as e:
+                self._has_replied = True
                 problem = f"{reply!r:.300}" if reply else str(e)
                 reason = e if reply else "it is empty"
                 correction = (
@@ -112,7 +113,7 @@ class _JudgeClient:
                 reply = reply or "(nothing)"
                 messages = [*messages[:2], Message("assistant", reply), Message("user", correction)]
             else:
-                self._has_judged = True
+                self._has_replied = True
                 return judged
         if not self._has_warned:
             self._has_warned = True

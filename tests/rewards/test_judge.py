@@ -210,6 +210,14 @@ async def test_a_refusal_of_the_judge_is_the_lowest_score(judge, model, refusal)
         await scorer.score(make_trajectory(("assistant", "bad")))
 
 
+@pytest.mark.parametrize("reply", ["no JSON" * 9, None])
+async def test_a_correction_that_is_too_long_for_the_judge_is_the_lowest_score(judge, model, reply):
+    """Its settings are right, because it replied, even if it has judged nothing so far."""
+    model.rule = lambda messages: reply if len(messages) == 2 else 400
+    scored = await judge().score(make_trajectory(("assistant", "12")))
+    assert (scored.reward, scored.metrics) == (0.0, {"judge_unreadable": 1.0})
+
+
 async def test_the_warning_names_why_a_message_has_no_text(judge, model, caplog):
     model.rule = lambda messages: None
     await judge().score(make_trajectory(("assistant", "12")))
