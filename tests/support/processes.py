@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from torch.distributed import TCPStore
 
 from agentrl.trainer.dispatch import Dispatch, dispatched_methods
 
@@ -30,13 +31,12 @@ class Processes:
         )
         self.size = size
         self.pipes, self.processes = [], []
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
+        # This process hosts the store: a port that is only chosen here may be taken by others.
+        self._store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, size, port, make, args), daemon=True
+                target=_serve, args=(theirs, rank, size, self._store.port, make, args), daemon=True
             )
             process.start()
             theirs.close()
@@ -72,6 +72,8 @@ def _serve(pipe: Any, rank: int, size: int, port: int, make: Callable[..., Any],
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
     }
     import torch
 
