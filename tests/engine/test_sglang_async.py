@@ -1,6 +1,7 @@
 """A real SGLang server gets new weights while turns are in flight."""
 
 import asyncio
+import itertools
 from array import array
 from collections import defaultdict
 from pathlib import Path
@@ -58,13 +59,30 @@ def engine(sglang_server, policies):
     return engine
 
 
-async def play(engine, policies, turns):
-    """Play turns while each policy after the first is published. Return the turns."""
-    tasks = [asyncio.create_task(turn) for turn in turns]
-    for version, model in enumerate(policies[1:], start=1):
-        await asyncio.sleep(0.3)
-        await asyncio.to_thread(engine.publish, update_of(model, version))
-    return await asyncio.gather(*tasks)
+async def play_and_publish(engine, policies, sampling, has_enough):
+    """Play turns after each prompt, and publish the policies in turn, until there are enough turns.
+
+    How many turns meet new weights depends on the load of the machine. Version v is that of
+    `policies[v % len(policies)]`. Return the pairs of a prompt and its turn.
+    """
+    pairs, publishing = [], True
+
+    async def ask_often(prompt):
+        while publishing:
+            pairs.append((prompt, await ask(engine, prompt, sampling, f"e{prompt[0]}")))
+
+    tasks = [asyncio.create_task(ask_often(prompt)) for prompt in PROMPTS]
+    try:
+        for version in itertools.count(1):
+            await asyncio.sleep(0.1)
+            update = update_of(policies[version % len(policies)], version)
+            await asyncio.to_thread(engine.publish, update)
+            if has_enough([turn for _, turn in pairs]):
+                break
+    finally:
+        publishing = False
+    await asyncio.gather(*tasks)
+    return pairs
 
 
 def worst_gap(policies, prompt, turn):
@@ -72,43 +90,39 @@ def worst_gap(policies, prompt, turn):
     versions = torch.tensor(turn.versions.tolist())
     logprobs = torch.tensor(turn.logprobs.tolist(), dtype=torch.float64)
     gaps = [
-        (logprobs - logprobs_of(policies[v], prompt, turn.token_ids)).abs()[versions == v].max()
+        (logprobs - logprobs_of(policies[v % len(policies)], prompt, turn.token_ids))
+        .abs()[versions == v]
+        .max()
         for v in set(turn.versions)
     ]
     return float(max(gaps))
 
 
 async def test_each_logprob_is_that_of_the_version_that_its_token_names(engine, policies):
-    sampling = Sampling(max_tokens=700)
-    turns = [ask(engine, prompt, sampling, f"e{i}") for i, prompt in enumerate(PROMPTS)]
-    turns = await play(engine, policies, turns)
-    for prompt, turn in zip(PROMPTS, turns, strict=True):
+    pairs = await play_and_publish(
+        engine,
+        policies,
+        Sampling(max_tokens=700),
+        lambda turns: sum(len(set(turn.versions)) > 2 for turn in turns) > 2,
+    )
+    for prompt, turn in pairs:
         assert list(turn.versions) == sorted(turn.versions)
         assert turn.prompt_tokens == len(prompt)
         assert worst_gap(policies, prompt, turn) < 1e-5
-    assert sum(len(set(turn.versions)) > 2 for turn in turns) > 2
-    aborted = sum(len(set(turn.versions)) - 1 for turn in turns)
+    aborted = sum(len(set(turn.versions)) - 1 for _, turn in pairs)
     assert engine.reprefill_tokens() > aborted * len(PROMPTS[0])
 
 
 async def test_a_turn_with_new_weights_in_it_ends_as_one_without(engine, policies):
     """One token in ten ends a turn, also if it is the last one before the abort."""
     ends = {*range(0, policies[0].config.vocab_size, 10), policies[0].config.eos_token_id}
-    sampling = Sampling(max_tokens=12, stop_ids=tuple(sorted(ends)))
-    turns, publishing = [], True
-
-    async def ask_often(prompt):
-        while publishing:
-            turns.append(await ask(engine, prompt, sampling, f"e{prompt[0]}"))
-
-    tasks = [asyncio.create_task(ask_often(prompt)) for prompt in PROMPTS]
-    for version in range(1, 9):
-        await asyncio.sleep(0.1)
-        await asyncio.to_thread(engine.publish, update_of(policies[version % 2], version))
-    publishing = False
-    await asyncio.gather(*tasks)
-    assert sum(len(set(turn.versions)) > 1 for turn in turns) > 8
-    for turn in turns:
+    pairs = await play_and_publish(
+        engine,
+        policies,
+        Sampling(max_tokens=12, stop_ids=tuple(sorted(ends))),
+        lambda turns: sum(len(set(turn.versions)) > 1 for turn in turns) > 30,
+    )
+    for _, turn in pairs:
         assert not ends & {*turn.token_ids[:-1]}
         assert (turn.finish_reason == "stop") == (turn.token_ids[-1] in ends)
         assert (turn.finish_reason == "length") == (turn.token_ids[-1] not in ends)
