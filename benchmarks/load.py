@@ -117,7 +117,7 @@ def play(rollouts: Rollouts, samples: list[Sample]) -> tuple[float, float, Watch
 
     thread = threading.Thread(target=sample)
     thread.start()
-    ticking = asyncio.run_coroutine_threadsafe(watch.tick(), rollouts._loop)
+    ticking = rollouts._loop.submit(watch.tick())
     cpu, start = cpu_seconds(), time.perf_counter()
     groups = rollouts.collect(samples, n=1, sampling=Sampling(), step=0)
     wall, cpu = time.perf_counter() - start, cpu_seconds() - cpu

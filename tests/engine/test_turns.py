@@ -14,6 +14,7 @@ import pytest
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.remote.client import RemoteEngine
+from agentrl.engine.remote.row_json import RowEncoder
 from agentrl.engine.remote.turns import TurnGate, join_parts, without_last_token
 from agentrl.errors import EngineError
 from agentrl.http.pool import TimeLimit
@@ -113,7 +114,8 @@ class SimulatedServer(RemoteEngine):
     _policy_version = SimpleNamespace(request_fields={})
 
     def __init__(self, seed: int):
-        self._gate, self.reprefilled, self.rng = TurnGate(), 0, random.Random(seed)
+        self._gate, self._rows, self.reprefilled = TurnGate(), RowEncoder(), 0
+        self.rng = random.Random(seed)
         self.weights = self.aborts = self.empty_parts = self.full_parts = 0
 
     def _check_row(self, *_): ...

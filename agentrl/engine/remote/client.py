@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from agentrl.engine.base import Engine, Sampling, Update
@@ -24,6 +23,7 @@ from agentrl.engine.remote.admin import AdminClient, reading, refusal
 from agentrl.engine.remote.distributor import Distributor
 from agentrl.engine.remote.launch import ServerHandle, raise_if_dead
 from agentrl.engine.remote.loaders import AdapterLoader, Loader
+from agentrl.engine.remote.row_json import JsonIds, RowEncoder, as_json_array
 from agentrl.engine.remote.senders import Sent
 from agentrl.engine.remote.turns import TurnGate, join_parts, without_last_token
 from agentrl.errors import EngineError, InvalidEngineResponse
@@ -31,11 +31,6 @@ from agentrl.http import HttpClient
 from agentrl.trajectory import Generation, token_array
 
 SCORE_SECONDS = 300.0
-
-
-def as_json_array(ids: Sequence[int]) -> np.ndarray:
-    """Return ids as an array, (n,) int32, which orjson writes six times as fast as a list."""
-    return np.asarray(ids, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +107,7 @@ class RemoteEngine(Engine):
         self.loader = loader(self.admin)
         self._distributor = Distributor()
         self._gate = TurnGate()
+        self._rows = RowEncoder()
         self.reprefilled = 0
         """The number of tokens that were prefilled again after new weights."""
         self._uses_seeds = False
@@ -200,7 +196,8 @@ class RemoteEngine(Engine):
         episode_id: str,
     ) -> Generation:
         """Sample a turn, or its part until the server gets new weights."""
-        body = self._body(row, sampling, limit, seed % 2**63 if self._uses_seeds else None)
+        ids = self._rows.encode(episode_id, row)
+        body = self._body(ids, sampling, limit, seed % 2**63 if self._uses_seeds else None)
         policy_version = self._policy_version
         with self.loader.in_use(policy_version.request_fields):
             body |= policy_version.request_fields
@@ -217,6 +214,9 @@ class RemoteEngine(Engine):
             return without_last_token(generation)
         return generation
 
+    def end(self, episode_id: str) -> None:
+        self._rows.end(episode_id)
+
     async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
         """Return the logprob of each token. Servers score only at temperature 1.
 
@@ -228,7 +228,7 @@ class RemoteEngine(Engine):
         self._check_row(token_ids, "score")
         fields = self._policy_version.request_fields
         with self.loader.in_use(fields):
-            body = self._score_body(token_ids) | fields
+            body = self._score_body(as_json_array(token_ids)) | fields
             answer = await self._ask(body, "score", time.monotonic() + SCORE_SECONDS, "score")
         return self._read_scores(answer, token_ids, "score")
 
@@ -305,7 +305,7 @@ class RemoteEngine(Engine):
         """
         version, where = self._policy_version, f"{self.url}: a probe"
         row = [0] * min(self.probe_tokens, self.max_length - 1)
-        body = self._body(row, Sampling(temperature=0.0), 1) | version.request_fields
+        body = self._body(as_json_array(row), Sampling(temperature=0.0), 1) | version.request_fields
         answer = self.admin.ask(self._path, body)
         generation = self._read_turn(answer, 1, version, where)
         if generation.finish_reason == "abort":
@@ -378,13 +378,13 @@ class RemoteEngine(Engine):
 
     @abstractmethod
     def _body(
-        self, row: Sequence[int], sampling: Sampling, limit: int, seed: int | None = None
+        self, ids: JsonIds, sampling: Sampling, limit: int, seed: int | None = None
     ) -> dict[str, Any]:
-        """Return a request for a turn of at most `limit` tokens."""
+        """Return a request for a turn of at most `limit` tokens after the row with these ids."""
 
     @abstractmethod
-    def _score_body(self, row: Sequence[int]) -> dict[str, Any]:
-        """Return a request for the logprobs of a row."""
+    def _score_body(self, ids: JsonIds) -> dict[str, Any]:
+        """Return a request for the logprobs of the row with these ids."""
 
     @abstractmethod
     async def _ask(self, body: dict[str, Any], where: str, deadline: float, episode_id: str) -> Any:

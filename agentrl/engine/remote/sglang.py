@@ -22,12 +22,12 @@ from agentrl.engine.remote.admin import ADMIN_SECONDS, AdminClient, reading, ref
 from agentrl.engine.remote.client import (
     PolicyVersion,
     RemoteEngine,
-    as_json_array,
     check_turn,
     sampling_params,
     token_versions,
 )
 from agentrl.engine.remote.loaders import AdapterLoader, Loader, SGLangFileLoader
+from agentrl.engine.remote.row_json import JsonIds
 from agentrl.engine.remote.senders import Sent
 from agentrl.engine.remote.weights_check import WeightsChecker
 from agentrl.errors import EngineError
@@ -94,17 +94,17 @@ class SGLangEngine(RemoteEngine):
         return "/generate"
 
     def _body(
-        self, row: Sequence[int], sampling: Sampling, limit: int, seed: int | None = None
+        self, ids: JsonIds, sampling: Sampling, limit: int, seed: int | None = None
     ) -> dict[str, Any]:
         return {
-            "input_ids": as_json_array(row),
+            "input_ids": ids,
             "return_logprob": True,
             "sampling_params": _sampling_params(sampling, limit, seed),
         }
 
-    def _score_body(self, row: Sequence[int]) -> dict[str, Any]:
+    def _score_body(self, ids: JsonIds) -> dict[str, Any]:
         return {
-            "input_ids": as_json_array(row),
+            "input_ids": ids,
             "return_logprob": True,
             "logprob_start_len": 0,
             "sampling_params": {"max_new_tokens": 0},

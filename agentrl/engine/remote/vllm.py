@@ -18,12 +18,12 @@ from agentrl.engine.remote.admin import ADMIN_SECONDS, reading, refusal
 from agentrl.engine.remote.client import (
     PolicyVersion,
     RemoteEngine,
-    as_json_array,
     check_turn,
     sampling_params,
     token_versions,
 )
 from agentrl.engine.remote.launch import raise_if_dead
+from agentrl.engine.remote.row_json import JsonIds, as_json_array
 from agentrl.engine.remote.senders import Sent
 from agentrl.errors import ConfigError, EngineError, UserError
 from agentrl.trajectory import Generation, float_array, token_array
@@ -47,13 +47,13 @@ class Generate:
 
     path = "/inference/v1/generate"
 
-    def body(self, row: Sequence[int], params: dict[str, Any]) -> dict[str, Any]:
+    def body(self, ids: JsonIds, params: dict[str, Any]) -> dict[str, Any]:
         """Return a request, from a row and vLLM's sampling parameters.
 
         Tokens are decoded only if there are stop strings.
         """
         return {
-            "token_ids": as_json_array(row),
+            "token_ids": ids,
             "sampling_params": params | {"detokenize": bool(params.get("stop"))},
         }
 
@@ -74,9 +74,9 @@ class Completions:
 
     path = "/v1/completions"
 
-    def body(self, row: Sequence[int], params: dict[str, Any]) -> dict[str, Any]:
+    def body(self, ids: JsonIds, params: dict[str, Any]) -> dict[str, Any]:
         """Return a request, from a row and vLLM's sampling parameters."""
-        return {"prompt": as_json_array(row), "return_token_ids": True, **params}
+        return {"prompt": ids, "return_token_ids": True, **params}
 
     def tokens(self, choice: dict[str, Any]) -> tuple[list[int], list[float]]:
         """Return the ids and logprobs of an answer's only choice, unchecked."""
@@ -137,14 +137,14 @@ class VLLMEngine(RemoteEngine):
             )
 
     def _body(
-        self, row: Sequence[int], sampling: Sampling, limit: int, seed: int | None = None
+        self, ids: JsonIds, sampling: Sampling, limit: int, seed: int | None = None
     ) -> dict[str, Any]:
         params = _sampling_params(sampling, limit)
-        return self.endpoint.body(row, params if seed is None else params | {"seed": seed})
+        return self.endpoint.body(ids, params if seed is None else params | {"seed": seed})
 
-    def _score_body(self, row: Sequence[int]) -> dict[str, Any]:
+    def _score_body(self, ids: JsonIds) -> dict[str, Any]:
         params = _sampling_params(Sampling(temperature=0.0), 1) | {"prompt_logprobs": 0}
-        return self.endpoint.body(row, params)
+        return self.endpoint.body(ids, params)
 
     async def _ask(self, body: dict[str, Any], where: str, deadline: float, episode_id: str) -> Any:
         """Send one request. Closing the connection aborts it."""
@@ -184,7 +184,7 @@ class VLLMEngine(RemoteEngine):
         Raises:
             EngineError: the logprobs do not include the temperature.
         """
-        body = self._body([0], Sampling(temperature=1.0, top_k=1), LOGPROB_TOKENS)
+        body = self._body(as_json_array([0]), Sampling(temperature=1.0, top_k=1), LOGPROB_TOKENS)
         # The first request of a server may take long, because it compiles kernels.
         answer = self.admin.ask(self._path, body, seconds=LONG_SECONDS)
         values = self._read_turn(
