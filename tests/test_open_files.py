@@ -78,6 +78,57 @@ def test_waiting_for_a_connection_ends_no_episode(tmp_path):
     assert report["seconds"] > 8.0 and report["turns at once"] <= 14
 
 
+SHARED_LIMIT = """
+import asyncio
+from agentrl.config import ToolsConfig
+from agentrl.errors import Infrastructure
+from agentrl.tools import open_toolbox
+from agentrl.trajectory import Message, Sample, ToolCall
+
+async def play(box, i, failures):
+    sample = Sample(f"r{i}", (Message("user", "?"),), tools=("pause",))
+    try:
+        await box.open(f"e{i}", sample)
+        for turn in range(3):
+            [result] = await box.run([ToolCall("pause", {"seconds": 0.05})], f"e{i}", turn)
+            assert result.content == "0.05", result
+        await box.close(f"e{i}")
+    except Infrastructure as e:
+        failures.append(str(e))
+
+async def main(box):
+    failures = []
+    await asyncio.gather(*(play(box, i, failures) for i in range(1500)))
+    await box.aclose()
+    print(len(failures), *failures[:1])
+
+with open_toolbox(ToolsConfig(), ["tools.py"]) as box:
+    asyncio.run(main(box))
+"""
+PAUSE = '''
+import asyncio
+from agentrl import tool
+
+@tool
+async def pause(seconds: float) -> float:
+    """Wait.
+
+    Args:
+        seconds: how long
+    """
+    await asyncio.sleep(seconds)
+    return seconds
+'''
+
+
+def test_a_client_opens_no_more_connections_than_its_tool_server_accepts(tmp_path, monkeypatch):
+    """A tool server accepts fewer connections than a client with the same limit could open."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tools.py").write_text(PAUSE)
+    done = limited(512, 512, "-c", SHARED_LIMIT, seconds=120)
+    assert done.stdout.splitlines() == ["0"], done.stderr[-3000:]
+
+
 ROW = {
     "prompt": [{"role": "user", "content": "How much is 3*4?"}],
     "data_source": "openai/gsm8k",

@@ -32,6 +32,7 @@ import orjson
 from agentrl import open_files
 from agentrl.errors import ConfigError, Infrastructure
 from agentrl.http.pool import (
+    MAX_CONNECTIONS_TO_SERVER,
     ConnectionDropped,
     InvalidResponse,
     Server,
@@ -98,6 +99,7 @@ class HttpClient:
         token: sent as `Authorization: Bearer`, if not empty.
         error: the exception to raise if the server is unreachable or its response is invalid.
         max_bytes: the longest response to accept.
+        max_connections: the most connections that the server accepts.
         reserved: True for health checks and aborts, which are few and short. They have their own
             connections, and the wait for such a connection counts against their deadlines.
 
@@ -112,6 +114,7 @@ class HttpClient:
         token: str = "",
         error: type[Infrastructure] = Infrastructure,
         max_bytes: int = MAX_RESPONSE_BYTES,
+        max_connections: int = MAX_CONNECTIONS_TO_SERVER,
         reserved: bool = False,
     ):
         url = parse_base_url(base_url)
@@ -119,7 +122,12 @@ class HttpClient:
         self.base_url = base_url.rstrip("/")
         secure = url.scheme == "https"
         port = url.port or (443 if secure else 80)
-        self.server = Server(url.hostname or "", port, default_tls() if secure else None)
+        self.server = Server(
+            url.hostname or "",
+            port,
+            default_tls() if secure else None,
+            max_connections=min(max_connections, MAX_CONNECTIONS_TO_SERVER),
+        )
         self._reserved = reserved
         self._prefix = url.path.rstrip("/")
         self._headers = f"host: {url.netloc}\r\naccept: application/json\r\n" + (

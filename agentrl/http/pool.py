@@ -38,7 +38,7 @@ import httptools
 from agentrl import open_files
 
 MAX_CONNECTIONS_TO_SERVER = 1024
-"""The most requests in flight to one server; a tool server accepts as many."""
+"""The most requests in flight to one server; a tool server handles as many calls at once."""
 MAX_RESERVED_CONNECTIONS = 16
 MAX_IDLE_SECONDS = 60.0
 """Shorter than the keep-alive of our servers, so that a connection is rarely closed when it is
@@ -188,13 +188,15 @@ class HttpConnection(asyncio.Protocol):
 
 
 class Server(NamedTuple):
-    """The address of a server. Requests to equal addresses share connections."""
+    """The address of a server. Requests to equal servers share connections."""
 
     host: str
     port: int
     tls: ssl.SSLContext | None
     name: str = ""
     """For messages, if the host is not an address."""
+    max_connections: int = MAX_CONNECTIONS_TO_SERVER
+    """The most connections that the server accepts."""
 
     @property
     def label(self) -> str:
@@ -320,7 +322,7 @@ class ConnectionPool:
 
     def _try_lease(self, queue: ServerQueue) -> ConnectionLease | None:
         """Return a lease of an idle connection or of a new one; None if no connection is free."""
-        if queue.busy >= MAX_CONNECTIONS_TO_SERVER:
+        if queue.busy >= queue.server.max_connections:
             return None
         while queue.idle:
             # The connection that was used last is the most likely to be still open.
@@ -359,7 +361,7 @@ class ConnectionPool:
         while queues := [
             queue
             for queue in self.queues.values()
-            if queue.waiting and queue.busy < MAX_CONNECTIONS_TO_SERVER
+            if queue.waiting and queue.busy < queue.server.max_connections
         ]:
             queue = min(queues, key=lambda queue: (queue.busy, queue.waiting[0][0]))
             _, future = queue.waiting[0]

@@ -27,6 +27,7 @@ from agentrl.errors import (
     UserError,
 )
 from agentrl.http import HttpClient, fetch_json
+from agentrl.http.pool import MAX_CONNECTIONS_TO_SERVER
 from agentrl.registry import Registry, tools
 from agentrl.tools.payloads import encode_arguments, storable_messages, unknown_tool
 from agentrl.tools.runner import QUEUE_SECONDS, CallLimits
@@ -362,6 +363,8 @@ class HttpToolbox(Toolbox):
             for fields in answer["tools"]:
                 specs.add(fields["name"], ToolSpec(**fields))
             ports = [int(port) for port in answer.get("workers", ())]
+            # Servers of earlier versions do not say how many connections they accept.
+            most = max(1, int(answer.get("max_connections", MAX_CONNECTIONS_TO_SERVER)))
         except (TypeError, KeyError, ValueError):
             raise ToolServerError(
                 f"{self.url} did not answer with a list of tools: {answer!r}"
@@ -369,11 +372,13 @@ class HttpToolbox(Toolbox):
         url = urlsplit(self.url)
         host = url.netloc.rpartition("@")[2].removesuffix(f":{url.port}")
         urls = [url._replace(netloc=f"{host}:{port}").geturl() for port in ports] or [self.url]
-        self._clients = [self._client(url) for url in urls]
+        self._clients = [self._client(url, most) for url in urls]
         return specs
 
-    def _client(self, url: str) -> HttpClient:
-        return HttpClient(url, token=self._token, error=ToolServerError)
+    def _client(self, url: str, max_connections: int = MAX_CONNECTIONS_TO_SERVER) -> HttpClient:
+        return HttpClient(
+            url, token=self._token, error=ToolServerError, max_connections=max_connections
+        )
 
 
 def create_kwargs_of(sample: Sample) -> dict[str, Mapping[str, Any]]:

@@ -107,6 +107,9 @@ class ToolsResponse(BaseModel):
     tools: list[ToolSpec]
     workers: list[int]
     """The ports of its workers, by number; empty if there is only one worker."""
+    max_connections: int
+    """The most connections to one worker that a client should open. With more, a worker closes idle
+    ones, and then refuses requests."""
 
 
 class HealthResponse(BaseModel):
@@ -197,7 +200,13 @@ class ToolMetrics:
 
 
 def create_app(
-    host: ToolHost, tool_metrics: ToolMetrics, *, token: str, names: frozenset[str], mcp: bool
+    host: ToolHost,
+    tool_metrics: ToolMetrics,
+    *,
+    token: str,
+    names: frozenset[str],
+    max_connections: int,
+    mcp: bool,
 ) -> FastAPI:
     """Create the application for the tools that are registered in this process.
 
@@ -206,6 +215,7 @@ def create_app(
         tool_metrics: counts the calls.
         token: the bearer token; "" asks for none.
         names: the host names of the server; an empty set allows all.
+        max_connections: the most connections that one client should open.
         mcp: also serve the Model Context Protocol, at /mcp.
     """
     mcp_endpoint = _make_mcp_endpoint(host) if mcp else None
@@ -271,7 +281,13 @@ def create_app(
     @app.get("/tools", **describe_route(ToolsResponse))
     async def list_tools() -> Response:
         specs = [tools.get(n).spec for n in tools.names()]
-        return _json_response({"tools": specs, "workers": host.shard.ports})
+        return _json_response(
+            {
+                "tools": specs,
+                "workers": host.shard.ports,
+                "max_connections": max_connections,
+            }
+        )
 
     @app.get("/health", **describe_route(HealthResponse, anybody=True))
     async def health() -> Response:

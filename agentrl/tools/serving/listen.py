@@ -31,6 +31,9 @@ HEAD_SECONDS = 10.0
 MAX_HEAD = 2**16
 MAX_REQUEST = 2 * MAX_SESSION_BODY
 """Limit of a request in bytes, including the framing of chunks. Its body has its own limits."""
+CLIENTS_SHARE = 90
+"""The percentage of the connections that `GET /tools` offers to a client. The others are for health
+checks, for metrics, and for connections whose end this process has not noticed yet."""
 DRAIN_SECONDS = 10.0
 """The time that a server that is stopping waits for running calls."""
 END_SECONDS = 18.0
@@ -155,7 +158,7 @@ class ToolServer(uvicorn.Server):
         mcp: bool = False,
     ):
         open_files.raise_limit()
-        BoundedHttpProtocol.max_connections = _reserve_descriptors()
+        accepted = BoundedHttpProtocol.max_connections = _reserve_descriptors()
         self._socket = bound or bind(host, port, token)
         self.url = url_of(self._socket)
         self._ready = ready
@@ -164,7 +167,14 @@ class ToolServer(uvicorn.Server):
         metrics = ToolMetrics()
         self._host = ToolHost(metrics.observe_call, shard=shard, max_calls=max_calls)
         names = host_names_of(self._socket)
-        app = create_app(self._host, metrics, token=token, names=names, mcp=mcp)
+        app = create_app(
+            self._host,
+            metrics,
+            token=token,
+            names=names,
+            max_connections=max(1, accepted * CLIENTS_SHARE // 100),
+            mcp=mcp,
+        )
         super().__init__(
             uvicorn.Config(
                 app,
