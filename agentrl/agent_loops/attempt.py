@@ -282,8 +282,8 @@ class Attempt:
 
     def record(self, name: str, start: float, end: float, thread: int = 0) -> None:
         """Add a span; start and end are `time.monotonic()` seconds."""
-        begin, end = (round(seconds - self.created, 6) for seconds in (start, end))
-        self.spans.append(Span(name, begin, end, thread))
+        origin = self.created
+        self.spans.append(Span(name, round(start - origin, 6), round(end - origin, 6), thread))
 
     def remaining_tokens(self, row: TokenRow, new: int) -> int:
         """Return how many tokens may be sampled in a row after `new` observed tokens."""

@@ -542,6 +542,70 @@ them are solved."""
 STOP = "stop/"
 
 
+MIXED_GROUPS = 12
+"""The fewest groups with right and wrong answers: a reward that mostly tells them apart gives equal
+ones by chance in a few."""
+EQUAL_SHARE = 0.8
+"""The share of these groups whose rewards are all equal. A reward that reads the answer has none,
+whatever else it pays for."""
+
+
+@diagnosis("equal_rewards")
+def equal_rewards(run: Run) -> Iterator[Finding]:
+    """Right and wrong answers to one row have the same reward, while other rows have other ones."""
+    episodes = training_episodes(run, MAX_WINDOW)
+    pairs = zip(
+        episodes.column("answer").to_pylist(),
+        episodes.column("ground_truth").to_pylist(),
+        strict=True,
+    )
+    is_right = np.array([truth is not None and ends_with_truth(a, truth) for a, truth in pairs])
+    is_known = ~episodes.column("ground_truth").is_null().to_numpy(zero_copy_only=False)
+    reward = column(episodes, "reward")
+    members: dict[str, list[int]] = defaultdict(list)
+    for row, group in enumerate(group_keys(episodes)):
+        if is_known[row] and not math.isnan(reward[row]):
+            members[group].append(row)
+    mixed = [rows for rows in members.values() if len(set(is_right[rows])) > 1]
+    for name in ("agent_name", "data_source"):
+        kind_of = episodes.column(name).to_pylist()
+        kinds = sorted(set(kind_of))
+        shown, texts, shares, count = [], [], [], 0
+        for kind in kinds:
+            groups = [rows for rows in mixed if kind_of[rows[0]] == kind]
+            equal = [rows for rows in groups if np.ptp(reward[rows]) == 0]
+            all_rewards = reward[[row for rows in groups for row in rows]]
+            if len(groups) < MIXED_GROUPS or len(equal) < EQUAL_SHARE * len(groups):
+                continue
+            if np.ptp(all_rewards) == 0:  # The reward may depend on other things than the answer.
+                continue
+            shares.append(len(equal) / len(groups))
+            count += len(equal)
+            texts.append(f"{shares[-1]:.0%} of {len(groups)} groups of {kind}")
+            shown += [row for rows in equal for row in rows]
+        if not texts:
+            continue
+        mask = np.zeros(episodes.num_rows, bool)
+        mask[shown] = True
+        yield Finding(
+            int(column(episodes, "step").min()),
+            "right and wrong answers to the same row have the same reward: in"
+            f" {' and '.join(texts)} with both. These groups have no advantage and teach nothing",
+            {"share": min(shares), "groups": float(count)},
+            **examples(episodes, mask, "last"),
+            causes=[
+                "the reward of a rollout is that of another one of its row: a cache whose key lacks"
+                " the answer, or a score of the whole group",
+                "the reward does not read the answer of these rows",
+            ],
+            tries=[
+                "score two different answers to one row by hand: agentrl rescore",
+                f"read the episodes of such a group: agentrl show {run.folder}",
+            ],
+        )
+        return
+
+
 @diagnosis("dead_groups")
 def dead_groups(run: Run) -> Iterator[Finding]:
     """All rewards of a group are equal, so no rollout has an advantage.
@@ -1089,11 +1153,17 @@ SAME_TRUTH_ROWS = 8
 kinds."""
 OTHER_TRUTHS = 5
 """The fewest different ground truths of the other rows: rows of a yes-or-no task may agree."""
+SKEWED_ROWS = 30
+"""The fewest rows of an agent loop and data source, of which half by chance never agree."""
+SKEWED_SHARE = 0.5
+"""The share of these rows with the same ground truth."""
+SKEW = 3.0
+"""How many times as frequent it must be as the most frequent ground truth of the other rows."""
 
 
 @diagnosis("ground_truths")
 def ground_truths(run: Run) -> Iterator[Finding]:
-    """All rows of a kind have the same ground truth, and other rows have different ones."""
+    """Rows of a kind have the same ground truth, and other rows have different ones."""
     episodes = training_episodes(run)
     truths = np.array(episodes.column("ground_truth").to_pylist(), object)
     samples = np.array(episodes.column("sample_id").to_pylist(), object)
@@ -1109,7 +1179,9 @@ def ground_truths(run: Run) -> Iterator[Finding]:
         truth = truths[int(own.argmax())]
         texts.append(f"all {rows} rows like {kind!r} have it: {shorten(truth)!r}")
         shown |= own
-    if texts:
+    if not texts:
+        yield from _find_skewed_truths(episodes, truths, samples, is_known)
+    else:
         more = len(texts) - MAX_COLLAPSED
         yield Finding(
             int(column(episodes, "step").min()),
@@ -1120,6 +1192,44 @@ def ground_truths(run: Run) -> Iterator[Finding]:
             causes=["the column of the ground truth holds a placeholder, or is filled wrongly"],
             tries=["compare the ground truths with the questions: agentrl check --dataset ROWS"],
             severity="audit",
+        )
+
+
+def _find_skewed_truths(
+    episodes: pa.Table, truths: np.ndarray, samples: np.ndarray, is_known: np.ndarray
+) -> Iterator[Finding]:
+    """Yield a finding for each agent loop and data source most of whose rows have one truth."""
+    agents, sources = (episodes.column(name).to_pylist() for name in ("agent_name", "data_source"))
+    kinds = np.array([f"{a}, {s}" for a, s in zip(agents, sources, strict=True)], object)
+
+    def most_common(chosen: np.ndarray) -> tuple[str, float, int, int]:
+        """Return the most frequent truth of the rows, its share, the rows, and their truths."""
+        truth_of = dict(zip(samples[chosen], truths[chosen], strict=True))
+        counts = Counter(truth_of.values())
+        truth, count = counts.most_common(1)[0]
+        return truth, count / len(truth_of), len(truth_of), len(counts)
+
+    for kind in sorted(set(kinds)):
+        own, others = is_known & (kinds == kind), is_known & (kinds != kind)
+        if not own.any() or not others.any():
+            continue
+        truth, share, rows, different = most_common(own)
+        _, other_share, _, other_truths = most_common(others)
+        if rows < SKEWED_ROWS or share < SKEWED_SHARE or share < SKEW * other_share:
+            continue
+        if min(different, other_truths) < OTHER_TRUTHS:
+            continue
+        of_truth = own & (truths == truth)
+        yield Finding(
+            int(column(episodes, "step").min()),
+            f"{share:.0%} of the {rows} rows of {kind} have the same ground truth,"
+            f" {shorten(truth)!r}; of the other rows at most {other_share:.0%} have the same one",
+            {"share": share, "elsewhere": other_share, "rows": float(rows)},
+            **examples(episodes, of_truth, "last"),
+            causes=["the column of the ground truth is filled wrongly for these rows"],
+            tries=["compare the ground truths with the questions: agentrl check --dataset ROWS"],
+            severity="audit",
+            subject=kind,
         )
 
 
@@ -1256,6 +1366,59 @@ def reward_falls(run: Run) -> Iterator[Finding]:
         ],
         severity="error",
     )
+
+
+KIND_REWARDS = re.compile(r"(?:val|val_greedy|val-core)/(.+)/reward/mean@\d+")
+"""The mean rewards of an agent loop or a data source in a validation, sampled or greedy."""
+
+
+@diagnosis("validation_falls")
+def validation_falls(run: Run) -> Iterator[Finding]:
+    """The policy forgets a kind of rows: its validation reward falls far below an earlier one."""
+    falls: dict[str, tuple[float, Finding]] = {}
+    episodes = training_episodes(run, MIN_WINDOW)
+    for name in run.metrics.column_names:
+        match = KIND_REWARDS.fullmatch(name)
+        if match is None:
+            continue
+        values, kind = values_by_step(run, name), match[1]
+        errors = values_by_step(run, name.replace("/mean@", "/se@")).values()
+        if len(values) < 2 or not errors:
+            continue
+        step = max(values, key=values.__getitem__)
+        best, last = values[step], values[max(values)]
+        noise = math.sqrt(2) * max(errors)
+        if best - last <= Z * noise or best - last < FALL * abs(best):
+            continue
+        of_kind = np.logical_or(
+            *(column(episodes, of) == kind for of in ("agent_name", "data_source"))
+        )
+        answers = Counter(column(episodes, "answer")[of_kind].tolist())
+        answer, count = answers.most_common(1)[0] if answers else ("", 0)
+        share = count / max(1, int(of_kind.sum()))
+        same = f"; {share:.0%} of its last rollouts in training end with {shorten(answer)!r}"
+        finding = Finding(
+            step,
+            f"the validation reward of {kind} fell from {best:.3g} (step {step}) to {last:.3g}"
+            f" (step {max(values)})" + (same if share >= SHARED_ANSWER else ""),
+            {"best": best, "last": last, "standard_error": max(errors)},
+            **examples(episodes, of_kind, "last"),
+            causes=[
+                "the training rows of this kind reward something else: wrong ground truths, or a"
+                " reward that can be exploited",
+                "updates for other kinds of rows changed these answers",
+            ],
+            tries=[
+                "compare the ground truths of training and validation rows of this kind",
+                "keep the best checkpoint: trainer.keep_best",
+            ],
+            subject=kind,
+        )
+        # An agent loop and a data source may be the same rows, sampled and greedy.
+        key = ",".join(sorted(set(column(episodes, "agent_name")[of_kind].tolist()))) or kind
+        if best - last > falls.get(key, (0.0, finding))[0]:
+            falls[key] = best - last, finding
+    yield from (finding for _, finding in falls.values())
 
 
 VAL_REWARDS = re.compile(r"val-core/.*/reward/mean@\d+")
@@ -1626,6 +1789,8 @@ PARTS = {
     "timing_s/adv": "advantages",
 }
 """The parts of a step, which follow each other."""
+BETWEEN_STEPS = 0.25
+"""The share of the run's time that validations or checkpoints may take."""
 LATE = 0.9
 """The share of rollouts after whose end the step waits for the last ones."""
 
@@ -1662,6 +1827,28 @@ def step_time(run: Run) -> Iterator[Finding]:
         tries=list(_FASTER.get(largest, ())),
         severity="note",
     )
+    yield from _find_time_between_steps(run, step)
+
+
+def _find_time_between_steps(run: Run, step: Series) -> Iterator[Finding]:
+    """Yield a finding if validations or checkpoints take much of the time of a run."""
+    for name, what, tries in (
+        ("timing_s/testing", "validations", ["a larger trainer.test_freq", "a smaller val.n"]),
+        ("timing_s/save_checkpoint", "checkpoints", ["a larger trainer.save_freq"]),
+    ):
+        seconds = values_by_step(run, name).values()
+        share = sum(seconds) / (sum(seconds) + float(step.values.sum()))
+        if share >= BETWEEN_STEPS:
+            yield Finding(
+                int(step.steps[0]),
+                f"{plural(len(seconds), what.removesuffix('s'))} take {share:.0%} of the time of"
+                f" the run, {sum(seconds) / len(seconds):.3g} s each; a step takes"
+                f" {float(step.values.mean()):.3g} s",
+                {"share": share, "number": float(len(seconds))},
+                tries=tries,
+                severity="note",
+                subject=what,
+            )
 
 
 _FASTER: Mapping[str, Sequence[str]] = {

@@ -17,7 +17,7 @@ import math
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args, overload
 
 from agentrl.errors import DataError, UserError
@@ -115,6 +115,21 @@ class Tool:
     """The hooks that a class tool has: some of `reward` and `close`."""
     constructor_injected: tuple[str, ...] = ()
     """The parameters of a class tool's constructor that agentrl fills."""
+    spec: ToolSpec = field(init=False)
+    """The description of the tool for clients."""
+
+    def __post_init__(self) -> None:
+        """Describe the tool once: every episode that lists it reads its description."""
+        # A call that creates an object and closes it may use the timeout of each of these steps.
+        steps = 4 if self.is_class and self.scope == "call" else 1
+        spec = ToolSpec(
+            self.name,
+            [f.schema for f in self.functions],
+            self.timeout * steps + (START_SECONDS if self.process else 0.0),
+            self.stateful,
+            sorted(self.injected),
+        )
+        object.__setattr__(self, "spec", spec)
 
     @property
     def is_class(self) -> bool:
@@ -130,19 +145,6 @@ class Tool:
     def injected(self) -> frozenset[str]:
         """The parameters that agentrl fills, of all functions and the constructor."""
         return frozenset(self.constructor_injected).union(*(f.injected for f in self.functions))
-
-    @property
-    def spec(self) -> ToolSpec:
-        """The description of the tool for clients."""
-        # A call that creates an object and closes it may use the timeout of each of these steps.
-        steps = 4 if self.is_class and self.scope == "call" else 1
-        return ToolSpec(
-            self.name,
-            [f.schema for f in self.functions],
-            self.timeout * steps + (START_SECONDS if self.process else 0.0),
-            self.stateful,
-            sorted(self.injected),
-        )
 
     def arguments(self, create_kwargs: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
         """Return the constructor arguments of a row.

@@ -653,6 +653,90 @@ def test_a_kind_of_rows_with_one_ground_truth(truth, is_named):
         assert "all 30 rows like 'How many plums are in the bag? 1' have it: '5'" in found[0].text
 
 
+@pytest.mark.parametrize(
+    ("react", "other", "is_named"),
+    [
+        ("cached", "read", ["react"]),
+        ("cached", "cached", ["react", "tool_agent"]),
+        ("read", "read", []),
+        ("constant", "read", []),  # The reward is for something else than the answer.
+    ],
+)
+def test_right_and_wrong_answers_with_the_same_reward(react, other, is_named):
+    def reward_of(how: str, step: int, k: int) -> float:
+        return {"cached": float(step % 3 == 0), "read": float(k < 2), "constant": 0.5}[how]
+
+    rollouts = [
+        {"step": step, "group": group, "sample_id": f"s{step}", "agent_name": agent}
+        | {"ground_truth": "4", "answer": f"#### {4 if k < 2 else k}"}
+        | {"reward": reward_of(how, step, k)}
+        for step in range(1, N + 1)
+        for group, (agent, how) in enumerate((("react", react), ("tool_agent", other)))
+        for k in range(4)
+    ]
+    found = [f for f in diagnose(make_run(learning(), rollouts)) if f.name == "equal_rewards"]
+    assert len(found) == bool(is_named)
+    for finding in found:
+        assert finding.evidence == {"share": 1.0, "groups": 20.0 * len(is_named)}
+        for agent in ("react", "tool_agent"):
+            assert (f"100% of 20 groups of {agent}" in finding.text) == (agent in is_named)
+
+
+@pytest.mark.parametrize(
+    ("share", "values", "is_named"), [(0.6, 7, True), (0.3, 7, False), (0.6, 2, False)]
+)
+def test_most_rows_of_a_kind_with_one_ground_truth(share, values, is_named):
+    """Rows with few different truths (yes or no) agree by nature."""
+    rows = [
+        {"step": 1 + k % N, "sample_id": f"s{k}", "group": k, "prompt": f"Add {k}"}
+        | {"data_source": "a" if k % 2 else "b"}
+        | {"ground_truth": f"{k // 2 % 9}" if k % 2 == 0 else f"own {k // 2 % values}"}
+        | ({"ground_truth": "1"} if k % 2 and (k // 2) % 10 < 10 * share else {})
+        for k in range(200)
+    ]
+    found = [f for f in diagnose(make_run(learning(), rows)) if f.name == "ground_truths"]
+    assert bool(found) == is_named
+    if is_named:
+        assert "60% of the 100 rows of tool_agent, a have the same" in found[0].text
+        assert "'1'; of the other rows at most 12% have" in found[0].text
+
+
+def test_validation_of_a_kind_of_rows_falls():
+    """The agent loop and the data source are the same rows: one finding, with their answer."""
+    none: list[Any] = [None] * N
+
+    def validation(first: float, last: float, error: float = 0.05) -> tuple[list[Any], list[Any]]:
+        return [first, *none[2:], last], [error, *none[2:], error]
+
+    names = ("val/react/reward", "val_greedy/react/reward", "val-core/maths/b/reward")
+    metrics = learning()
+    for name, (values, errors) in zip(
+        names, (validation(0.5, 0.2), validation(0.9, 0.1), validation(0.6, 0.1)), strict=True
+    ):
+        metrics |= {f"{name}/mean@1": values, f"{name}/se@1": errors}
+    rows = [
+        {"step": N, "agent_name": "react", "data_source": "maths/b", "answer": f"#### {k % 2}"}
+        for k in range(8)
+    ]
+    finding = the_alarm(make_run(metrics, rows))
+    assert (finding.name, finding.subject) == ("validation_falls", "react")
+    assert "validation reward of react fell from 0.9 (step 1) to 0.1 (step 40)" in finding.text
+    assert "50% of its last rollouts in training end with '#### 0'" in finding.text
+    values, errors = validation(0.5, 0.2, error=0.1)
+    metrics = learning(**{"val/react/reward/mean@1": values, "val/react/reward/se@1": errors})
+    assert alarms(make_run(metrics, rows)) == [], "within the noise of the validation"
+
+
+def test_validations_that_take_much_of_the_time():
+    step = {"timing_s/step": [2.0] * N, "timing_s/gen": [1.0] * N}
+    every = learning(**step, **{"timing_s/testing": [1.0] * N})
+    [note] = [f for f in diagnose(make_run(every)) if f.subject == "validations"]
+    assert note.severity == "note" and note.evidence["share"] == pytest.approx(1 / 3)
+    assert note.text == "40 validations take 33% of the time of the run, 1 s each; a step takes 2 s"
+    rarely = learning(**step, **{"timing_s/save_checkpoint": [1.0, None] * 20})
+    assert not [f for f in diagnose(make_run(rarely)) if f.subject]
+
+
 def test_notes_on_the_settings_are_findings():
     run = make_run(learning())
     run.__dict__["config"] |= {"optim": {"lr_warmup_steps": 500}, "trainer": {"total_steps": 35}}
