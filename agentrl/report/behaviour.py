@@ -45,16 +45,18 @@ BEHAVIOUR_SCHEMA = pa.schema(
         ("generate_seconds", pa.float64()),
         ("tool_seconds", pa.float64()),
         ("reward_seconds", pa.float64()),
+        ("interaction_seconds", pa.float64()),
+        ("open_seconds", pa.float64()),
         ("tool_times", pa.list_(pa.float64())),
     ]
 )
 """The columns of `Run.behaviour`. `prompt` is the last message of the prompt and `answer` the last
 one of the policy, of each the last `MAX_TEXT` characters. `repeated_calls` counts calls that an
 earlier call of the same conversation equals in name, arguments and result. `failed_turn` and
-`repeated_turn` are the indexes of the first turns with such calls, null if there is none. The
-seconds of an episode are sums over its turns; `queue_seconds` and `reward_seconds` are null in
-files of older versions. `tool_times` are the starts and ends of tool calls and interactions, in
-seconds since `started`."""
+`repeated_turn` are the indexes of the first turns with such calls, null if there is none.
+`generate_seconds` and `tool_seconds` are sums over turns; the other seconds are sums over spans and
+null in files of older versions. `tool_times` are the starts and ends of tool calls and
+interactions, in seconds since `started`."""
 
 MAX_TEXT = 2000
 """The characters of a text that are kept: a long run has hundreds of thousands of episodes."""
@@ -130,6 +132,8 @@ def _derive(
         "generate_seconds": sum(turn["generate_seconds"] for turn in turns),
         "tool_seconds": sum(turn["tool_seconds"] for turn in turns),
         "reward_seconds": seconds["reward"] if spans else None,
+        "interaction_seconds": seconds["interaction"] if spans else None,
+        "open_seconds": seconds["open"] if spans else None,
         "tool_times": [
             time for s in spans if s["name"] in WAITS for time in (s["start"], s["end"])
         ],

@@ -1306,6 +1306,8 @@ MIN_FALL = 0.05
 FALL_Z = 5.0
 """The standard errors of a fall. They are more than `Z`, because the best of many windows is high
 by chance."""
+FALL_WITH_KL = 0.2
+"""The share that is a warning if the KL has risen meanwhile: a collapse that has begun."""
 KL_RISE = 2.0
 """How many times its value at the best rewards the KL must have to be named as the cause."""
 
@@ -1321,7 +1323,7 @@ def reward_falls(run: Run) -> Iterator[Finding]:
     best = int(means.argmax())
     top, last = float(means[best]), float(reward.last.mean())
     lost = top - last
-    if lost < FALL * (top - low) or lost < MIN_FALL * (high - low):
+    if lost < FALL_WITH_KL * (top - low) or lost < MIN_FALL * (high - low):
         return
     if z_score(reward.at(best), reward.last) > -FALL_Z:
         return
@@ -1342,6 +1344,9 @@ def reward_falls(run: Run) -> Iterator[Finding]:
         evidence |= {f"{name} before": before, f"{name} after": after}
         if after >= KL_RISE * max(before, 1e-9):
             rises.append(f"{name} rose from {before:.2g} to {after:.2g}")
+    is_collapse = lost >= FALL * (top - low)
+    if not is_collapse and not rises:
+        return
     suffix = f", while {rises[0]}" if rises else ""
     episodes = training_episodes(run)
     yield Finding(
@@ -1364,7 +1369,7 @@ def reward_falls(run: Run) -> Iterator[Finding]:
             "a KL penalty: algorithm.kl_loss_coef",
             "fewer algorithm.ppo_epochs, a larger batch",
         ],
-        severity="error",
+        severity="error" if is_collapse else "warning",
     )
 
 
@@ -1528,41 +1533,77 @@ GROWTH = 1.5
 
 @diagnosis("length")
 def length(run: Run) -> Iterator[Finding]:
-    """Responses get longer, and the reward does not rise with them."""
-    size = read_series(run, "response_length/mean")
-    reward = read_series(run, REWARD)
-    if len(size) < MIN_STEPS or len(size) != len(reward):
-        return
-    # Compare with the first steps, and with the best ones: a run may first learn, then only grow.
-    for start in (0, int(reward.means.argmax())):
-        before, last = float(size.at(start).mean()), float(size.last.mean())
-        if last < GROWTH * before or z_score(size.at(start), size.last) < Z:
+    """Responses get longer, of all rollouts or of an agent loop; a warning if they earn no more."""
+    episodes = training_episodes(run)
+    agents = np.array(episodes.column("agent_name").to_pylist(), object)
+    kinds = [("", read_series(run, "response_length/mean"), read_series(run, REWARD))]
+    if len(set(agents)) > 1:
+        for agent in sorted(set(agents)):
+            of_agent = episodes.filter(pa.array(agents == agent))
+            kinds.append(
+                (
+                    agent,
+                    _mean_by_step(of_agent, "sampled_tokens"),
+                    _mean_by_step(of_agent, "reward"),
+                )
+            )
+    for agent, size, reward in kinds:
+        if len(size) < MIN_STEPS or len(size) != len(reward):
             continue
-        if has_reward_risen(run, start):
-            continue
-        gain = float(reward.last.mean() - reward.at(start).mean())
-        since = size.since(size.means >= (1 + (GROWTH - 1) / 2) * before)
-        episodes = training_episodes(run, size.window)
-        sizes = column(episodes, "sampled_tokens")
-        long = sizes >= np.quantile(sizes, 0.9) if len(sizes) else np.zeros(0, bool)
-        yield Finding(
-            since,
-            f"responses grew from {before:.0f} to {last:.0f} tokens since step"
-            f" {size.steps[start]}, and the reward did not rise ({gain:+.3g})",
-            {"before": before, "last": last, "reward_gain": gain},
-            **examples(episodes, long),
-            causes=[
-                "nothing in the reward makes the policy stop",
-                "the loss favours long responses: algorithm.loss_agg_mode, whose token mean gives"
-                " long responses more weight",
-            ],
-            tries=[
-                "a penalty close to the budget: reward.overlong_buffer, reward.overlong_penalty",
-                "algorithm.loss_agg_mode",
-                "read the longest episodes: do they repeat themselves?",
-            ],
-        )
-        return
+        # Compare with the first steps, and with the best ones: a run may first learn, then grow.
+        for start in dict.fromkeys((int(reward.means.argmax()), 0)):
+            before, last = float(size.at(start).mean()), float(size.last.mean())
+            if last < GROWTH * before or z_score(size.at(start), size.last) < Z:
+                continue
+            has_risen = z_score(reward.at(start), reward.last) > 2.0
+            yield _explain_growth(episodes, agent, size, reward, start, has_risen)
+            if not (agent or has_risen):
+                return  # The loops below are the cause, or show the same.
+            break
+
+
+def _mean_by_step(episodes: pa.Table, name: str) -> Series:
+    """Return the mean of a column over the episodes of each step."""
+    values = column(episodes, name).astype(float)
+    known = ~np.isnan(values)
+    steps, position = np.unique(column(episodes, "step")[known], return_inverse=True)
+    return Series(steps, np.bincount(position, values[known]) / np.bincount(position))
+
+
+def _explain_growth(
+    episodes: pa.Table, agent: str, size: Series, reward: Series, start: int, has_risen: bool
+) -> Finding:
+    """Describe responses that grew since the window that begins at `start`."""
+    before, last = float(size.at(start).mean()), float(size.last.mean())
+    rewards = float(reward.at(start).mean()), float(reward.last.mean())
+    is_late = column(episodes, "step") >= size.steps[-size.window]
+    if agent:
+        is_late &= np.array(episodes.column("agent_name").to_pylist(), object) == agent
+    sizes = column(episodes, "sampled_tokens")
+    long = is_late & (sizes >= np.quantile(sizes[is_late], 0.9)) if is_late.any() else is_late
+    change = f"the reward went from {rewards[0]:.3g} to {rewards[1]:.3g}"
+    if not has_risen:
+        change = f"the reward did not rise ({rewards[1] - rewards[0]:+.3g})"
+    return Finding(
+        size.since(size.means >= (1 + (GROWTH - 1) / 2) * before),
+        f"responses{' of ' if agent else ''}{agent} grew from {before:.0f} to {last:.0f} tokens"
+        f" since step {size.steps[start]}, and {change}",
+        {"before": before, "last": last, "reward_gain": rewards[1] - rewards[0]},
+        **examples(episodes, long),
+        causes=[
+            "nothing in the reward makes the policy stop",
+            "the reward pays for longer responses",
+            "the loss favours long responses: algorithm.loss_agg_mode, whose token mean gives long"
+            " responses more weight",
+        ],
+        tries=[
+            "a penalty close to the budget: reward.overlong_buffer, reward.overlong_penalty",
+            "algorithm.loss_agg_mode",
+            "read the longest episodes: do they repeat themselves?",
+        ],
+        severity="note" if has_risen else "warning",
+        subject=agent,
+    )
 
 
 FLAT_STEPS = 20
@@ -1860,6 +1901,8 @@ _FASTER: Mapping[str, Sequence[str]] = {
     ],
     "waiting for the engine": ["more engines: rollout.engines"],
     "tools": ["more processes of the tool server: tools.workers", "a smaller rollout.timeout_s"],
+    "interactions": ["a faster `respond` of the interaction: it answers every turn"],
+    "opening tools": ["less work in the constructors of class tools"],
     "rewards": ["more processes: reward.workers", "a smaller reward.timeout_s"],
     "waiting for the last rollouts": [
         "a smaller rollout.timeout_s or rollout.max_trajectory_tokens: the step waits for a few"
@@ -1894,6 +1937,8 @@ def _time_of_rollouts(run: Run, steps: np.ndarray) -> dict[str, float]:
         "generation": np.nansum(get("generate_seconds")),
         "waiting for the engine": np.nansum(get("queue_seconds")),
         "tools": np.nansum(get("tool_seconds")),
+        "interactions": np.nansum(get("interaction_seconds")),
+        "opening tools": np.nansum(get("open_seconds")),
         "rewards": np.nansum(get("reward_seconds")),
     }
     total = sum(sums.values()) or 1.0
@@ -1901,9 +1946,11 @@ def _time_of_rollouts(run: Run, steps: np.ndarray) -> dict[str, float]:
     if config_value(run, "rollout.name") == "local" and spans:
         # The rollouts of the local engine go in step: while one waits for a tool, all do, and the
         # wait counts as generation in the others.
-        more = max(0.0, _seconds_in_tools(episodes) / spans - parts["tools"])
+        counted = parts["tools"] + parts["interactions"]
+        more = max(0.0, _seconds_in_tools(episodes) / spans - counted) if counted else 0.0
         more = min(more, parts["generation"])
-        parts["tools"] += more
+        for name in ("tools", "interactions") if counted else ():
+            parts[name] += more * parts[name] / counted
         parts["generation"] -= more
     return parts | {"waiting for the last rollouts": float(waits / spans) if spans else 0.0}
 

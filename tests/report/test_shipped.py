@@ -628,6 +628,44 @@ def test_rollouts_of_the_local_engine_wait_for_the_tool_of_one():
     assert note.tries[0].startswith("more processes of the tool server")
 
 
+def test_interactions_and_opening_tools_are_parts_of_a_step():
+    """Of 2 s of a rollout, its interaction takes 0.8 s and opening its tools 0.2 s."""
+    episodes = [
+        {"step": s, "interaction_seconds": 0.8, "open_seconds": 0.2, "tool_times": [0.1, 0.9]}
+        for s in range(1, N + 1)
+        for _ in range(4)
+    ]
+    run = make_run(learning(**{"timing_s/step": [2.0] * N, "timing_s/gen": [1.0] * N}), episodes)
+    [note] = diagnose(run)
+    assert note.evidence["interactions"] == pytest.approx(0.8 / 2.0 * 0.5)
+    assert note.evidence["opening tools"] == pytest.approx(0.2 / 2.0 * 0.5)
+
+
+@pytest.mark.parametrize(("rising", "severity"), [(True, "warning"), (False, None)])
+def test_a_reward_that_begins_to_fall_while_the_kl_rises(rising, severity):
+    """A third of the best level is lost: with a rising KL that is a collapse that has begun."""
+    reward = np.concatenate([ramp(0.2, 0.8)[: N // 2], np.full(N - N // 2, 0.35)])
+    kl = np.concatenate([np.full(N // 2, 1e-3), np.full(N - N // 2, 1e-2 if rising else 1e-3)])
+    reward[: N // 2] = np.linspace(0.3, 0.52, N // 2)
+    metrics = learning(**{"critic/score/mean": noisy(reward), "actor/ppo_kl": noisy(kl, 4, 0.05)})
+    found = [f for f in diagnose(make_run(metrics)) if f.name == "reward_falls"]
+    assert [f.severity for f in found] == ([severity] if severity else [])
+
+
+def test_one_agent_loop_whose_responses_grow():
+    """Overall the responses grow little and the reward rises."""
+    rollouts = [
+        {"step": step, "group": group, "agent_name": agent, "reward": float(k < 2)}
+        | {"sampled_tokens": 40 + (2 * step if agent == "react" else 0) + k}
+        for step in range(1, N + 1)
+        for group, agent in enumerate(("react", "tool_agent"))
+        for k in range(4)
+    ]
+    finding = the_alarm(make_run(learning(), rollouts))
+    assert (finding.name, finding.subject) == ("length", "react")
+    assert "responses of react grew from 52 to 112 tokens since step 1" in finding.text
+
+
 def test_a_loop_that_stops_calling_tools_within_four_steps():
     rates = np.concatenate([[0.75, 0.7, 0.3, 0.1], np.full(N - 4, 0.01)])
     run = make_run(learning(**{"rollout/tool_agent/tool_call_rate": list(rates)}))
