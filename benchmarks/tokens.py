@@ -5,9 +5,9 @@
 First the template's delta (close of the turn, the result, the next header, with untrusted text),
 compared with the tokenizer on the same text written by hand; both must return the same ids. Then
 the encoder alone, per token, on text that it has seen and on new text. Then the prompts of a step:
-new rows with two tools, each for a group of eight rollouts. Last the JSON of a request for the next
-turn of a long row, compared with encoding the whole row. Microseconds are CPU time: medians of
-rounds in which the contestants alternate.
+new rows with two tools, each for a group of eight rollouts. Last, the JSON of a request for the
+next turn of a long row is compared with encoding the whole row. Microseconds are CPU time: medians
+of rounds in which the contestants alternate.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class HttpClient:
         token: sent as `Authorization: Bearer`, if not empty.
         error: the exception to raise if the server is unreachable or its response is invalid.
         max_bytes: the longest response to accept.
-        max_connections: the most connections that the server accepts.
+        max_connections: the most connections to the server that this process opens.
         reserved: True for health checks and aborts, which are few and short. They have their own
             connections, and the wait for such a connection counts against their deadlines.
 
@@ -122,12 +122,8 @@ class HttpClient:
         self.base_url = base_url.rstrip("/")
         secure = url.scheme == "https"
         port = url.port or (443 if secure else 80)
-        self.server = Server(
-            url.hostname or "",
-            port,
-            default_tls() if secure else None,
-            max_connections=min(max_connections, MAX_CONNECTIONS_TO_SERVER),
-        )
+        self.server = Server(url.hostname or "", port, default_tls() if secure else None)
+        self._max_connections = max_connections
         self._reserved = reserved
         self._prefix = url.path.rstrip("/")
         self._headers = f"host: {url.netloc}\r\naccept: application/json\r\n" + (
@@ -244,7 +240,7 @@ class HttpClient:
     async def _send(self, request: bytes) -> tuple[int, bytes, bytes]:
         """Send the request once, on an idle connection or a new one."""
         pool = pool_of_loop(reserved=self._reserved)
-        lease = await pool.acquire(self.server)
+        lease = await pool.acquire(self.server, self._max_connections)
         try:
             connection = lease.connection or await pool.connect(lease)
             return await connection.exchange(request, self._max_bytes)

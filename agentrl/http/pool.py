@@ -188,15 +188,13 @@ class HttpConnection(asyncio.Protocol):
 
 
 class Server(NamedTuple):
-    """The address of a server. Requests to equal servers share connections."""
+    """The address of a server. Requests to equal addresses share connections."""
 
     host: str
     port: int
     tls: ssl.SSLContext | None
     name: str = ""
     """For messages, if the host is not an address."""
-    max_connections: int = MAX_CONNECTIONS_TO_SERVER
-    """The most connections that the server accepts."""
 
     @property
     def label(self) -> str:
@@ -223,6 +221,8 @@ class ServerQueue:
     """The connections to one server, and the requests that wait for a connection."""
 
     server: Server
+    max_connections: int = MAX_CONNECTIONS_TO_SERVER
+    """The most connections to the server; the smallest number of its clients."""
     busy: int = 0
     """The number of leases that requests hold."""
     idle: list[HttpConnection] = field(default_factory=list)
@@ -252,11 +252,19 @@ class ConnectionPool:
         """The number of connections, including those that are being opened."""
         return self._connection_count
 
-    async def acquire(self, server: Server) -> ConnectionLease:
-        """Wait for a lease for one request; the caller returns it with `release`."""
+    async def acquire(
+        self, server: Server, max_connections: int = MAX_CONNECTIONS_TO_SERVER
+    ) -> ConnectionLease:
+        """Wait for a lease for one request; the caller returns it with `release`.
+
+        Args:
+            server: the server of the request.
+            max_connections: the most connections to the server, which all its clients share.
+        """
         queue = self.queues.get(server)
         if queue is None:
             queue = self.queues[server] = ServerQueue(server)
+        queue.max_connections = min(queue.max_connections, max_connections)
         # A later request does not overtake the requests that wait.
         lease = None if queue.waiting else self._try_lease(queue)
         return lease or await self._wait(queue)
@@ -322,7 +330,7 @@ class ConnectionPool:
 
     def _try_lease(self, queue: ServerQueue) -> ConnectionLease | None:
         """Return a lease of an idle connection or of a new one; None if no connection is free."""
-        if queue.busy >= queue.server.max_connections:
+        if queue.busy >= queue.max_connections:
             return None
         while queue.idle:
             # The connection that was used last is the most likely to be still open.
@@ -361,7 +369,7 @@ class ConnectionPool:
         while queues := [
             queue
             for queue in self.queues.values()
-            if queue.waiting and queue.busy < queue.server.max_connections
+            if queue.waiting and queue.busy < queue.max_connections
         ]:
             queue = min(queues, key=lambda queue: (queue.busy, queue.waiting[0][0]))
             _, future = queue.waiting[0]

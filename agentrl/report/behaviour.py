@@ -50,12 +50,15 @@ BEHAVIOUR_SCHEMA = pa.schema(
         ("tool_times", pa.list_(pa.float64())),
     ]
 )
-"""The columns of `Run.behaviour`. `prompt` is the last message of the prompt and `answer` the last
-one of the policy, of each the last `MAX_TEXT` characters. `repeated_calls` counts calls that an
-earlier call of the same conversation equals in name, arguments and result. `failed_turn` and
+"""The columns of `Run.behaviour`.
+
+`prompt` is the last message of the prompt and `answer` the last one of the policy, of each the last
+`MAX_TEXT` characters. `repeated_calls` counts calls that an earlier call of the same conversation
+equals in name, arguments and result, or that failed as that one did. `failed_turn` and
 `repeated_turn` are the indexes of the first turns with such calls, null if there is none.
-`generate_seconds` and `tool_seconds` are sums over turns; the other seconds are sums over spans and
-null in files of older versions. `tool_times` are the starts and ends of tool calls and
+`generate_seconds` and `tool_seconds` are sums over turns. `queue_seconds`, `reward_seconds`,
+`interaction_seconds` and `open_seconds` are sums over spans, and null in files of older versions.
+`tool_times` are the starts and ends of tool calls and
 interactions, in seconds since `started`."""
 
 MAX_TEXT = 2000
@@ -143,7 +146,7 @@ def _derive(
 def _find_repeated(turns: Sequence[dict]) -> list[int]:
     """Return the turn of each call that repeats an earlier one of its conversation.
 
-    Both have the same name, arguments and result.
+    Both have the same name and arguments; and the same result, or both failed.
     """
     if sum(len(turn["tool_results"]) for turn in turns) < 2:
         return []
@@ -151,8 +154,10 @@ def _find_repeated(turns: Sequence[dict]) -> list[int]:
     repeated = []
     for index, turn in enumerate(turns):
         for call, result in zip(turn["tool_calls"], turn["tool_results"], strict=False):
+            # Errors may contain a time or an id; a call that fails again is the same.
+            answer = result["content"] if result["ok"] else None
             content = orjson.dumps(
-                (call["name"], call["arguments"], result["content"]), option=orjson.OPT_SORT_KEYS
+                (call["name"], call["arguments"], answer), option=orjson.OPT_SORT_KEYS
             )
             key = turn.get("thread", 0), content
             if key in seen:

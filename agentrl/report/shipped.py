@@ -137,9 +137,8 @@ def is_solved(run: Run) -> bool:
     return len(reward) > 0 and high > low and reward.last.mean() >= low + SOLVED * (high - low)
 
 
-def has_reward_risen(run: Run, window: int) -> bool:
+def has_risen(reward: Series, window: int) -> bool:
     """Return whether the last rewards are significantly above those of a window of steps."""
-    reward = read_series(run, REWARD)
     return z_score(reward.at(window), reward.last) > 2.0
 
 
@@ -377,7 +376,7 @@ def entropy(run: Run) -> Iterator[Finding]:
     if len(series) < MIN_STEPS:
         return
     first, last = float(series.values[:MIN_WINDOW].min()), float(series.last.mean())
-    if last < max(HIGH_ENTROPY, ENTROPY_RISE * first) or has_reward_risen(run, 0):
+    if last < max(HIGH_ENTROPY, ENTROPY_RISE * first) or has_risen(read_series(run, REWARD), 0):
         return
     coefficient = config_value(run, "algorithm.entropy_coef")
     start = series.since(series.means >= max(HIGH_ENTROPY, ENTROPY_RISE * first))
@@ -530,6 +529,72 @@ def shorten(text: str) -> str:
 
 # --- nothing can be learned ----------------------------------------------------------------------
 
+MIXED_GROUPS = 12
+"""The fewest groups with right and wrong answers. In fewer, all rewards may be equal by chance."""
+EQUAL_SHARE = 0.8
+"""The share of these groups with equal rewards from which on it is reported. If a reward reads the
+answer, no such group has equal rewards."""
+
+
+@diagnosis("equal_rewards")
+def equal_rewards(run: Run) -> Iterator[Finding]:
+    """Right and wrong answers of a group have equal rewards, but rewards differ between groups."""
+    episodes = training_episodes(run, MAX_WINDOW)
+    mixed, reward = _find_mixed_groups(episodes), column(episodes, "reward")
+    for name in ("agent_name", "data_source"):
+        by_subset: dict[str, list[list[int]]] = defaultdict(list)
+        names = episodes.column(name).to_pylist()
+        for group in mixed:
+            by_subset[names[group[0]]].append(group)
+        texts, shares, shown = [], [], []
+        for subset, groups in sorted(by_subset.items()):
+            equal = [group for group in groups if np.ptp(reward[group]) == 0]
+            if len(groups) < MIXED_GROUPS or len(equal) < EQUAL_SHARE * len(groups):
+                continue
+            if np.ptp(reward[np.concatenate(groups)]) == 0:
+                continue  # The reward may be for something else than the answer.
+            shares.append(len(equal) / len(groups))
+            texts.append(f"in {shares[-1]:.0%} of the {len(groups)} groups of {subset}")
+            shown += equal
+        if texts:
+            mask = np.zeros(episodes.num_rows, bool)
+            mask[np.concatenate(shown)] = True
+            yield Finding(
+                int(column(episodes, "step").min()),
+                "right and wrong answers to the same row have the same reward"
+                f" {' and '.join(texts)} that contain both: these groups give no learning signal",
+                {"share": min(shares), "groups": float(len(shown))},
+                **examples(episodes, mask, "last"),
+                causes=[
+                    "the reward of a rollout is that of another one of its row: a cache whose key"
+                    " lacks the answer, or a score of the whole group",
+                    "the reward does not read the answer of these rows",
+                ],
+                tries=[
+                    f"read the episodes of such a group: agentrl show {run.folder}",
+                    f"score them with a corrected reward: agentrl rescore {run.folder}",
+                ],
+            )
+            return
+
+
+def _find_mixed_groups(episodes: pa.Table) -> list[list[int]]:
+    """Return the groups with right and wrong answers, each as the indexes of its episodes.
+
+    An answer is right if it ends with the ground truth.
+    """
+    names = ("answer", "ground_truth", "reward")
+    known: dict[str, list[int]] = defaultdict(list)
+    right: dict[str, set[bool]] = defaultdict(set)
+    cells = zip(*(episodes.column(name).to_pylist() for name in names), strict=True)
+    keys = group_keys(episodes)
+    for index, (answer, truth, reward) in enumerate(cells):
+        if truth is not None and reward is not None and not math.isnan(reward):
+            known[keys[index]].append(index)
+            right[keys[index]].add(ends_with_truth(answer, truth))
+    return [known[key] for key in known if len(right[key]) > 1]
+
+
 MAX_DEAD_STEPS = 3
 """The number of dead steps in a row that is an error. With small batches one or two occur by
 chance."""
@@ -540,70 +605,6 @@ FAILING_SHARE = 0.2
 """The share of groups whose rollouts all fail that makes dead groups a problem. Otherwise most of
 them are solved."""
 STOP = "stop/"
-
-
-MIXED_GROUPS = 12
-"""The fewest groups with right and wrong answers: a reward that mostly tells them apart gives equal
-ones by chance in a few."""
-EQUAL_SHARE = 0.8
-"""The share of these groups whose rewards are all equal. A reward that reads the answer has none,
-whatever else it pays for."""
-
-
-@diagnosis("equal_rewards")
-def equal_rewards(run: Run) -> Iterator[Finding]:
-    """Right and wrong answers to one row have the same reward, while other rows have other ones."""
-    episodes = training_episodes(run, MAX_WINDOW)
-    pairs = zip(
-        episodes.column("answer").to_pylist(),
-        episodes.column("ground_truth").to_pylist(),
-        strict=True,
-    )
-    is_right = np.array([truth is not None and ends_with_truth(a, truth) for a, truth in pairs])
-    is_known = ~episodes.column("ground_truth").is_null().to_numpy(zero_copy_only=False)
-    reward = column(episodes, "reward")
-    members: dict[str, list[int]] = defaultdict(list)
-    for row, group in enumerate(group_keys(episodes)):
-        if is_known[row] and not math.isnan(reward[row]):
-            members[group].append(row)
-    mixed = [rows for rows in members.values() if len(set(is_right[rows])) > 1]
-    for name in ("agent_name", "data_source"):
-        kind_of = episodes.column(name).to_pylist()
-        kinds = sorted(set(kind_of))
-        shown, texts, shares, count = [], [], [], 0
-        for kind in kinds:
-            groups = [rows for rows in mixed if kind_of[rows[0]] == kind]
-            equal = [rows for rows in groups if np.ptp(reward[rows]) == 0]
-            all_rewards = reward[[row for rows in groups for row in rows]]
-            if len(groups) < MIXED_GROUPS or len(equal) < EQUAL_SHARE * len(groups):
-                continue
-            if np.ptp(all_rewards) == 0:  # The reward may depend on other things than the answer.
-                continue
-            shares.append(len(equal) / len(groups))
-            count += len(equal)
-            texts.append(f"{shares[-1]:.0%} of {len(groups)} groups of {kind}")
-            shown += [row for rows in equal for row in rows]
-        if not texts:
-            continue
-        mask = np.zeros(episodes.num_rows, bool)
-        mask[shown] = True
-        yield Finding(
-            int(column(episodes, "step").min()),
-            "right and wrong answers to the same row have the same reward: in"
-            f" {' and '.join(texts)} with both. These groups have no advantage and teach nothing",
-            {"share": min(shares), "groups": float(count)},
-            **examples(episodes, mask, "last"),
-            causes=[
-                "the reward of a rollout is that of another one of its row: a cache whose key lacks"
-                " the answer, or a score of the whole group",
-                "the reward does not read the answer of these rows",
-            ],
-            tries=[
-                "score two different answers to one row by hand: agentrl rescore",
-                f"read the episodes of such a group: agentrl show {run.folder}",
-            ],
-        )
-        return
 
 
 @diagnosis("dead_groups")
@@ -971,7 +972,11 @@ def tool_use(run: Run) -> Iterator[Finding]:
                 severity="audit" if is_better else "warning",
                 subject=agent,
             )
-        elif means.max() <= NO_TOOLS and agent in with_tools and not has_reward_risen(run, 0):
+        elif (
+            means.max() <= NO_TOOLS
+            and agent in with_tools
+            and not has_risen(read_series(run, REWARD), 0)
+        ):
             yield Finding(
                 int(rate.steps[0]),
                 f"{agent} never calls the tools of its rows ({rate.values.mean():.1%} of the"
@@ -1151,14 +1156,15 @@ def collapse(run: Run) -> Iterator[Finding]:
 SAME_TRUTH_ROWS = 8
 """The fewest rows of a kind: with five possible answers, so many are equal by chance once in 80,000
 kinds."""
-OTHER_TRUTHS = 5
-"""The fewest different ground truths of the other rows: rows of a yes-or-no task may agree."""
+MIN_TRUTHS = 5
+"""The fewest different ground truths of rows that are compared: rows of a yes-or-no task agree
+often."""
 SKEWED_ROWS = 30
-"""The fewest rows of an agent loop and data source, of which half by chance never agree."""
+"""The fewest rows of an agent loop and data source. Of fewer, half may agree by chance."""
 SKEWED_SHARE = 0.5
-"""The share of these rows with the same ground truth."""
+"""The share of these rows with the same ground truth from which on it is reported."""
 SKEW = 3.0
-"""How many times as frequent it must be as the most frequent ground truth of the other rows."""
+"""How many times this share must be that of the most frequent ground truth of the other rows."""
 
 
 @diagnosis("ground_truths")
@@ -1168,13 +1174,13 @@ def ground_truths(run: Run) -> Iterator[Finding]:
     truths = np.array(episodes.column("ground_truth").to_pylist(), object)
     samples = np.array(episodes.column("sample_id").to_pylist(), object)
     is_known = np.array([truth is not None for truth in truths], bool)
-    if len(set(truths[is_known])) <= OTHER_TRUTHS:
+    if len(set(truths[is_known])) <= MIN_TRUTHS:
         return
     texts, shown = [], np.zeros(len(truths), bool)
     for kind, members in _find_kinds(episodes).items():
         own = members & is_known
         rows, others = len(set(samples[own])), set(truths[is_known & ~members])
-        if rows < SAME_TRUTH_ROWS or len(set(truths[own])) > 1 or len(others) < OTHER_TRUTHS:
+        if rows < SAME_TRUTH_ROWS or len(set(truths[own])) > 1 or len(others) < MIN_TRUTHS:
             continue
         truth = truths[int(own.argmax())]
         texts.append(f"all {rows} rows like {kind!r} have it: {shorten(truth)!r}")
@@ -1200,36 +1206,36 @@ def _find_skewed_truths(
 ) -> Iterator[Finding]:
     """Yield a finding for each agent loop and data source most of whose rows have one truth."""
     agents, sources = (episodes.column(name).to_pylist() for name in ("agent_name", "data_source"))
-    kinds = np.array([f"{a}, {s}" for a, s in zip(agents, sources, strict=True)], object)
+    subsets = np.array([f"{a}, {s}" for a, s in zip(agents, sources, strict=True)], object)
 
     def most_common(chosen: np.ndarray) -> tuple[str, float, int, int]:
-        """Return the most frequent truth of the rows, its share, the rows, and their truths."""
+        """Return the most frequent truth, its share, and how many rows and truths there are."""
         truth_of = dict(zip(samples[chosen], truths[chosen], strict=True))
         counts = Counter(truth_of.values())
         truth, count = counts.most_common(1)[0]
         return truth, count / len(truth_of), len(truth_of), len(counts)
 
-    for kind in sorted(set(kinds)):
-        own, others = is_known & (kinds == kind), is_known & (kinds != kind)
+    for subset in sorted(set(subsets)):
+        own, others = is_known & (subsets == subset), is_known & (subsets != subset)
         if not own.any() or not others.any():
             continue
         truth, share, rows, different = most_common(own)
         _, other_share, _, other_truths = most_common(others)
         if rows < SKEWED_ROWS or share < SKEWED_SHARE or share < SKEW * other_share:
             continue
-        if min(different, other_truths) < OTHER_TRUTHS:
+        if min(different, other_truths) < MIN_TRUTHS:
             continue
         of_truth = own & (truths == truth)
         yield Finding(
             int(column(episodes, "step").min()),
-            f"{share:.0%} of the {rows} rows of {kind} have the same ground truth,"
-            f" {shorten(truth)!r}; of the other rows at most {other_share:.0%} have the same one",
+            f"{share:.0%} of the {rows} rows of {subset} have the same ground truth,"
+            f" {shorten(truth)!r}; in the other rows the most frequent one has {other_share:.0%}",
             {"share": share, "elsewhere": other_share, "rows": float(rows)},
             **examples(episodes, of_truth, "last"),
             causes=["the column of the ground truth is filled wrongly for these rows"],
             tries=["compare the ground truths with the questions: agentrl check --dataset ROWS"],
             severity="audit",
-            subject=kind,
+            subject=subset,
         )
 
 
@@ -1300,21 +1306,21 @@ def _find_kinds(episodes: pa.Table) -> dict[str, np.ndarray]:
 # --- rewards over time ---------------------------------------------------------------------------
 
 FALL = 0.5
-"""The share of its best level above the smallest reward that a run must lose."""
+"""The loss that is an error, as a share of the best level above the smallest reward."""
 MIN_FALL = 0.05
 """The smallest fall as a share of the range of rewards, so that a run that never rose has none."""
 FALL_Z = 5.0
 """The standard errors of a fall. They are more than `Z`, because the best of many windows is high
 by chance."""
 FALL_WITH_KL = 0.2
-"""The share that is a warning if the KL has risen meanwhile: a collapse that has begun."""
+"""The loss that is a warning if the KL rose meanwhile."""
 KL_RISE = 2.0
 """How many times its value at the best rewards the KL must have to be named as the cause."""
 
 
 @diagnosis("reward_falls")
 def reward_falls(run: Run) -> Iterator[Finding]:
-    """The reward falls far below its best level; with a rising KL this is a collapse."""
+    """The reward falls far below its best level, or less far while the KL rises."""
     reward = read_series(run, REWARD)
     if len(reward) < MIN_STEPS:
         return
@@ -1344,16 +1350,16 @@ def reward_falls(run: Run) -> Iterator[Finding]:
         evidence |= {f"{name} before": before, f"{name} after": after}
         if after >= KL_RISE * max(before, 1e-9):
             rises.append(f"{name} rose from {before:.2g} to {after:.2g}")
-    is_collapse = lost >= FALL * (top - low)
-    if not is_collapse and not rises:
+    is_large = lost >= FALL * (top - low)
+    if not (is_large or rises):
         return
     suffix = f", while {rises[0]}" if rises else ""
     episodes = training_episodes(run)
     yield Finding(
         start,
         f"the reward fell from {top:.3g} (steps {reward.steps[best]} to"
-        f" {reward.steps[best] + reward.window - 1}) to {last:.3g}; half of it was lost by step"
-        f" {start}{suffix}",
+        f" {reward.steps[best] + reward.window - 1}) to {last:.3g}; half of this fall happened by"
+        f" step {start}{suffix}",
         evidence,
         **examples(episodes, column(episodes, "step") >= start),
         causes=[
@@ -1369,61 +1375,83 @@ def reward_falls(run: Run) -> Iterator[Finding]:
             "a KL penalty: algorithm.kl_loss_coef",
             "fewer algorithm.ppo_epochs, a larger batch",
         ],
-        severity="error" if is_collapse else "warning",
+        severity="error" if is_large else "warning",
     )
 
 
-KIND_REWARDS = re.compile(r"(?:val|val_greedy|val-core)/(.+)/reward/mean@\d+")
+SUBSET_REWARDS = re.compile(r"(?:val|val_greedy|val-core)/(.+)/reward/mean@\d+")
 """The mean rewards of an agent loop or a data source in a validation, sampled or greedy."""
 
 
 @diagnosis("validation_falls")
 def validation_falls(run: Run) -> Iterator[Finding]:
-    """The policy forgets a kind of rows: its validation reward falls far below an earlier one."""
-    falls: dict[str, tuple[float, Finding]] = {}
+    """The validation reward of an agent loop or data source falls far below an earlier one."""
     episodes = training_episodes(run, MIN_WINDOW)
+    low = reward_range(run)[0]
+    largest: dict[bytes, tuple[float, Finding]] = {}
     for name in run.metrics.column_names:
-        match = KIND_REWARDS.fullmatch(name)
-        if match is None:
+        match = SUBSET_REWARDS.fullmatch(name)
+        fall = _find_validation_fall(run, name) if match else None
+        if match is None or fall is None:
             continue
-        values, kind = values_by_step(run, name), match[1]
-        errors = values_by_step(run, name.replace("/mean@", "/se@")).values()
-        if len(values) < 2 or not errors:
+        subset, size = match[1], fall.best - fall.last
+        if size <= Z * math.sqrt(2) * fall.error or size < FALL * (fall.best - low):
             continue
-        step = max(values, key=values.__getitem__)
-        best, last = values[step], values[max(values)]
-        noise = math.sqrt(2) * max(errors)
-        if best - last <= Z * noise or best - last < FALL * abs(best):
-            continue
-        of_kind = np.logical_or(
-            *(column(episodes, of) == kind for of in ("agent_name", "data_source"))
+        chosen = np.logical_or(
+            *(column(episodes, of) == subset for of in ("agent_name", "data_source"))
         )
-        answers = Counter(column(episodes, "answer")[of_kind].tolist())
+        answers = Counter(column(episodes, "answer")[chosen].tolist())
         answer, count = answers.most_common(1)[0] if answers else ("", 0)
-        share = count / max(1, int(of_kind.sum()))
-        same = f"; {share:.0%} of its last rollouts in training end with {shorten(answer)!r}"
+        common_answer = ""
+        if chosen.any() and count >= SHARED_ANSWER * chosen.sum():
+            common_answer = (
+                f"; in the last training steps {count / chosen.sum():.0%} of its rollouts answer"
+                f" {shorten(answer)!r}"
+            )
         finding = Finding(
-            step,
-            f"the validation reward of {kind} fell from {best:.3g} (step {step}) to {last:.3g}"
-            f" (step {max(values)})" + (same if share >= SHARED_ANSWER else ""),
-            {"best": best, "last": last, "standard_error": max(errors)},
-            **examples(episodes, of_kind, "last"),
+            fall.step,
+            f"the validation reward of {subset} fell from {fall.best:.3g} (step {fall.step}) to"
+            f" {fall.last:.3g} (step {fall.last_step}){common_answer}",
+            {"best": fall.best, "last": fall.last, "standard_error": fall.error},
+            **examples(episodes, chosen, "last"),
             causes=[
-                "the training rows of this kind reward something else: wrong ground truths, or a"
-                " reward that can be exploited",
-                "updates for other kinds of rows changed these answers",
+                "the training rows of this loop or source reward something else: wrong ground"
+                " truths, or a reward that can be exploited",
+                "updates for other rows changed these answers",
             ],
             tries=[
-                "compare the ground truths of training and validation rows of this kind",
+                "compare the ground truths of its training rows with those of its validation rows",
                 "keep the best checkpoint: trainer.keep_best",
             ],
-            subject=kind,
+            subject=subset,
         )
-        # An agent loop and a data source may be the same rows, sampled and greedy.
-        key = ",".join(sorted(set(column(episodes, "agent_name")[of_kind].tolist()))) or kind
-        if best - last > falls.get(key, (0.0, finding))[0]:
-            falls[key] = best - last, finding
-    yield from (finding for _, finding in falls.values())
+        # The metrics of an agent loop and of a data source, sampled or greedy, may describe the
+        # same rows: report the largest fall of them.
+        key = chosen.tobytes() if chosen.any() else subset.encode()
+        if key not in largest or size > largest[key][0]:
+            largest[key] = size, finding
+    yield from (finding for _, finding in largest.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _ValidationFall:
+    """The best and the last value of a validation metric, and the largest standard error."""
+
+    step: int
+    best: float
+    last_step: int
+    last: float
+    error: float
+
+
+def _find_validation_fall(run: Run, name: str) -> _ValidationFall | None:
+    """Return the fall of a metric `.../mean@N`; None without two values and a standard error."""
+    values = values_by_step(run, name)
+    errors = values_by_step(run, name.replace("/mean@", "/se@")).values()
+    if len(values) < 2 or not errors:
+        return None
+    step, last = max(values, key=values.__getitem__), max(values)
+    return _ValidationFall(step, values[step], last, values[last], max(errors))
 
 
 VAL_REWARDS = re.compile(r"val-core/.*/reward/mean@\d+")
@@ -1536,18 +1564,18 @@ def length(run: Run) -> Iterator[Finding]:
     """Responses get longer, of all rollouts or of an agent loop; a warning if they earn no more."""
     episodes = training_episodes(run)
     agents = np.array(episodes.column("agent_name").to_pylist(), object)
-    kinds = [("", read_series(run, "response_length/mean"), read_series(run, REWARD))]
+    subsets = [("", read_series(run, "response_length/mean"), read_series(run, REWARD))]
     if len(set(agents)) > 1:
         for agent in sorted(set(agents)):
             of_agent = episodes.filter(pa.array(agents == agent))
-            kinds.append(
+            subsets.append(
                 (
                     agent,
                     _mean_by_step(of_agent, "sampled_tokens"),
                     _mean_by_step(of_agent, "reward"),
                 )
             )
-    for agent, size, reward in kinds:
+    for agent, size, reward in subsets:
         if len(size) < MIN_STEPS or len(size) != len(reward):
             continue
         # Compare with the first steps, and with the best ones: a run may first learn, then grow.
@@ -1555,10 +1583,9 @@ def length(run: Run) -> Iterator[Finding]:
             before, last = float(size.at(start).mean()), float(size.last.mean())
             if last < GROWTH * before or z_score(size.at(start), size.last) < Z:
                 continue
-            has_risen = z_score(reward.at(start), reward.last) > 2.0
-            yield _explain_growth(episodes, agent, size, reward, start, has_risen)
-            if not (agent or has_risen):
-                return  # The loops below are the cause, or show the same.
+            yield _explain_growth(episodes, agent, size, reward, start)
+            if not (agent or has_risen(reward, start)):
+                return  # The findings of single agent loops would repeat it.
             break
 
 
@@ -1571,7 +1598,7 @@ def _mean_by_step(episodes: pa.Table, name: str) -> Series:
 
 
 def _explain_growth(
-    episodes: pa.Table, agent: str, size: Series, reward: Series, start: int, has_risen: bool
+    episodes: pa.Table, agent: str, size: Series, reward: Series, start: int
 ) -> Finding:
     """Describe responses that grew since the window that begins at `start`."""
     before, last = float(size.at(start).mean()), float(size.last.mean())
@@ -1581,8 +1608,9 @@ def _explain_growth(
         is_late &= np.array(episodes.column("agent_name").to_pylist(), object) == agent
     sizes = column(episodes, "sampled_tokens")
     long = is_late & (sizes >= np.quantile(sizes[is_late], 0.9)) if is_late.any() else is_late
+    is_rewarded = has_risen(reward, start)
     change = f"the reward went from {rewards[0]:.3g} to {rewards[1]:.3g}"
-    if not has_risen:
+    if not is_rewarded:
         change = f"the reward did not rise ({rewards[1] - rewards[0]:+.3g})"
     return Finding(
         size.since(size.means >= (1 + (GROWTH - 1) / 2) * before),
@@ -1591,8 +1619,9 @@ def _explain_growth(
         {"before": before, "last": last, "reward_gain": rewards[1] - rewards[0]},
         **examples(episodes, long),
         causes=[
-            "nothing in the reward makes the policy stop",
-            "the reward pays for longer responses",
+            "the reward pays for longer responses"
+            if is_rewarded
+            else "nothing in the reward makes the policy stop",
             "the loss favours long responses: algorithm.loss_agg_mode, whose token mean gives long"
             " responses more weight",
         ],
@@ -1601,7 +1630,7 @@ def _explain_growth(
             "algorithm.loss_agg_mode",
             "read the longest episodes: do they repeat themselves?",
         ],
-        severity="note" if has_risen else "warning",
+        severity="note" if is_rewarded else "warning",
         subject=agent,
     )
 
@@ -1793,22 +1822,15 @@ def _find_what_pays(episodes: pa.Table) -> Iterator[Finding]:
 def _compare_validation(run: Run, reward: Series) -> Iterator[Finding]:
     """Yield a finding if training rewards rose and those of the validation fell."""
     for name in run.metrics.column_names:
-        match = re.fullmatch(r"val/reward/mean@(\d+)", name)
-        if not match:
+        if not re.fullmatch(r"val/reward/mean@\d+", name):
             continue
-        values = values_by_step(run, name)
-        errors = values_by_step(run, f"val/reward/se@{match[1]}")
-        if len(values) < 3 or not errors:
-            continue
-        error = max(errors.values())
-        step = max(values, key=values.__getitem__)
-        best, last = values[step], values[max(values)]
-        if best - last > 3 * math.sqrt(2) * error:
+        fall = _find_validation_fall(run, name)
+        if fall and fall.best - fall.last > 3 * math.sqrt(2) * fall.error:
             yield Finding(
-                step,
+                fall.step,
                 f"the training reward rose to {reward.last.mean():.3g}, but the validation fell"
-                f" from {best:.3g} (step {step}) to {last:.3g}",
-                {"best": best, "last": last, "standard_error": error},
+                f" from {fall.best:.3g} (step {fall.step}) to {fall.last:.3g}",
+                {"best": fall.best, "last": fall.last, "standard_error": fall.error},
                 causes=["the policy memorizes the rows, or exploits the reward of training rows"],
                 tries=["more rows, fewer epochs", "keep the best checkpoint: trainer.keep_best"],
                 severity="audit",
@@ -1918,7 +1940,8 @@ def _time_of_rollouts(run: Run, steps: np.ndarray) -> dict[str, float]:
     """Return the shares of the time of generation, without and with the wait for the last rollouts.
 
     A step waits for the last rollouts from the time when `LATE` of them have ended until the last
-    one ends. Before that its time is divided as the rollouts' own time is: engine, tools, rewards.
+    one ends. Before that its time is divided as the rollouts' own time is: generation, waiting for
+    the engine, tools, interactions, opening tools and rewards.
     """
     episodes = training_episodes(run)
     episodes = episodes.filter(pa.array(np.isin(column(episodes, "step"), steps)))
@@ -1943,20 +1966,23 @@ def _time_of_rollouts(run: Run, steps: np.ndarray) -> dict[str, float]:
     }
     total = sum(sums.values()) or 1.0
     parts = {name: float(seconds / total) for name, seconds in sums.items()}
-    if config_value(run, "rollout.name") == "local" and spans:
-        # The rollouts of the local engine go in step: while one waits for a tool, all do, and the
-        # wait counts as generation in the others.
-        counted = parts["tools"] + parts["interactions"]
-        more = max(0.0, _seconds_in_tools(episodes) / spans - counted) if counted else 0.0
+    waiting = parts["tools"] + parts["interactions"]
+    if config_value(run, "rollout.name") == "local" and spans and waiting:
+        # The local engine samples the turns of all rollouts together: while one rollout waits for a
+        # tool, all do, and the wait counts as generation in the others.
+        more = max(0.0, _seconds_in_tools(episodes) / spans - waiting)
         more = min(more, parts["generation"])
-        for name in ("tools", "interactions") if counted else ():
-            parts[name] += more * parts[name] / counted
+        for name in ("tools", "interactions"):
+            parts[name] += more * parts[name] / waiting
         parts["generation"] -= more
     return parts | {"waiting for the last rollouts": float(waits / spans) if spans else 0.0}
 
 
 def _seconds_in_tools(episodes: pa.Table) -> float:
-    """Return the seconds in which at least one rollout waited for a tool, summed over the steps."""
+    """Return the seconds in which at least one rollout waited for a tool or an interaction.
+
+    They are summed over the steps.
+    """
     total = 0.0
     for number in np.unique(column(episodes, "step")):
         of_step = episodes.filter(pa.array(column(episodes, "step") == number))

@@ -119,8 +119,9 @@ class Tool:
     """The description of the tool for clients."""
 
     def __post_init__(self) -> None:
-        """Describe the tool once: every episode that lists it reads its description."""
-        # A call that creates an object and closes it may use the timeout of each of these steps.
+        """Compute `spec` once, because each episode that uses the tool reads it."""
+        # A call of scope "call" runs the constructor, the function, `reward` and `close`, and each
+        # of them may use the timeout.
         steps = 4 if self.is_class and self.scope == "call" else 1
         spec = ToolSpec(
             self.name,

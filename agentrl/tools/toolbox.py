@@ -363,8 +363,8 @@ class HttpToolbox(Toolbox):
             for fields in answer["tools"]:
                 specs.add(fields["name"], ToolSpec(**fields))
             ports = [int(port) for port in answer.get("workers", ())]
-            # Servers of earlier versions do not say how many connections they accept.
-            most = max(1, int(answer.get("max_connections", MAX_CONNECTIONS_TO_SERVER)))
+            # Servers of earlier versions do not say how many connections a client may open.
+            limit = int(answer.get("max_client_connections") or MAX_CONNECTIONS_TO_SERVER)
         except (TypeError, KeyError, ValueError):
             raise ToolServerError(
                 f"{self.url} did not answer with a list of tools: {answer!r}"
@@ -372,7 +372,7 @@ class HttpToolbox(Toolbox):
         url = urlsplit(self.url)
         host = url.netloc.rpartition("@")[2].removesuffix(f":{url.port}")
         urls = [url._replace(netloc=f"{host}:{port}").geturl() for port in ports] or [self.url]
-        self._clients = [self._client(url, most) for url in urls]
+        self._clients = [self._client(url, max(1, limit)) for url in urls]
         return specs
 
     def _client(self, url: str, max_connections: int = MAX_CONNECTIONS_TO_SERVER) -> HttpClient:

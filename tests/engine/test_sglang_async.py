@@ -1,7 +1,6 @@
 """A real SGLang server gets new weights while turns are in flight."""
 
 import asyncio
-import itertools
 from array import array
 from collections import defaultdict
 from pathlib import Path
@@ -60,25 +59,28 @@ def engine(sglang_server, policies):
 
 
 async def play_and_publish(engine, policies, sampling, has_enough):
-    """Play turns after each prompt, and publish the policies in turn, until there are enough turns.
+    """Sample turns after each prompt, and publish one policy after another, until there are enough.
 
-    How many turns meet new weights depends on the load of the machine. Version v is that of
+    How many turns get new weights depends on the load of the machine. Version v is that of
     `policies[v % len(policies)]`. Return the pairs of a prompt and its turn.
     """
     pairs, publishing = [], True
 
-    async def ask_often(prompt):
+    async def sample_until_stopped(prompt):
         while publishing:
             pairs.append((prompt, await ask(engine, prompt, sampling, f"e{prompt[0]}")))
 
-    tasks = [asyncio.create_task(ask_often(prompt)) for prompt in PROMPTS]
+    tasks = [asyncio.create_task(sample_until_stopped(prompt)) for prompt in PROMPTS]
     try:
-        for version in itertools.count(1):
+        for version in range(1, 200):
             await asyncio.sleep(0.1)
+            assert not any(task.done() for task in tasks), "a turn failed"
             update = update_of(policies[version % len(policies)], version)
             await asyncio.to_thread(engine.publish, update)
             if has_enough([turn for _, turn in pairs]):
                 break
+        else:
+            pytest.fail("too few turns got new weights")
     finally:
         publishing = False
     await asyncio.gather(*tasks)

@@ -84,7 +84,7 @@ def test_repeated_calls_have_equal_arguments_and_results():
         return {
             "thread": thread,
             "tool_calls": [{"name": n, "arguments": a} for n, a, _ in calls],
-            "tool_results": [{"content": c} for _, _, c in calls],
+            "tool_results": [{"content": c, "ok": not c.startswith("Error")} for _, _, c in calls],
         }
 
     same = ("f", {"a": 1, "b": 2}, "3")
@@ -94,6 +94,10 @@ def test_repeated_calls_have_equal_arguments_and_results():
     assert _find_repeated([turn(same), turn(("f", {"a": 1, "b": 2}, "4"))]) == []
     assert _find_repeated([turn(same), turn(same, thread=1)]) == []
     assert _find_repeated([turn(same), turn(("g", *same[1:]))]) == []
+    # The text of an error may contain a time or an id.
+    errors = [turn(("f", {"a": 1}, f"Error: request {i} failed")) for i in range(3)]
+    assert _find_repeated(errors) == [1, 2]
+    assert _find_repeated([turn(same), turn((*same[:2], "Error: 3"))]) == []
 
 
 def test_a_finding_cites_turns_of_its_episodes():

@@ -644,9 +644,8 @@ def test_interactions_and_opening_tools_are_parts_of_a_step():
 @pytest.mark.parametrize(("rising", "severity"), [(True, "warning"), (False, None)])
 def test_a_reward_that_begins_to_fall_while_the_kl_rises(rising, severity):
     """A third of the best level is lost: with a rising KL that is a collapse that has begun."""
-    reward = np.concatenate([ramp(0.2, 0.8)[: N // 2], np.full(N - N // 2, 0.35)])
+    reward = np.concatenate([np.linspace(0.3, 0.52, N // 2), np.full(N - N // 2, 0.35)])
     kl = np.concatenate([np.full(N // 2, 1e-3), np.full(N - N // 2, 1e-2 if rising else 1e-3)])
-    reward[: N // 2] = np.linspace(0.3, 0.52, N // 2)
     metrics = learning(**{"critic/score/mean": noisy(reward), "actor/ppo_kl": noisy(kl, 4, 0.05)})
     found = [f for f in diagnose(make_run(metrics)) if f.name == "reward_falls"]
     assert [f.severity for f in found] == ([severity] if severity else [])
@@ -692,7 +691,7 @@ def test_a_kind_of_rows_with_one_ground_truth(truth, is_named):
 
 
 @pytest.mark.parametrize(
-    ("react", "other", "is_named"),
+    ("react", "other", "named_agents"),
     [
         ("cached", "read", ["react"]),
         ("cached", "cached", ["react", "tool_agent"]),
@@ -700,7 +699,9 @@ def test_a_kind_of_rows_with_one_ground_truth(truth, is_named):
         ("constant", "read", []),  # The reward is for something else than the answer.
     ],
 )
-def test_right_and_wrong_answers_with_the_same_reward(react, other, is_named):
+def test_right_and_wrong_answers_with_the_same_reward(react, other, named_agents):
+    """A reward that is cached by its row differs between steps, one that is read by answers."""
+
     def reward_of(how: str, step: int, k: int) -> float:
         return {"cached": float(step % 3 == 0), "read": float(k < 2), "constant": 0.5}[how]
 
@@ -713,22 +714,23 @@ def test_right_and_wrong_answers_with_the_same_reward(react, other, is_named):
         for k in range(4)
     ]
     found = [f for f in diagnose(make_run(learning(), rollouts)) if f.name == "equal_rewards"]
-    assert len(found) == bool(is_named)
+    assert len(found) == (1 if named_agents else 0)
     for finding in found:
-        assert finding.evidence == {"share": 1.0, "groups": 20.0 * len(is_named)}
+        assert finding.evidence == {"share": 1.0, "groups": 20.0 * len(named_agents)}
         for agent in ("react", "tool_agent"):
-            assert (f"100% of 20 groups of {agent}" in finding.text) == (agent in is_named)
+            text = f"in 100% of the 20 groups of {agent}"
+            assert (text in finding.text) == (agent in named_agents)
 
 
 @pytest.mark.parametrize(
-    ("share", "values", "is_named"), [(0.6, 7, True), (0.3, 7, False), (0.6, 2, False)]
+    ("share", "truths", "is_named"), [(0.6, 7, True), (0.3, 7, False), (0.6, 2, False)]
 )
-def test_most_rows_of_a_kind_with_one_ground_truth(share, values, is_named):
-    """Rows with few different truths (yes or no) agree by nature."""
+def test_most_rows_of_a_data_source_with_one_ground_truth(share, truths, is_named):
+    """Rows with two possible truths (yes or no) agree often, so they are not reported."""
     rows = [
         {"step": 1 + k % N, "sample_id": f"s{k}", "group": k, "prompt": f"Add {k}"}
         | {"data_source": "a" if k % 2 else "b"}
-        | {"ground_truth": f"{k // 2 % 9}" if k % 2 == 0 else f"own {k // 2 % values}"}
+        | {"ground_truth": f"{k // 2 % 9}" if k % 2 == 0 else f"own {k // 2 % truths}"}
         | ({"ground_truth": "1"} if k % 2 and (k // 2) % 10 < 10 * share else {})
         for k in range(200)
     ]
@@ -736,7 +738,7 @@ def test_most_rows_of_a_kind_with_one_ground_truth(share, values, is_named):
     assert bool(found) == is_named
     if is_named:
         assert "60% of the 100 rows of tool_agent, a have the same" in found[0].text
-        assert "'1'; of the other rows at most 12% have" in found[0].text
+        assert "'1'; in the other rows the most frequent one has 12%" in found[0].text
 
 
 def test_validation_of_a_kind_of_rows_falls():
@@ -759,7 +761,7 @@ def test_validation_of_a_kind_of_rows_falls():
     finding = the_alarm(make_run(metrics, rows))
     assert (finding.name, finding.subject) == ("validation_falls", "react")
     assert "validation reward of react fell from 0.9 (step 1) to 0.1 (step 40)" in finding.text
-    assert "50% of its last rollouts in training end with '#### 0'" in finding.text
+    assert "in the last training steps 50% of its rollouts answer '#### 0'" in finding.text
     values, errors = validation(0.5, 0.2, error=0.1)
     metrics = learning(**{"val/react/reward/mean@1": values, "val/react/reward/se@1": errors})
     assert alarms(make_run(metrics, rows)) == [], "within the noise of the validation"

@@ -48,7 +48,7 @@ class Generate:
     path = "/inference/v1/generate"
 
     def body(self, ids: JsonIds, params: dict[str, Any]) -> dict[str, Any]:
-        """Return a request, from a row and vLLM's sampling parameters.
+        """Return a request, from the ids of a row and vLLM's sampling parameters.
 
         Tokens are decoded only if there are stop strings.
         """
@@ -75,7 +75,7 @@ class Completions:
     path = "/v1/completions"
 
     def body(self, ids: JsonIds, params: dict[str, Any]) -> dict[str, Any]:
-        """Return a request, from a row and vLLM's sampling parameters."""
+        """Return a request, from the ids of a row and vLLM's sampling parameters."""
         return {"prompt": ids, "return_token_ids": True, **params}
 
     def tokens(self, choice: dict[str, Any]) -> tuple[list[int], list[float]]:

@@ -107,9 +107,9 @@ class ToolsResponse(BaseModel):
     tools: list[ToolSpec]
     workers: list[int]
     """The ports of its workers, by number; empty if there is only one worker."""
-    max_connections: int
-    """The most connections to one worker that a client should open. With more, a worker closes idle
-    ones, and then refuses requests."""
+    max_client_connections: int
+    """The most connections to each worker that a client should open. If there are more, the worker
+    closes idle connections, and then answers 503."""
 
 
 class HealthResponse(BaseModel):
@@ -205,7 +205,7 @@ def create_app(
     *,
     token: str,
     names: frozenset[str],
-    max_connections: int,
+    max_client_connections: int,
     mcp: bool,
 ) -> FastAPI:
     """Create the application for the tools that are registered in this process.
@@ -215,7 +215,7 @@ def create_app(
         tool_metrics: counts the calls.
         token: the bearer token; "" asks for none.
         names: the host names of the server; an empty set allows all.
-        max_connections: the most connections that one client should open.
+        max_client_connections: the most connections that one client should open.
         mcp: also serve the Model Context Protocol, at /mcp.
     """
     mcp_endpoint = _make_mcp_endpoint(host) if mcp else None
@@ -285,7 +285,7 @@ def create_app(
             {
                 "tools": specs,
                 "workers": host.shard.ports,
-                "max_connections": max_connections,
+                "max_client_connections": max_client_connections,
             }
         )
 

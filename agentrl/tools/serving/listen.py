@@ -31,9 +31,10 @@ HEAD_SECONDS = 10.0
 MAX_HEAD = 2**16
 MAX_REQUEST = 2 * MAX_SESSION_BODY
 """Limit of a request in bytes, including the framing of chunks. Its body has its own limits."""
-CLIENTS_SHARE = 90
-"""The percentage of the connections that `GET /tools` offers to a client. The others are for health
-checks, for metrics, and for connections whose end this process has not noticed yet."""
+CLIENT_SHARE = 0.9
+"""The share of the connections of this process that one client may open. The others are for health
+checks, for metrics, and for connections whose end this process has not noticed yet. If several runs
+share the server and open more, idle connections are closed."""
 DRAIN_SECONDS = 10.0
 """The time that a server that is stopping waits for running calls."""
 END_SECONDS = 18.0
@@ -158,7 +159,7 @@ class ToolServer(uvicorn.Server):
         mcp: bool = False,
     ):
         open_files.raise_limit()
-        accepted = BoundedHttpProtocol.max_connections = _reserve_descriptors()
+        BoundedHttpProtocol.max_connections = _reserve_descriptors()
         self._socket = bound or bind(host, port, token)
         self.url = url_of(self._socket)
         self._ready = ready
@@ -172,7 +173,7 @@ class ToolServer(uvicorn.Server):
             metrics,
             token=token,
             names=names,
-            max_connections=max(1, accepted * CLIENTS_SHARE // 100),
+            max_client_connections=max(1, int(CLIENT_SHARE * BoundedHttpProtocol.max_connections)),
             mcp=mcp,
         )
         super().__init__(
