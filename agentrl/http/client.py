@@ -99,7 +99,7 @@ class HttpClient:
         token: sent as `Authorization: Bearer`, if not empty.
         error: the exception to raise if the server is unreachable or its response is invalid.
         max_bytes: the longest response to accept.
-        max_connections: the most connections to the server that this process opens.
+        max_connections: the most connections to the server that an event loop opens.
         reserved: True for health checks and aborts, which are few and short. They have their own
             connections, and the wait for such a connection counts against their deadlines.
 

@@ -382,7 +382,9 @@ class ConnectionPool:
                     with _lock:
                         _share_limit()
                     continue
-                self._close_longest_idle(sum(len(queue.waiting) for queue in queues))
+                self._close_longest_idle(
+                    sum(min(len(q.waiting), q.max_connections - q.busy) for q in queues)
+                )
                 return
             queue.waiting.popleft()
             future.set_result(lease)

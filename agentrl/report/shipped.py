@@ -530,7 +530,8 @@ def shorten(text: str) -> str:
 # --- nothing can be learned ----------------------------------------------------------------------
 
 MIXED_GROUPS = 12
-"""The fewest groups with right and wrong answers. In fewer, all rewards may be equal by chance."""
+"""The fewest groups with right and wrong answers that do not all have a high reward. In fewer, all
+rewards may be equal by chance."""
 EQUAL_SHARE = 0.8
 """The share of these groups with equal rewards from which on it is reported. If a reward reads the
 answer, no such group has equal rewards."""
@@ -541,6 +542,8 @@ def equal_rewards(run: Run) -> Iterator[Finding]:
     """Right and wrong answers of a group have equal rewards, but rewards differ between groups."""
     episodes = training_episodes(run, MAX_WINDOW)
     mixed, reward = _find_mixed_groups(episodes), column(episodes, "reward")
+    low, high = reward_range(run)
+    solved = low + SOLVED * (high - low)
     for name in ("agent_name", "data_source"):
         by_subset: dict[str, list[list[int]]] = defaultdict(list)
         names = episodes.column(name).to_pylist()
@@ -548,13 +551,16 @@ def equal_rewards(run: Run) -> Iterator[Finding]:
             by_subset[names[group[0]]].append(group)
         texts, shares, shown = [], [], []
         for subset, groups in sorted(by_subset.items()):
-            equal = [group for group in groups if np.ptp(reward[group]) == 0]
-            if len(groups) < MIXED_GROUPS or len(equal) < EQUAL_SHARE * len(groups):
+            # A right answer in another notation looks wrong here. Then the group is a solved one.
+            failing = [group for group in groups if reward[group].min() < solved]
+            equal = [group for group in failing if np.ptp(reward[group]) == 0]
+            if len(failing) < MIXED_GROUPS or len(equal) < EQUAL_SHARE * len(failing):
                 continue
-            if np.ptp(reward[np.concatenate(groups)]) == 0:
-                continue  # The reward may be for something else than the answer.
-            shares.append(len(equal) / len(groups))
-            texts.append(f"in {shares[-1]:.0%} of the {len(groups)} groups of {subset}")
+            # If no group has a high reward, the reward may be for something else than the answer.
+            if len(failing) == len(groups):
+                continue
+            shares.append(len(equal) / len(failing))
+            texts.append(f"in {shares[-1]:.0%} of the {len(failing)} groups of {subset}")
             shown += equal
         if texts:
             mask = np.zeros(episodes.num_rows, bool)
@@ -562,7 +568,7 @@ def equal_rewards(run: Run) -> Iterator[Finding]:
             yield Finding(
                 int(column(episodes, "step").min()),
                 "right and wrong answers to the same row have the same reward"
-                f" {' and '.join(texts)} that contain both: these groups give no learning signal",
+                f" {' and '.join(texts)} that contain both and are not solved: no learning signal",
                 {"share": min(shares), "groups": float(len(shown))},
                 **examples(episodes, mask, "last"),
                 causes=[
@@ -1313,7 +1319,7 @@ FALL_Z = 5.0
 """The standard errors of a fall. They are more than `Z`, because the best of many windows is high
 by chance."""
 FALL_WITH_KL = 0.2
-"""The loss that is a warning if the KL rose meanwhile."""
+"""The loss that is a warning if the KL rose meanwhile, faster than before."""
 KL_RISE = 2.0
 """How many times its value at the best rewards the KL must have to be named as the cause."""
 
@@ -1335,7 +1341,7 @@ def reward_falls(run: Run) -> Iterator[Finding]:
         return
     start = reward.since(means <= top - 0.5 * lost)
     evidence = {"best": top, "last": last}
-    rises = []
+    rises, has_jumped = [], False
     for name in ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl", "canary/drift"):
         kl = read_series(run, name)
         if len(kl) < MIN_STEPS:
@@ -1348,10 +1354,16 @@ def reward_falls(run: Run) -> Iterator[Finding]:
             float(np.abs(kl.values[kl.steps >= start]).mean()),
         )
         evidence |= {f"{name} before": before, f"{name} after": after}
-        if after >= KL_RISE * max(before, 1e-9):
-            rises.append(f"{name} rose from {before:.2g} to {after:.2g}")
+        if after < KL_RISE * max(before, 1e-9):
+            continue
+        rises.append(f"{name} rose from {before:.2g} to {after:.2g}")
+        # The KL to the reference grows in every run: it must grow faster than until the best step.
+        first = float(np.abs(kl.first).mean())
+        speed = (after - before) / max(reward.steps[-1] - reward.steps[best], 1)
+        speed_before = (before - first) / max(reward.steps[best] - reward.steps[0], 1)
+        has_jumped |= speed > KL_RISE * max(speed_before, 0.0)
     is_large = lost >= FALL * (top - low)
-    if not (is_large or rises):
+    if not (is_large or has_jumped):
         return
     suffix = f", while {rises[0]}" if rises else ""
     episodes = training_episodes(run)
@@ -1381,13 +1393,15 @@ def reward_falls(run: Run) -> Iterator[Finding]:
 
 SUBSET_REWARDS = re.compile(r"(?:val|val_greedy|val-core)/(.+)/reward/mean@\d+")
 """The mean rewards of an agent loop or a data source in a validation, sampled or greedy."""
+MIN_VALIDATION_FALL = 0.1
+"""The smallest fall as a share of the range of rewards."""
 
 
 @diagnosis("validation_falls")
 def validation_falls(run: Run) -> Iterator[Finding]:
     """The validation reward of an agent loop or data source falls far below an earlier one."""
     episodes = training_episodes(run, MIN_WINDOW)
-    low = reward_range(run)[0]
+    low, high = reward_range(run)
     largest: dict[bytes, tuple[float, Finding]] = {}
     for name in run.metrics.column_names:
         match = SUBSET_REWARDS.fullmatch(name)
@@ -1395,7 +1409,12 @@ def validation_falls(run: Run) -> Iterator[Finding]:
         if match is None or fall is None:
             continue
         subset, size = match[1], fall.best - fall.last
-        if size <= Z * math.sqrt(2) * fall.error or size < FALL * (fall.best - low):
+        rows = values_by_step(run, name.rpartition("/reward/")[0] + "/rows")
+        if min(rows.values(), default=MIN_KIND) < MIN_KIND:
+            continue
+        if size <= Z * math.sqrt(2) * fall.error or size < MIN_VALIDATION_FALL * (high - low):
+            continue
+        if size < FALL * (fall.best - low):
             continue
         chosen = np.logical_or(
             *(column(episodes, of) == subset for of in ("agent_name", "data_source"))
@@ -1446,12 +1465,14 @@ class _ValidationFall:
 
 def _find_validation_fall(run: Run, name: str) -> _ValidationFall | None:
     """Return the fall of a metric `.../mean@N`; None without two values and a standard error."""
-    values = values_by_step(run, name)
-    errors = values_by_step(run, name.replace("/mean@", "/se@")).values()
+    values, errors = (
+        {step: value for step, value in values_by_step(run, key).items() if math.isfinite(value)}
+        for key in (name, name.replace("/mean@", "/se@"))
+    )
     if len(values) < 2 or not errors:
         return None
     step, last = max(values, key=values.__getitem__), max(values)
-    return _ValidationFall(step, values[step], last, values[last], max(errors))
+    return _ValidationFall(step, values[step], last, values[last], max(errors.values()))
 
 
 VAL_REWARDS = re.compile(r"val-core/.*/reward/mean@\d+")
@@ -1557,6 +1578,8 @@ def _widest_gap(run: Run, step: int) -> str:
 
 GROWTH = 1.5
 """How many times as long responses must be: half as long again is no noise of lengths."""
+MIN_GROWTH = 10
+"""The fewest tokens by which they must be longer."""
 
 
 @diagnosis("length")
@@ -1575,18 +1598,29 @@ def length(run: Run) -> Iterator[Finding]:
                     _mean_by_step(of_agent, "reward"),
                 )
             )
+    low, high = reward_range(run)
+    notes = []
     for agent, size, reward in subsets:
         if len(size) < MIN_STEPS or len(size) != len(reward):
             continue
         # Compare with the first steps, and with the best ones: a run may first learn, then grow.
         for start in dict.fromkeys((int(reward.means.argmax()), 0)):
             before, last = float(size.at(start).mean()), float(size.last.mean())
-            if last < GROWTH * before or z_score(size.at(start), size.last) < Z:
+            if last < max(GROWTH * before, before + MIN_GROWTH):
                 continue
-            yield _explain_growth(episodes, agent, size, reward, start)
-            if not (agent or has_risen(reward, start)):
-                return  # The findings of single agent loops would repeat it.
+            if z_score(size.at(start), size.last) < Z:
+                continue
+            is_paid = has_risen(reward, start)
+            is_paid |= bool(high > low and reward.last.mean() >= low + SOLVED * (high - low))
+            finding = _explain_growth(episodes, agent, size, reward, start, is_paid)
+            if is_paid:
+                notes.append(finding)
+            else:
+                yield finding
+                if not agent:
+                    return  # The findings of single agent loops would repeat it.
             break
+    yield from notes[:1]
 
 
 def _mean_by_step(episodes: pa.Table, name: str) -> Series:
@@ -1598,9 +1632,12 @@ def _mean_by_step(episodes: pa.Table, name: str) -> Series:
 
 
 def _explain_growth(
-    episodes: pa.Table, agent: str, size: Series, reward: Series, start: int
+    episodes: pa.Table, agent: str, size: Series, reward: Series, start: int, is_paid: bool
 ) -> Finding:
-    """Describe responses that grew since the window that begins at `start`."""
+    """Describe responses that grew since the window that begins at `start`.
+
+    `is_paid`: whether the reward rose as well, or nearly all rollouts succeed.
+    """
     before, last = float(size.at(start).mean()), float(size.last.mean())
     rewards = float(reward.at(start).mean()), float(reward.last.mean())
     is_late = column(episodes, "step") >= size.steps[-size.window]
@@ -1608,9 +1645,8 @@ def _explain_growth(
         is_late &= np.array(episodes.column("agent_name").to_pylist(), object) == agent
     sizes = column(episodes, "sampled_tokens")
     long = is_late & (sizes >= np.quantile(sizes[is_late], 0.9)) if is_late.any() else is_late
-    is_rewarded = has_risen(reward, start)
     change = f"the reward went from {rewards[0]:.3g} to {rewards[1]:.3g}"
-    if not is_rewarded:
+    if not is_paid:
         change = f"the reward did not rise ({rewards[1] - rewards[0]:+.3g})"
     return Finding(
         size.since(size.means >= (1 + (GROWTH - 1) / 2) * before),
@@ -1620,7 +1656,7 @@ def _explain_growth(
         **examples(episodes, long),
         causes=[
             "the reward pays for longer responses"
-            if is_rewarded
+            if is_paid
             else "nothing in the reward makes the policy stop",
             "the loss favours long responses: algorithm.loss_agg_mode, whose token mean gives long"
             " responses more weight",
@@ -1630,7 +1666,7 @@ def _explain_growth(
             "algorithm.loss_agg_mode",
             "read the longest episodes: do they repeat themselves?",
         ],
-        severity="note" if is_rewarded else "warning",
+        severity="note" if is_paid else "warning",
         subject=agent,
     )
 
@@ -1904,8 +1940,8 @@ def _find_time_between_steps(run: Run, step: Series) -> Iterator[Finding]:
         if share >= BETWEEN_STEPS:
             yield Finding(
                 int(step.steps[0]),
-                f"{plural(len(seconds), what.removesuffix('s'))} take {share:.0%} of the time of"
-                f" the run, {sum(seconds) / len(seconds):.3g} s each; a step takes"
+                f"{what} take {share:.0%} of the time of the run: {len(seconds)} of"
+                f" {sum(seconds) / len(seconds):.3g} s; a step takes"
                 f" {float(step.values.mean()):.3g} s",
                 {"share": share, "number": float(len(seconds))},
                 tries=tries,
@@ -1948,7 +1984,9 @@ def _time_of_rollouts(run: Run, steps: np.ndarray) -> dict[str, float]:
     started = column(episodes, "started").astype(float)
     if not len(started) or np.isnan(started).any():
         return {}
-    ends = started + column(episodes, "seconds")
+    # `seconds` begins when the tools are open.
+    opening = np.nan_to_num(column(episodes, "open_seconds").astype(float))
+    ends = started + opening + column(episodes, "seconds")
     waits = spans = 0.0
     for number in np.unique(column(episodes, "step")):
         chosen = column(episodes, "step") == number

@@ -348,9 +348,10 @@ class HttpToolbox(Toolbox):
         self, method: str, path: str, body: Any, seconds: float, episode_id: str
     ) -> Any:
         # Every request carries its key (episode, turn, index), so it may be sent again.
+        # A server with many clients closes idle connections, maybe those of two attempts.
         client = self._clients[worker_number(episode_id, len(self._clients))]
         status, answer = await client.request_json(
-            method, path, body, deadline=time.monotonic() + seconds, retries=1, wait_if_busy=True
+            method, path, body, deadline=time.monotonic() + seconds, retries=2, wait_if_busy=True
         )
         if status == 421:
             self._specs_are_stale = True  # the server was restarted with other workers
@@ -364,7 +365,9 @@ class HttpToolbox(Toolbox):
                 specs.add(fields["name"], ToolSpec(**fields))
             ports = [int(port) for port in answer.get("workers", ())]
             # Servers of earlier versions do not say how many connections a client may open.
-            limit = int(answer.get("max_client_connections") or MAX_CONNECTIONS_TO_SERVER)
+            limit = answer.get("max_client_connections")
+            if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+                limit = MAX_CONNECTIONS_TO_SERVER
         except (TypeError, KeyError, ValueError):
             raise ToolServerError(
                 f"{self.url} did not answer with a list of tools: {answer!r}"
@@ -372,7 +375,7 @@ class HttpToolbox(Toolbox):
         url = urlsplit(self.url)
         host = url.netloc.rpartition("@")[2].removesuffix(f":{url.port}")
         urls = [url._replace(netloc=f"{host}:{port}").geturl() for port in ports] or [self.url]
-        self._clients = [self._client(url, max(1, limit)) for url in urls]
+        self._clients = [self._client(url, limit) for url in urls]
         return specs
 
     def _client(self, url: str, max_connections: int = MAX_CONNECTIONS_TO_SERVER) -> HttpClient:

@@ -10,6 +10,7 @@ from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import orjson
 import pytest
 
 from agentrl.engine.base import Sampling
@@ -114,7 +115,7 @@ class SimulatedServer(RemoteEngine):
     _policy_version = SimpleNamespace(request_fields={})
 
     def __init__(self, seed: int):
-        self._gate, self._rows, self.reprefilled = TurnGate(), RowEncoder(), 0
+        self._gate, self._rows, self.reprefilled = TurnGate(), RowEncoder(min_tokens=1), 0
         self.rng = random.Random(seed)
         self.weights = self.aborts = self.empty_parts = self.full_parts = 0
 
@@ -123,6 +124,7 @@ class SimulatedServer(RemoteEngine):
     def _check_sampling(self, *_): ...
 
     def _body(self, row, sampling, limit, seed):
+        row = orjson.loads(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY))
         return {"row": row, "limit": limit, "seed": seed}
 
     async def _ask(self, body, *_):

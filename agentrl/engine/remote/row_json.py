@@ -15,7 +15,7 @@ JsonIds = np.ndarray | orjson.Fragment
 MIN_TOKENS = 8192
 """A shorter row is encoded as a whole: that takes at most 50 microseconds."""
 MAX_TOKENS = 1 << 24
-"""The most tokens that one encoder (one for each engine) keeps: about 170 MB. It drops the least
+"""The most tokens that one encoder (one for each engine) keeps: about 200 MB. It drops the least
 recently used rows."""
 
 
