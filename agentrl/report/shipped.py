@@ -282,6 +282,62 @@ def mismatch(run: Run) -> Iterator[Finding]:
 # --- updates --------------------------------------------------------------------------------------
 
 
+OUTLIER_GAP = 5.0
+"""How far an outlier must be away from all other rewards: so many times their range or, if that is
+larger, the largest of them. So a failure with reward 0 next to 0.9 to 1 is none."""
+OUTLIERS = 0.2
+"""The largest share of rollouts that are outliers: with more, they are a level of the reward."""
+MIN_OUTLIERS = 3
+"""The fewest outliers: one may be a mistake of a single row."""
+
+
+@diagnosis("reward_outliers")
+def reward_outliers(run: Run) -> Iterator[Finding]:
+    """A few rewards are far away from all others, so they outweigh these in the update."""
+    episodes = training_episodes(run)
+    reward = column(episodes, "reward")
+    levels, counts = np.unique(reward[np.isfinite(reward)], return_counts=True)
+    if len(levels) < 3:
+        return
+    gap = int(np.diff(levels).argmax())
+    below, above = counts[: gap + 1].sum(), counts[gap + 1 :].sum()
+    is_low = below < above
+    others = levels[gap + 1 :] if is_low else levels[: gap + 1]
+    distance, spread = float(levels[gap + 1] - levels[gap]), float(np.ptp(others))
+    number, total = int(min(below, above)), int(below + above)
+    size = max(spread, float(np.abs(others).max()))
+    if number < MIN_OUTLIERS or number > OUTLIERS * total or distance < OUTLIER_GAP * size:
+        return
+    if spread == 0.0:  # A rare success next to failures, all of which are equal.
+        return
+    mask = reward <= levels[gap] if is_low else reward >= levels[gap + 1]
+    outlier = float(np.median(reward[mask]))
+    step = column(episodes, "step")
+    evidence = {"outliers": float(number), "outlier": outlier, "range": spread}
+    norm = read_series(run, "actor/grad_norm")
+    with_outliers = np.isin(norm.steps, step[mask])
+    compared = ""
+    if with_outliers.any() and not with_outliers.all():
+        norms = [float(np.median(norm.values[w])) for w in (with_outliers, ~with_outliers)]
+        evidence |= {"grad_norm_with": norms[0], "grad_norm_without": norms[1]}
+        compared = f"; the gradient norm is {norms[0]:.3g} in steps with them, else {norms[1]:.3g}"
+    yield Finding(
+        int(step[mask].min()),
+        f"{number / total:.1%} of the rollouts have a reward of about {outlier:g}, all others"
+        f" {others.min():g} to {others.max():g}: the few dominate the advantages of their groups"
+        f" and the update{compared}",
+        evidence,
+        **examples(episodes, mask, "last"),
+        causes=[
+            "the reward function returns a sentinel, such as -100 for an answer that it cannot read"
+        ],
+        tries=[
+            "return a value within the range of the other rewards: 0 for a wrong answer",
+            "optim.max_grad_norm",
+        ],
+    )
+
+
 CLIPPED = 0.3
 """The share of clipped tokens that is a warning; below 0.2 is usual."""
 MAX_DRIFT = 0.5
@@ -900,6 +956,9 @@ TOOL_RATE = 0.3
 """The smallest best rate: below it the policy never used its tools regularly."""
 NO_TOOLS = 0.02
 """The rate of calls that counts as none."""
+GONE = 0.1
+"""The largest rate of each of the last steps with which tool use has died out, however much the
+rates before varied."""
 
 
 @diagnosis("settings")
@@ -939,7 +998,8 @@ def tool_use(run: Run) -> Iterator[Finding]:
             "a reward for turns or calls: reward.turn_weight, reward.tool_weight",
         ]
         if best_rate >= TOOL_RATE and last <= TOOL_DROP * best_rate:
-            if z_score(before, rate.last) > -Z:
+            is_gone = rate.last.max() <= GONE and (rate.values >= TOOL_RATE).sum() >= FAST
+            if z_score(before, rate.last) > -Z and not is_gone:
                 continue
             start = rate.since(means <= TOOL_DROP * best_rate)
             reward = read_series(run, f"rollout/{agent}/reward")
@@ -1799,6 +1859,7 @@ def audit(run: Run) -> Iterator[Finding]:
                 severity="audit",
                 subject="accuracy",
             )
+    yield from _find_paid_parts(run)
     episodes = training_episodes(run, MIN_WINDOW)
     low, high = reward_range(run)
     if not episodes.num_rows or high <= low:
@@ -1824,6 +1885,34 @@ def audit(run: Run) -> Iterator[Finding]:
             tries=["read these episodes: is the answer right for each row?"],
             severity="audit",
             subject="answers",
+        )
+
+
+def _find_paid_parts(run: Run) -> Iterator[Finding]:
+    """Yield a finding for each part of a reward that rises while the accuracy does not."""
+    accuracy = read_series(run, "grader/acc")
+    if len(accuracy) < MIN_STEPS or has_risen(accuracy, 0):
+        return
+    for name in run.metrics.column_names:
+        part = read_series(run, name) if name.startswith("grader/") else accuracy
+        if part is accuracy or name == "grader/acc" or len(part) < MIN_STEPS:
+            continue
+        if z_score(part.first, part.last) <= 3.0:
+            continue
+        first, last = float(part.first.mean()), float(part.last.mean())
+        yield Finding(
+            int(part.steps[0]),
+            f"{name} rose from {first:.3g} to {last:.3g}, and the accuracy did not rise"
+            f" ({accuracy.first.mean():.3g} to {accuracy.last.mean():.3g})",
+            {"first": first, "last": last, "acc_last": float(accuracy.last.mean())},
+            causes=[
+                f"the reward pays for {name.removeprefix('grader/')!r} instead of right answers"
+            ],
+            tries=[
+                "a smaller weight of this part, or only if the answer is right: agentrl rescore"
+            ],
+            severity="audit",
+            subject=name,
         )
 
 

@@ -666,6 +666,60 @@ def test_one_agent_loop_whose_responses_grow():
     assert "responses of react grew from 52 to 112 tokens since step 1" in finding.text
 
 
+@pytest.mark.parametrize(
+    ("outlier", "number", "is_named"),
+    [
+        (-100.0, 16, True),
+        (-10.0, 16, True),
+        (-0.2, 16, False),
+        (-100.0, 1, False),
+        (9.0, 90, False),
+    ],
+)
+def test_a_few_rewards_far_from_the_others(outlier, number, is_named):
+    """The outliers are in steps 1 to 4; their gradient norm is high there."""
+    rollouts = [{"step": 1 + i // 8, "reward": float(i % 2)} for i in range(8 * N)]
+    for i in range(number):
+        rollouts[2 * i]["reward"] = outlier
+    norm = [50.0] * 4 + [2.0] * (N - 4)
+    run = make_run(learning(**{"actor/grad_norm": norm}), rollouts)
+    found = [f for f in diagnose(run) if f.name == "reward_outliers"]
+    assert bool(found) == is_named
+    if is_named:
+        assert f"5.0% of the rollouts have a reward of about {outlier:g}, all others 0 to 1" in (
+            found[0].text
+        )
+        assert "the gradient norm is 50 in steps with them, else 2" in found[0].text
+
+
+@pytest.mark.parametrize("others", [(0.0, 0.0, 1.0), (0.95, 1.0, 0.0), (0.95, 1.0, 0.5)])
+def test_rare_successes_and_failures_are_no_outliers(others):
+    """Two levels of most rollouts, and one of every fiftieth."""
+    rollouts = [
+        {"step": 1 + i // 8, "reward": others[2] if i % 50 == 0 else others[i % 2]}
+        for i in range(8 * N)
+    ]
+    assert not [f for f in diagnose(make_run(learning(), rollouts)) if f.name == "reward_outliers"]
+
+
+def test_a_part_of_the_reward_that_rises_without_the_accuracy():
+    metrics = learning(
+        **{"grader/acc": noisy(0.2, 3, 0.2), "grader/form": noisy(ramp(0.4, 1.0), 4)}
+    )
+    [finding] = [f for f in diagnose(make_run(metrics)) if f.severity == "audit"]
+    assert finding.subject == "grader/form" and "'form' instead of" in finding.causes[0]
+    metrics["grader/acc"] = noisy(ramp(0.2, 0.5), 3)
+    assert not [f for f in diagnose(make_run(metrics)) if f.severity == "audit"]
+
+
+def test_a_loop_that_stops_calling_tools_within_noisy_steps():
+    """The rates before vary so much that a comparison of means proves nothing."""
+    rates = np.concatenate([[0.81, 0.23, 0.79, 0.21, 0.03], np.full(N - 5, 0.0)])
+    run = make_run(learning(**{"rollout/tool_agent/tool_call_rate": list(rates)}))
+    [finding] = [f for f in diagnose(run) if f.name == "tool_use"]
+    assert "tool_agent stops calling tools" in finding.text
+
+
 def test_a_loop_that_stops_calling_tools_within_four_steps():
     rates = np.concatenate([[0.75, 0.7, 0.3, 0.1], np.full(N - 4, 0.01)])
     run = make_run(learning(**{"rollout/tool_agent/tool_call_rate": list(rates)}))
