@@ -1894,10 +1894,10 @@ def _find_paid_parts(run: Run) -> Iterator[Finding]:
     if len(accuracy) < MIN_STEPS or has_risen(accuracy, 0):
         return
     for name in run.metrics.column_names:
-        part = read_series(run, name) if name.startswith("grader/") else accuracy
-        if part is accuracy or name == "grader/acc" or len(part) < MIN_STEPS:
+        if not name.startswith("grader/") or name == "grader/acc":
             continue
-        if z_score(part.first, part.last) <= 3.0:
+        part = read_series(run, name)
+        if len(part) < MIN_STEPS or z_score(part.first, part.last) <= 3.0:
             continue
         first, last = float(part.first.mean()), float(part.last.mean())
         yield Finding(

@@ -630,7 +630,7 @@ def test_rollouts_of_the_local_engine_wait_for_the_tool_of_one():
 
 
 def test_interactions_and_opening_tools_are_parts_of_a_step():
-    """Of 2 s of a rollout, its interaction takes 0.8 s and opening its tools 0.2 s."""
+    """A rollout takes 2 s: its interaction takes 0.8 s, and its tools open in 0.2 s."""
     episodes = [
         {"step": s, "interaction_seconds": 0.8, "open_seconds": 0.2, "tool_times": [0.1, 0.9]}
         for s in range(1, N + 1)
@@ -845,12 +845,15 @@ def test_validation_of_a_kind_of_rows_falls():
     values, errors = validation(0.5, 0.2, error=0.1)
     metrics = learning(**{"val/react/reward/mean@1": values, "val/react/reward/se@1": errors})
     assert alarms(make_run(metrics, rows)) == [], "within the noise of the validation"
-    for values, rows_of_validation in (((0.9, 0.1), 3), ((math.nan, 0.1), 30), ((0.04, 0.01), 30)):
-        few = dict(zip(("mean@1", "se@1"), validation(*values, error=1e-3), strict=True))
-        few["rows"] = [rows_of_validation] * N
-        metrics = learning()
-        metrics |= {"val/react/reward/mean@1": few["mean@1"], "val/react/rows": few["rows"]}
-        metrics |= {"val/react/reward/se@1": few["se@1"]}
+    for first, last, number in ((0.9, 0.1, 3), (math.nan, 0.1, 30), (0.04, 0.01, 30)):
+        values, errors = validation(first, last, error=1e-3)
+        metrics = learning(
+            **{
+                "val/react/reward/mean@1": values,
+                "val/react/reward/se@1": errors,
+                "val/react/rows": [number] * N,
+            }
+        )
         assert alarms(make_run(metrics, rows)) == []
 
 

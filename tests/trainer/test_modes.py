@@ -331,7 +331,8 @@ def test_rounding_that_sends_tokens_to_other_experts_is_no_difference(sinks, mon
     def rounded(q, k, v, layout, scores):
         out = own(q, k, v, layout, scores if sinks else replace(scores, sinks=None))
         noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
-        return out * (1 + 2**-10 * noise).to(out.dtype)  # as much as bfloat16 rounds
+        # With 2**-8, the step of bfloat16, right passes differ by 0.155 on some CPUs.
+        return out * (1 + 2**-10 * noise).to(out.dtype)
 
     monkeypatch.setattr(attention, "_attend_per_response", rounded)
     comparison = modes._Comparison(model, modes.SHORT_ROW)

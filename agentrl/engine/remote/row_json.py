@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,7 +43,8 @@ class RowEncoder:
 
     def __init__(self, min_tokens: int = MIN_TOKENS, max_tokens: int = MAX_TOKENS):
         self._min_tokens, self._max_tokens = min_tokens, max_tokens
-        self._rows: OrderedDict[str, _EncodedRow] = OrderedDict()
+        self._rows: dict[str, _EncodedRow] = {}
+        """By episode, the least recently used first."""
         self._tokens = 0
 
     def encode(self, episode_id: str, row: Sequence[int]) -> JsonIds:
