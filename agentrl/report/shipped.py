@@ -346,6 +346,10 @@ probability of a token by a factor of 1.6 each step; runs that learn have 0.02 t
 first steps up to 0.4."""
 JUMPS = 3
 """The number of updates in a row whose mean is compared with `MAX_DRIFT`."""
+LARGE_DRIFT, LARGE_UPDATES = 0.2, 5
+"""The mean drift of so many updates in a row that explains why a reward fell."""
+ONE_DRIFT = 1.0
+"""The drift of one update that explains why the reward fell after it."""
 SPIKE = 10.0
 """How many times the median of the steps before it a gradient norm must have to be a spike. Norms
 vary by a factor of 3 with the number of live groups."""
@@ -372,7 +376,18 @@ def unstable_update(run: Run) -> Iterator[Finding]:
     jumps = [
         i for i in range(len(drift) - JUMPS + 1) if drift.values[i : i + JUMPS].mean() >= MAX_DRIFT
     ]
-    if jumps:
+    if found := _find_large_updates(run, drift):
+        start, text, evidence = found
+        yield Finding(
+            start,
+            text,
+            evidence,
+            causes=causes[:2],
+            tries=["optim.lr three to ten times lower", *tries],
+            severity="error",
+            subject="drift",
+        )
+    elif jumps:
         size, start = float(drift.values[jumps[0] :][:JUMPS].mean()), int(drift.steps[jumps[0]])
         yield Finding(
             start,
@@ -417,6 +432,64 @@ def unstable_update(run: Run) -> Iterator[Finding]:
             tries=tries,
             subject="grad_norm",
         )
+
+
+def _find_large_updates(run: Run, drift: Series) -> tuple[int, str, dict[str, float]] | None:
+    """Return the first step, a sentence and the evidence of updates after which a reward fell."""
+    low, high = reward_range(run)
+    reward = read_series(run, REWARD)
+    for step, size in zip(drift.steps, drift.values, strict=True):
+        before = reward.values[reward.steps <= step][-reward.window :]
+        after = reward.values[reward.steps > step][: reward.window]
+        if size < ONE_DRIFT or len(after) < MIN_WINDOW:
+            continue
+        top, last = float(before.mean()), float(after.mean())
+        if top - low >= MIN_FALL * (high - low) and last - low <= FALL * (top - low):
+            return (
+                int(step),
+                f"the update of step {step} changed the logprobs of tokens by {size:.2g} nats"
+                f" (canary/drift), and the reward fell from {top:.3g} to {last:.3g}: the update was"
+                " too large",
+                {"drift": float(size), "before": top, "last": last},
+            )
+    large = [
+        i
+        for i in range(len(drift) - LARGE_UPDATES + 1)
+        if drift.values[i : i + LARGE_UPDATES].mean() >= LARGE_DRIFT
+    ]
+    fall = _find_fallen_reward(run) if large else None
+    if fall is None:
+        return None
+    whose, top, last = fall
+    first, end = large[0], large[-1] + LARGE_UPDATES - 1
+    size = float(drift.values[first : end + 1].mean())
+    return (
+        int(drift.steps[first]),
+        f"in steps {drift.steps[first]} to {drift.steps[end]} each update changed the logprobs of"
+        f" tokens by {size:.2g} nats (canary/drift), and the reward{whose} fell from {top:.3g} to"
+        f" {last:.3g}: the updates are too large",
+        {"drift": size, "best": top, "last": last},
+    )
+
+
+def _find_fallen_reward(run: Run) -> tuple[str, float, float] | None:
+    """Return which reward fell to half of its best level, that level and the last one.
+
+    The rewards of all rollouts come first, then those of each agent loop.
+    """
+    low, high = reward_range(run)
+    loops = [n for n in run.metrics.column_names if re.fullmatch(r"rollout/(.+)/reward", n)]
+    for name in (REWARD, *loops):
+        reward = read_series(run, name)
+        if len(reward) < MIN_STEPS:
+            continue
+        best = int(reward.means.argmax())
+        top, last = float(reward.means[best]), float(reward.last.mean())
+        if top - low < MIN_FALL * (high - low) or last - low > FALL * (top - low):
+            continue
+        if z_score(reward.at(best), reward.last) <= -Z:
+            return "" if name == REWARD else f" of {name.split('/')[1]}", top, last
+    return None
 
 
 ENTROPY_RISE = 5.0
@@ -666,6 +739,9 @@ DEAD_SHARE = 0.8
 FAILING_SHARE = 0.2
 """The share of groups whose rollouts all fail that makes dead groups a problem. Otherwise most of
 them are solved."""
+ALWAYS_FAILING, ALWAYS_FAILING_GROUPS = 0.5, 20
+"""The share of groups without a success, and the fewest groups, at which most rows are too hard if
+the policy is good at the others."""
 STOP = "stop/"
 
 
@@ -693,6 +769,7 @@ def dead_groups(run: Run) -> Iterator[Finding]:
         return
     holds = groups.means >= DEAD_SHARE
     if not holds[-1]:
+        yield from _find_rows_that_fail(run, max(groups.window, len(groups) // 2))
         return
     share, low = float(groups.last.mean()), reward_range(run)[0]
     reward = float(read_series(run, REWARD).last.mean())
@@ -730,17 +807,55 @@ def dead_groups(run: Run) -> Iterator[Finding]:
     )
 
 
-def _share_of_failing_groups(run: Run, steps: int) -> float | None:
-    """Return the share of groups of the last steps whose rollouts all fail; None if unknown."""
-    episodes = training_episodes(run, steps)
-    if not episodes.num_rows:
-        return None
+def _find_rows_that_fail(run: Run, steps: int) -> Iterator[Finding]:
+    """Yield a finding if most rows fail always, and the policy is good at the others."""
     low, high = reward_range(run)
-    fails: dict[str, bool] = defaultdict(lambda: True)
+    rewards = [group for group in _rewards_of_groups(run, steps) if len(group) > 1]
+    failing = [g for g in rewards if max(g) <= low + FAILED * (high - low)]
+    others = [x for g in rewards if max(g) > low + FAILED * (high - low) for x in g]
+    if len(rewards) < ALWAYS_FAILING_GROUPS or len(failing) < ALWAYS_FAILING * len(rewards):
+        return
+    earned = sum(others) / len(others) if others else low
+    if earned < low + 0.5 * (high - low):
+        return
+    share = len(failing) / len(rewards)
+    episodes = training_episodes(run, steps)
+    yield Finding(
+        int(column(episodes, "step").min()),
+        f"in {share:.0%} of the groups of the last {plural(steps, 'step')} all rollouts fail, and"
+        f" those of the other groups earn {earned:.3g}: most rollouts teach nothing",
+        {"failing_groups": share, "others": earned},
+        **examples(episodes, column(episodes, "reward") <= low + FAILED * (high - low)),
+        causes=[
+            "most rows are too hard for the policy",
+            "the ground truth or the reward of these rows is wrong",
+        ],
+        tries=[
+            f"read some episodes: agentrl show {run.folder} 'reward<={low:g}'",
+            "easier rows first; rows that are never solved give no gradient",
+            "replace such rows within a step: algorithm.filter_groups=true",
+        ],
+        subject="rows",
+    )
+
+
+def _rewards_of_groups(run: Run, steps: int) -> list[list[float]]:
+    """Return the rewards of each group of the last steps."""
+    episodes = training_episodes(run, steps)
+    groups: dict[str, list[float]] = defaultdict(list)
     rewards = column(episodes, "reward").tolist()
     for group, value in zip(group_keys(episodes), rewards, strict=True):
-        fails[group] &= value <= low + FAILED * (high - low)
-    return sum(fails.values()) / len(fails)
+        groups[group].append(value)
+    return list(groups.values())
+
+
+def _share_of_failing_groups(run: Run, steps: int) -> float | None:
+    """Return the share of groups of the last steps whose rollouts all fail; None if unknown."""
+    low, high = reward_range(run)
+    rewards = _rewards_of_groups(run, steps)
+    if not rewards:
+        return None
+    return sum(max(group) <= low + FAILED * (high - low) for group in rewards) / len(rewards)
 
 
 def _explain_dead_steps(run: Run, first: int, last: int, dead: int, steps: int) -> Finding:
@@ -769,6 +884,11 @@ def _explain_dead_steps(run: Run, first: int, last: int, dead: int, steps: int) 
         causes.append(
             f"every rollout of the run has the reward {low:g}: the reward function never matches,"
             " or the rows are too hard"
+        )
+    elif REWARD in table.column_names and mean_of(REWARD) <= low + FAILED * (high - low):
+        causes.append(
+            "all rollouts of these steps fail: the rows are too hard for the policy, or the reward"
+            " function does not match their answers"
         )
     else:
         causes.append("within each row all rollouts fail, or all succeed")
@@ -829,6 +949,11 @@ HARD_BUDGETS = ("turn_tokens", "trajectory_tokens", "time")
 end of a game, so they count only if such rollouts earn less than the others."""
 
 
+CUT_CALLS, CUT_ROLLOUTS, CUT_SHARE = 0.95, 50, 0.1
+"""If a budget cuts 95 % of the rollouts with so many calls or more, at least 50 and a tenth of all
+rollouts, then it is too small for them, though a policy that avoids such calls is seldom cut."""
+
+
 @diagnosis("truncation")
 def truncation(run: Run) -> Iterator[Finding]:
     """A budget ends the rollouts before the policy does."""
@@ -839,6 +964,7 @@ def truncation(run: Run) -> Iterator[Finding]:
         holds = share.means >= TRUNCATED
         mean = float(share.last.mean())
         if not holds[-1] or share.values[-MIN_WINDOW:].mean() < TRUNCATED:
+            yield from _find_cut_calls(run, reason)
             continue
         episodes = training_episodes(run, share.window)
         is_cut = np.array([r == reason for r in episodes.column("stop_reason").to_pylist()], bool)
@@ -870,6 +996,38 @@ def truncation(run: Run) -> Iterator[Finding]:
             severity="error" if mean >= TRUNCATED_ERROR else "warning",
             subject=reason,
         )
+
+
+def _find_cut_calls(run: Run, reason: str) -> Iterator[Finding]:
+    """Yield a finding if a budget cuts the rollouts with calls, and the others earn little."""
+    episodes = training_episodes(run)
+    low, high = reward_range(run)
+    if reason not in HARD_BUDGETS or not episodes.num_rows or high <= low:
+        return
+    reward, calls = column(episodes, "reward"), column(episodes, "tool_calls")
+    is_cut = np.array([r == reason for r in episodes.column("stop_reason").to_pylist()], bool)
+    if reward.mean() > low + 0.5 * (high - low):
+        return
+    for number in (1, 2, 3):
+        many = calls >= number
+        if many.sum() < max(CUT_ROLLOUTS, CUT_SHARE * len(calls)):
+            return
+        share = float(is_cut[many].mean())
+        if share < CUT_CALLS or reward[many].mean() > low + FAILED * (high - low):
+            continue
+        key, step = BUDGETS[reason], int(column(episodes, "step")[many].min())
+        yield Finding(
+            step,
+            f"the budget {reason!r} cuts {share:.0%} of the {many.sum()} rollouts with"
+            f" {plural(number, 'tool call')} or more; their mean reward is"
+            f" {reward[many].mean():.3g}, that of the others {reward[~many].mean():.3g}",
+            {"share": share, "calls": float(number), "cut": float(reward[many].mean())},
+            **examples(episodes, many & is_cut, "last"),
+            causes=[f"{key} ({config_value(run, key)}) is too small for this task"],
+            tries=[f"raise {key}"],
+            subject=reason,
+        )
+        return
 
 
 def _filled_series(run: Run, name: str) -> Series:
@@ -1019,6 +1177,19 @@ def tool_use(run: Run) -> Iterator[Finding]:
             )
             if clause:
                 clause = f"; of its {failed.sum()} failed rollouts with calls before that{clause}"
+            end = max(start, int(rate.steps[min(rate.window, len(rate) - 1)]))
+            before_it = own & (column(episodes, "step") <= end)
+            correlation = correlation_within_rows(
+                episodes.filter(pa.array(before_it)), "sampled_tokens"
+            )
+            if correlation <= SHORT_PAYS:
+                common["length"] = correlation
+                clause += (
+                    f"; within a row, longer rollouts earn less (correlation {correlation:.2f})"
+                )
+                reasons.insert(
+                    0, "the reward takes off more for length or calls than a right answer brings"
+                )
             yield Finding(
                 start,
                 f"{agent} stops calling tools: {best_rate:.0%} of its rollouts called one around"
@@ -1832,6 +2003,8 @@ SHARED_ANSWER = 0.2
 is worth reading."""
 
 
+SHORT_PAYS = -0.3
+"""The correlation within rows of reward and length at which a loss of tool calls is explained."""
 FOLLOWS = 0.8
 """The correlation within rows of reward and length, or number of calls, that is worth reading."""
 LEVELS = 5
@@ -1916,27 +2089,36 @@ def _find_paid_parts(run: Run) -> Iterator[Finding]:
         )
 
 
-def _find_what_pays(episodes: pa.Table) -> Iterator[Finding]:
-    """Yield a finding if the reward follows the length or the number of calls within rows."""
+def correlation_within_rows(episodes: pa.Table, name: str) -> float:
+    """Return the correlation of a column and the reward, both without the mean of their group.
+
+    0 if one of them does not vary, or the reward has fewer than `LEVELS` values.
+    """
     reward = column(episodes, "reward")
     if len(np.unique(reward)) < LEVELS:
-        return
+        return 0.0
     _, group = np.unique(group_keys(episodes), return_inverse=True)
     size = np.bincount(group)
 
     def within(values: np.ndarray) -> np.ndarray:
         return values - (np.bincount(group, values) / size)[group]
 
+    x, y = within(column(episodes, name).astype(float)), within(reward)
+    scale = math.sqrt(float((x**2).sum() * (y**2).sum()))
+    return float((x * y).sum()) / scale if scale else 0.0
+
+
+def _find_what_pays(episodes: pa.Table) -> Iterator[Finding]:
+    """Yield a finding if the reward follows the length or the number of calls within rows."""
     for name, what in (("sampled_tokens", "length"), ("tool_calls", "number of tool calls")):
-        x, y = within(column(episodes, name).astype(float)), within(reward)
-        scale = math.sqrt(float((x**2).sum() * (y**2).sum()))
-        correlation = float((x * y).sum()) / scale if scale else 0.0
+        correlation = correlation_within_rows(episodes, name)
         if correlation >= FOLLOWS:
+            longest = column(episodes, name)
             yield Finding(
                 int(column(episodes, "step").min()),
                 f"within a row the reward follows the {what} (correlation {correlation:.2f})",
                 {"correlation": correlation},
-                **examples(episodes, x >= np.quantile(x, 0.9)),
+                **examples(episodes, longest >= np.quantile(longest, 0.9)),
                 causes=[f"the reward pays for the {what}, whether or not the answer is right"],
                 tries=["read these episodes", "score them without this part: agentrl rescore"],
                 severity="audit",

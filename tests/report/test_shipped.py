@@ -398,6 +398,89 @@ def test_tools_that_are_never_called():
     assert "tool_use" not in [f.name for f in alarms(make_run(metrics, without))]
 
 
+def test_tool_use_dies_out_because_short_rollouts_pay():
+    """A reward that takes off 0.02 a token, more than a right answer brings."""
+    rate = np.r_[np.full(10, 0.9), np.zeros(N - 10)]
+    metrics = learning(
+        **{
+            "rollout/tool_agent/tool_call_rate": rate,
+            "rollout/tool_agent/reward": noisy(ramp(-1.5, 0.1)),
+            "critic/score/min": [-2.0] * N,
+        }
+    )
+    rollouts = [
+        {"step": s, "group": 0, "tool_calls": int(s <= 10), "sampled_tokens": 10 * (k + 1)}
+        | {"reward": float(k % 2) - 0.02 * 10 * (k + 1)}
+        for s, k in itertools.product(range(1, N + 1), range(8))
+    ]
+    [finding] = [f for f in diagnose(make_run(metrics, rollouts)) if f.name == "tool_use"]
+    assert finding.causes[0] == (
+        "the reward takes off more for length or calls than a right answer brings"
+    )
+    assert finding.evidence["length"] < -0.3
+    free = [r | {"reward": float(r["sampled_tokens"] // 10 % 5) / 4} for r in rollouts]
+    [finding] = [f for f in diagnose(make_run(metrics, free)) if f.name == "tool_use"]
+    assert "length" not in finding.evidence
+
+
+@pytest.mark.parametrize("last, fires", [(0.0, True), (0.28, False)])
+def test_one_large_update_after_which_the_reward_falls(last, fires):
+    metrics = learning(
+        **{
+            "canary/drift": np.r_[1.2, noisy(0.05, 7, 0.2)[1:]],
+            "critic/score/mean": np.r_[0.3, noisy(last, 3)[1:]],
+            "rollout/tool_agent/reward": None,
+        }
+    )
+    found = [f for f in alarms(make_run(metrics)) if f.name == "unstable_update"]
+    assert [(f.step, f.severity) for f in found] == ([(1, "error")] if fires else [])
+
+
+@pytest.mark.parametrize("drift, fires", [(0.28, True), (0.12, False)])
+def test_large_updates_and_an_agent_loop_whose_reward_falls(drift, fires):
+    metrics = learning(
+        **{
+            "canary/drift": np.r_[noisy(drift, 7, 0.05)[:12], noisy(0.05, 8, 0.2)[12:]],
+            "rollout/react/reward": noisy(np.r_[np.full(12, 0.6), np.zeros(N - 12)], 4, 0.02),
+        }
+    )
+    found = [f for f in alarms(make_run(metrics)) if f.name == "unstable_update"]
+    assert len(found) == fires
+    if fires:
+        assert "the reward of react fell from 0.6" in found[0].text
+        healthy = metrics | {"rollout/react/reward": noisy(ramp(0.2, 0.6), 4, 0.02)}
+        assert alarms(make_run(healthy)) == []  # the updates did no harm
+
+
+@pytest.mark.parametrize("failing, fires", [(5, True), (3, False)])
+def test_most_rows_are_never_solved(failing, fires):
+    """Of 8 rows of a step some always fail, and the policy solves the others."""
+    rollouts = [
+        {"step": s, "group": g, "reward": float(g >= failing and k < 7)}
+        for s, g, k in itertools.product(range(1, N + 1), range(8), range(8))
+    ]
+    found = alarms(make_run(learning(), rollouts))
+    assert [(f.name, f.subject) for f in found] == ([("dead_groups", "rows")] if fires else [])
+    if fires:
+        assert "in 62% of the groups of the last 20 steps all rollouts fail" in found[0].text
+
+
+@pytest.mark.parametrize("budget, fires", [("trajectory_tokens", True), ("turns", False)])
+def test_a_budget_that_cuts_each_rollout_with_two_calls(budget, fires):
+    """The policy learns to answer without the calls that it needs, so few rollouts are cut."""
+    rollouts = [
+        {"step": s, "group": g, "tool_calls": 2 if k == 0 else 0, "reward": float(k == 7 > g)}
+        | {"stop_reason": budget if k == 0 else "done"}
+        for s, g, k in itertools.product(range(1, N + 1), range(3), range(8))
+    ]
+    metrics = learning(
+        **{"critic/score/mean": noisy(0.1, 1, 0.02), f"stop/{budget}": [0.125] * N},
+        **{"rollout/tool_agent/reward": noisy(0.1, 1, 0.02)},
+    )
+    found = [f for f in alarms(make_run(metrics, rollouts)) if f.name == "truncation"]
+    assert [f.subject for f in found] == ([budget] if fires else [])
+
+
 def calls(repeated: int) -> list[dict[str, Any]]:
     return [
         {
