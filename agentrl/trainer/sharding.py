@@ -90,6 +90,19 @@ def open_accelerator(device: str) -> tuple[Accelerator, DeviceMesh | None]:
     return accelerator, init_device_mesh(accelerator.device.type, (dist.get_world_size(),))
 
 
+def compile_layer(layer: nn.Module) -> None:
+    """Compile a layer's own function, not its hooks, for rows of any length.
+
+    Parts with a convolution (linear attention, Mamba) stay as they are: their work is in kernels
+    that torch.compile does not see into, and around these kernels every size would be a variable.
+    Qwen3.5's took more than six minutes to compile (torch 2.11).
+    """
+    for part in layer.children():
+        if any(isinstance(module, nn.Conv1d) for module in part.modules()):
+            part.forward = torch.compiler.disable(part.forward)
+    layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
 def shard(
     packed_model: nn.Module,
     layers: Sequence[nn.Module],
@@ -115,9 +128,8 @@ def shard(
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, MAX_COMPILED_VARIANTS)
     for layer in layers:
-        # Compile the layer's own function only, not its hooks.
         if compiled:
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+            compile_layer(layer)
         if config.recompute:
             layer.forward = partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False

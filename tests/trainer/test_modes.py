@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from contextlib import closing
+from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from support.trainer_fixtures import (
     segment,
     tiny_model,
 )
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -292,6 +295,48 @@ def test_the_reason_of_a_slower_mode_is_kept_and_the_model_keeps_its_own_attenti
     assert mode is Mode.PADDED and reason.startswith("packed logits differ")
     assert model.config._attn_implementation == own
     assert prove_mode(tiny_model()) == (Mode.PACKED, "")
+
+
+class _CoarseGradient(torch.autograd.Function):
+    """Multiplies gradients by noise that depends on their bits, as kernels with TF32 round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        [g] = gradients
+        seed = int(g.contiguous().view(torch.int32).sum())
+        noise = torch.randn(g.shape, generator=torch.Generator().manual_seed(seed))
+        return g * (1 + 0.02 * noise)
+
+
+class _Coarse(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return _CoarseGradient.apply(x)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_gradients_may_differ_by_the_rounding_of_the_model_itself(wrong, monkeypatch):
+    """Kernels of linear attention on a GPU; a mode that leaves a gradient out is still refused."""
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.mlp = nn.Sequential(layer.mlp, _Coarse())
+    monkeypatch.setattr(modes, "small_copy", deepcopy)
+    monkeypatch.setattr(modes, "_results", {})
+    if wrong:
+        attend = modes.hidden_states
+        monkeypatch.setattr(
+            modes, "hidden_states", lambda m, packed: attend(m, packed).detach().requires_grad_()
+        )
+        with pytest.raises(ConfigError, match="other gradients"):
+            prove_mode(model)
+    else:
+        assert prove_mode(deepcopy(model)) == (Mode.PACKED, "")
+        monkeypatch.setattr(modes, "ROUNDING_FACTOR", 0.0)
+        modes._results.clear()
+        assert prove_mode(model)[0] is Mode.ALONE
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.architectures import ARCHITECTURES, make_model
 from support.trainer_fixtures import tiny_model
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -83,6 +84,34 @@ def test_how_a_layer_is_sharded(spread):
         scorer, scorer.layers(), scorer.value_head, None, None, optim()
     )  # one process on a CPU
     assert [around(layer) for layer in scorer.layers()] == [[]] * 2
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5", "LFM2", "Qwen2.5"])
+def test_parts_with_a_convolution_are_not_compiled(name, monkeypatch):
+    """The compiled programs contain none, and the model computes the same."""
+    compile_with, programs = torch.compile, []
+
+    def keep(program, inputs):
+        programs.append(program)
+        return program
+
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **how: compile_with(function, backend=keep, **how)
+    )
+    model, compiled = (make_model(*ARCHITECTURES[name]) for _ in range(2))
+    for layer in compiled.get_decoder().layers:
+        sharding.compile_layer(layer)
+    for length in (12, 7):
+        ids = torch.arange(1, 1 + length)[None]
+        ours, own = (m(input_ids=ids, use_cache=False).logits for m in (compiled, model))
+        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-5)
+    targets = [str(node.target) for program in programs for node in program.graph.nodes]
+    assert any("linear" in t for t in targets) and not any("conv" in t for t in targets)
+    assert ("conv" in name_of_parts(model)) == (name != "Qwen2.5")
+
+
+def name_of_parts(model: nn.Module) -> str:
+    return " ".join(type(m).__name__.lower() for m in model.modules())
 
 
 def test_what_is_offloaded_to_the_cpu(spread):
