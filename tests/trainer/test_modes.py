@@ -309,7 +309,7 @@ class _CoarseGradient(torch.autograd.Function):
         [g] = gradients
         seed = int(g.contiguous().view(torch.int32).sum())
         noise = torch.randn(g.shape, generator=torch.Generator().manual_seed(seed))
-        return g * (1 + 0.02 * noise)
+        return g * (1 + 0.005 * noise)
 
 
 class _Coarse(nn.Module):
