@@ -713,6 +713,59 @@ def equal_rewards(run: Run) -> Iterator[Finding]:
             return
 
 
+REJECTED, REJECTED_ROLLOUTS = 0.05, 30
+"""The share of failed rollouts, and their fewest number, whose answer is the ground truth at which
+the reward rejects right answers. Of a reward that reads them, it is less than 0.2 %."""
+ACCEPTED, MISTAKEN = 0.2, 0.05
+"""The reward is for the answer if it accepts a fifth of the right answers, and less than 5 % of the
+wrong ones."""
+
+
+@diagnosis("rejected_answers")
+def rejected_answers(run: Run) -> Iterator[Finding]:
+    """Rollouts that end with the ground truth fail, as if their answers were wrong."""
+    steps = len(read_series(run, REWARD))
+    episodes = training_episodes(run, max(MIN_WINDOW, steps // 2))
+    low, high = reward_range(run)
+    if not episodes.num_rows:
+        return
+    reward = column(episodes, "reward")
+    answers, truths = (episodes.column(name).to_pylist() for name in ("answer", "ground_truth"))
+    known = np.array([bool(truth) for truth in truths])
+    right = known.copy()
+    for i in np.flatnonzero(known):
+        right[i] = ends_with_truth(answers[i], truths[i])
+    wrong = known & ~right
+    failed = known & (reward <= low + NOTHING * (high - low))
+    rejected = right & failed
+    if rejected.sum() < max(REJECTED_ROLLOUTS, REJECTED * failed.sum()):
+        return
+    if high > low:
+        solved = reward >= low + SOLVED * (high - low)
+        if solved[right].mean() < ACCEPTED or (wrong.any() and solved[wrong].mean() > MISTAKEN):
+            return  # the reward is for something else than the answer
+    last = int(np.flatnonzero(rejected)[-1])
+    share = float(rejected.sum() / failed.sum())
+    yield Finding(
+        int(column(episodes, "step").min()),
+        f"{share:.0%} of the failed rollouts ({rejected.sum()} of {failed.sum()}) end with the"
+        f" ground truth: the answer {shorten(answers[last])!r} to the ground truth"
+        f" {shorten(truths[last])!r} has the reward {reward[last]:.3g}",
+        {"share": share, "rollouts": float(rejected.sum())},
+        **examples(episodes, rejected, "last"),
+        causes=[
+            "the reward does not accept right answers in their form: it expects another pattern,"
+            " or compares texts of numbers ('19' and '19.0')",
+            "the reward is for something else than the answer",
+        ],
+        tries=[
+            "compare the reward function with the column of the ground truth and the prompt",
+            f"score them with a corrected reward: agentrl rescore {run.folder}",
+        ],
+        severity="error" if high == low else "warning",
+    )
+
+
 def _find_mixed_groups(episodes: pa.Table) -> list[list[int]]:
     """Return the groups with right and wrong answers, each as the indexes of its episodes.
 
@@ -949,6 +1002,8 @@ HARD_BUDGETS = ("turn_tokens", "trajectory_tokens", "time")
 end of a game, so they count only if such rollouts earn less than the others."""
 
 
+CUT_LOOP = 0.4
+"""The share of truncated rollouts of one agent loop that is a warning."""
 CUT_CALLS, CUT_ROLLOUTS, CUT_SHARE = 0.95, 50, 0.1
 """If a budget cuts 95 % of the rollouts with so many calls or more, at least 50 and a tenth of all
 rollouts, then it is too small for them, though a policy that avoids such calls is seldom cut."""
@@ -964,7 +1019,8 @@ def truncation(run: Run) -> Iterator[Finding]:
         holds = share.means >= TRUNCATED
         mean = float(share.last.mean())
         if not holds[-1] or share.values[-MIN_WINDOW:].mean() < TRUNCATED:
-            yield from _find_cut_calls(run, reason)
+            found = [*_find_cut_calls(run, reason)] or _find_cut_loop(run, reason, share.window)
+            yield from found
             continue
         episodes = training_episodes(run, share.window)
         is_cut = np.array([r == reason for r in episodes.column("stop_reason").to_pylist()], bool)
@@ -996,6 +1052,33 @@ def truncation(run: Run) -> Iterator[Finding]:
             severity="error" if mean >= TRUNCATED_ERROR else "warning",
             subject=reason,
         )
+
+
+def _find_cut_loop(run: Run, reason: str, steps: int) -> Iterator[Finding]:
+    """Yield a finding if a budget cuts many rollouts of one agent loop."""
+    episodes = training_episodes(run, steps)
+    if reason not in HARD_BUDGETS or not episodes.num_rows:
+        return
+    agents = np.array(episodes.column("agent_name").to_pylist(), object)
+    for agent in dict.fromkeys(agents.tolist()):
+        own = episodes.filter(pa.array(agents == agent))
+        is_cut = np.array([r == reason for r in own.column("stop_reason").to_pylist()], bool)
+        costs, rewards = _reward_of_cut(own, is_cut)
+        if is_cut.sum() < CUT_ROLLOUTS or is_cut.mean() < CUT_LOOP or not costs:
+            continue
+        key, step = BUDGETS[reason], int(column(own, "step").min())
+        yield Finding(
+            step,
+            f"since step {step} the budget {reason!r} cuts {is_cut.mean():.0%} of the rollouts of"
+            f" {agent}; their mean reward is {rewards['cut']:.3g}, that of its others"
+            f" {rewards['other']:.3g}",
+            {"share": float(is_cut.mean()), **rewards},
+            **examples(own, is_cut, "last"),
+            causes=[f"{key} ({config_value(run, key)}) is too small for rows of {agent}"],
+            tries=[f"raise {key}"],
+            subject=reason,
+        )
+        return
 
 
 def _find_cut_calls(run: Run, reason: str) -> Iterator[Finding]:
@@ -1730,6 +1813,8 @@ def overfitting(run: Run) -> Iterator[Finding]:
     steps = sorted(set.intersection(*map(set, validations)))
     means = {step: sum(values[step] for values in validations) / len(names) for step in steps}
     low, high = reward_range(run)
+    if high <= low:
+        return
     gaps = {}
     for step in steps:
         near = range(step - OVERFIT_STEPS + 1, step + 1) if step else range(1, 3)

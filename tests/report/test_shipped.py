@@ -481,6 +481,49 @@ def test_a_budget_that_cuts_each_rollout_with_two_calls(budget, fires):
     assert [f.subject for f in found] == ([budget] if fires else [])
 
 
+@pytest.mark.parametrize(
+    "truth, reward_of, fires",
+    [
+        ("19.0", lambda right, g: float(right and g > 2), True),  # three of eight stories
+        ("19", lambda right, g: float(right), False),
+        ("19", lambda right, g: float(g % 2), False),  # not for the answer
+        ("19", lambda right, g: 0.0, True),
+    ],
+)
+def test_right_answers_that_fail(truth, reward_of, fires):
+    rollouts = [
+        {"step": s, "group": g, "ground_truth": truth, "answer": f"#### {19 if k < 3 else k}"}
+        | {"reward": reward_of(k < 3, g)}
+        for s, g, k in itertools.product(range(1, N + 1), range(8), range(8))
+    ]
+    rewards = [r["reward"] for r in rollouts]
+    metrics = learning(**{"critic/score/max": [max(rewards)] * N})
+    if not any(rewards):
+        metrics |= {"critic/score/mean": [0.0] * N, "waste/dead_step": [1.0] * N}
+    found = [f for f in alarms(make_run(metrics, rollouts)) if f.name == "rejected_answers"]
+    assert len(found) == fires
+    if fires:
+        assert (
+            f"the answer '#### 19' to the ground truth {truth!r} has the reward 0" in found[0].text
+        )
+        assert alarms(make_run(metrics, rollouts))[0].name == "rejected_answers"
+
+
+@pytest.mark.parametrize("cut_reward, fires", [(0.0, True), (1.0, False)])
+def test_a_budget_that_cuts_one_agent_loop(cut_reward, fires):
+    rollouts = [
+        {"step": s, "group": g, "sample_id": f"{s}/{g}", "agent_name": "react" if g < 2 else "a"}
+        | {"stop_reason": "trajectory_tokens" if g < 2 and k < 5 else "done"}
+        | {"reward": cut_reward if g < 2 and k < 5 else float((k + g) % 4 > 0)}
+        for s, g, k in itertools.product(range(1, N + 1), range(8), range(8))
+    ]
+    metrics = learning(**{"stop/trajectory_tokens": [0.16] * N})
+    found = [f for f in alarms(make_run(metrics, rollouts)) if f.name == "truncation"]
+    assert len(found) == fires
+    if fires:
+        assert "cuts 62% of the rollouts of react" in found[0].text
+
+
 def calls(repeated: int) -> list[dict[str, Any]]:
     return [
         {
