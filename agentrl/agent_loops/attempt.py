@@ -32,6 +32,7 @@ from agentrl.errors import EngineError, EpisodeOver
 from agentrl.http.pool import TimeLimit
 from agentrl.tools import Toolbox
 from agentrl.trajectory import Generation, Message, Sample, Span, ToolCall, ToolResult, Turn
+from agentrl.workers import Gate, PerLoop
 
 log = logging.getLogger("agentrl")
 
@@ -39,6 +40,9 @@ CLEANUP_SECONDS = 10.0
 """The longest wait for each part of an episode's end, in seconds: for methods of the episode that
 still run and are cancelled, and for the interaction's `close`. A run that stops waits as long for
 its cancelled episodes. The toolbox has its own limits for closing tools."""
+EPISODES_AT_ONCE = 16
+"""How many episodes begin, or continue after a turn, in one iteration of the event loop. Each
+computes for about 0.25 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,10 @@ class Runtime:
     template: ChatTemplate
     toolbox: Toolbox
     config: Config
+    gate: PerLoop[Gate] = field(
+        init=False, default_factory=lambda: PerLoop(lambda: Gate(EPISODES_AT_ONCE))
+    )
+    """Passed by an episode when it begins, and when the engine has sampled a turn."""
     parser: Reader = field(init=False)
     """Parses the tool calls in a turn's text, as `rollout.tool_format` says."""
 
@@ -253,6 +261,7 @@ class Attempt:
                     seed=mix_seed(self.seed, self.rollout, *seed),
                     deadline=deadline,
                 )
+                await self.runtime.gate.get().passed()
                 return cut_at_stop(generation, self.runtime.template, sampling.stop)
             except EngineError:
                 self.check()  # Raises `EpisodeOver` if the time of the episode is over as well.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
@@ -114,6 +115,50 @@ class PerLoop(Generic[T]):
         objects = [*self._objects.values()]
         self._objects.clear()
         return objects
+
+
+class Gate:
+    """Lets at most `limit` tasks pass in one iteration of the event loop, in their order.
+
+    A thousand tasks whose results arrive at the same time would all continue in one iteration, and
+    timers, sockets and cancellations would wait until the last of them had run. Here they continue
+    in several iterations. A gate belongs to one event loop.
+
+    Example::
+
+        result = await request()
+        await gate.passed()
+
+    Args:
+        limit: the tasks of one iteration.
+    """
+
+    def __init__(self, limit: int):
+        self._limit = self._left = limit
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def passed(self) -> None:
+        """Wait until this task may continue; it does not wait if few tasks do so now."""
+        loop = asyncio.get_running_loop()
+        if self._left == self._limit:
+            loop.call_soon(self._open)
+        if self._left and not self._waiting:
+            self._left -= 1
+            return
+        future = loop.create_future()
+        self._waiting.append(future)
+        await future
+
+    def _open(self) -> None:
+        """Let the next tasks pass. Runs in each iteration while tasks come."""
+        self._left = self._limit
+        while self._waiting and self._left:
+            future = self._waiting.popleft()
+            if not future.done():  # Otherwise its task was cancelled.
+                future.set_result(None)
+                self._left -= 1
+        if self._left < self._limit:
+            asyncio.get_running_loop().call_soon(self._open)
 
 
 async def run_all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
