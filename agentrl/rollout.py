@@ -528,6 +528,8 @@ class Rollouts:
                     self._begin(episode_id, sample)
                 try:
                     await self.runtime.sampler.ready()
+                    if wait := self.runtime.resumed.get().enter():
+                        await wait
                     begun[episode_id] = time.monotonic()
                     trajectory = await play_episode(
                         self.runtime,

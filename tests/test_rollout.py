@@ -35,6 +35,7 @@ from agentrl.testing import call
 from agentrl.tools import LocalToolbox, tool
 from agentrl.trajectory import Message, Sample
 from agentrl.watchdog import Watchdog
+from agentrl.workers import PerLoop
 
 registry.load_file("shelf:calculator")
 
@@ -62,6 +63,20 @@ def test_groups_come_in_order_with_n_rollouts_each(rollouts):
     assert [s.trajectory.rollout for s in groups[0].scored] == [0, 1, 2, 3]
     ids = {s.trajectory.episode_id for g in groups for s in g.scored}
     assert len(ids) == 12 and sorted(engine.begun) == sorted(engine.ended)
+
+
+def test_a_turn_that_arrived_in_time_is_kept_while_its_episode_waits_to_continue(rollouts):
+    """When many turns arrive at the same time, the last ones continue later."""
+
+    class Crowded:
+        def enter(self) -> asyncio.Future[None]:
+            return asyncio.ensure_future(asyncio.sleep(0.5))
+
+    r = rollouts(FailingEngine(["#### 12"]), rollout={"timeout_s": 0.3})
+    object.__setattr__(r.runtime, "resumed", PerLoop(Crowded))
+    [group] = r.collect(rows(1), n=2, sampling=SAMPLING, step=1)
+    assert [s.trajectory.stop_reason for s in group.scored] == ["done"] * 2
+    assert [len(s.trajectory.turns) for s in group.scored] == [1, 1]
 
 
 @pytest.mark.timing

@@ -32,7 +32,7 @@ from agentrl.errors import EngineError, EpisodeOver
 from agentrl.http.pool import TimeLimit
 from agentrl.tools import Toolbox
 from agentrl.trajectory import Generation, Message, Sample, Span, ToolCall, ToolResult, Turn
-from agentrl.workers import Gate, PerLoop
+from agentrl.workers import IterationLimit, PerLoop
 
 log = logging.getLogger("agentrl")
 
@@ -40,9 +40,9 @@ CLEANUP_SECONDS = 10.0
 """The longest wait for each part of an episode's end, in seconds: for methods of the episode that
 still run and are cancelled, and for the interaction's `close`. A run that stops waits as long for
 its cancelled episodes. The toolbox has its own limits for closing tools."""
-EPISODES_AT_ONCE = 16
+RESUMED_PER_ITERATION = 16
 """How many episodes begin, or continue after a turn, in one iteration of the event loop. Each
-computes for about 0.25 ms."""
+computes for about 0.25 ms, so timers and sockets wait for about 4 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class Runtime:
     template: ChatTemplate
     toolbox: Toolbox
     config: Config
-    gate: PerLoop[Gate] = field(
-        init=False, default_factory=lambda: PerLoop(lambda: Gate(EPISODES_AT_ONCE))
+    resumed: PerLoop[IterationLimit] = field(
+        init=False, default_factory=lambda: PerLoop(lambda: IterationLimit(RESUMED_PER_ITERATION))
     )
-    """Passed by an episode when it begins, and when the engine has sampled a turn."""
+    """Limits how many episodes begin, or continue after a turn, in one iteration of the loop."""
     parser: Reader = field(init=False)
     """Parses the tool calls in a turn's text, as `rollout.tool_format` says."""
 
@@ -261,7 +261,12 @@ class Attempt:
                     seed=mix_seed(self.seed, self.rollout, *seed),
                     deadline=deadline,
                 )
-                await self.runtime.gate.get().passed()
+                if wait := self.runtime.resumed.get().enter():
+                    self.limit.pause()  # The turn has arrived in time.
+                    try:
+                        await wait
+                    finally:
+                        self.limit.resume()
                 return cut_at_stop(generation, self.runtime.template, sampling.stop)
             except EngineError:
                 self.check()  # Raises `EpisodeOver` if the time of the episode is over as well.

@@ -65,7 +65,6 @@ async def play_episode(
     attempt: Attempt | None = None
     stop_reason, tool_reward = "done", 0.0
     try:
-        await runtime.gate.get().passed()
         attempt = Attempt(runtime, sample, episode_id, rollout, sampling, seed)
         if watch:
             watch(attempt)

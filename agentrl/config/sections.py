@@ -503,7 +503,8 @@ class OptimConfig(Section):
     This takes a third more compute and much less memory."""
     compile: Literal["auto", "never"] = "auto"
     """auto: compile layers with torch.compile on a GPU if the model has at least 100 million
-    parameters, except for linear attention and Mamba. never: do not compile."""
+    parameters. Parts with a convolution (linear attention, Mamba) are not compiled. never: do not
+    compile."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """The state that is kept in CPU memory. none: no state. optimizer: the optimizer state, between
     updates. all: parameters, gradients and optimizer state."""

@@ -10,6 +10,7 @@ observation: that of a mean over W steps is the standard deviation between them,
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter, defaultdict
@@ -128,6 +129,12 @@ def reward_range(run: Run) -> tuple[float, float]:
     low = read_series(run, "critic/score/min").values
     high = read_series(run, "critic/score/max").values
     return (float(low.min()), float(high.max())) if len(low) and len(high) else (0.0, 0.0)
+
+
+def failure_limit(run: Run) -> float:
+    """Return the largest reward of a failed rollout: a tenth of the range above the smallest."""
+    low, high = reward_range(run)
+    return low + FAILED * (high - low)
 
 
 def is_solved(run: Run) -> bool:
@@ -347,9 +354,12 @@ first steps up to 0.4."""
 JUMPS = 3
 """The number of updates in a row whose mean is compared with `MAX_DRIFT`."""
 LARGE_DRIFT, LARGE_UPDATES = 0.2, 5
-"""The mean drift of so many updates in a row that explains why a reward fell."""
+"""The mean drift of so many updates in a row, in nats, that explains why a reward fell after them.
+Runs that learn are below 0.2 after their first one or two updates."""
 ONE_DRIFT = 1.0
-"""The drift of one update that explains why the reward fell after it."""
+"""The drift of one update, in nats, that explains why the reward fell after it: twice the largest
+of runs that learn. Before it there may be a single step, so the fall is not compared with noise:
+it must last to the end."""
 SPIKE = 10.0
 """How many times the median of the steps before it a gradient norm must have to be a spike. Norms
 vary by a factor of 3 with the number of live groups."""
@@ -383,9 +393,9 @@ def unstable_update(run: Run) -> Iterator[Finding]:
             text,
             evidence,
             causes=causes[:2],
-            tries=["optim.lr three to ten times lower", *tries],
+            tries=["optim.lr three to ten times lower", *tries[1:]],
             severity="error",
-            subject="drift",
+            subject="reward",
         )
     elif jumps:
         size, start = float(drift.values[jumps[0] :][:JUMPS].mean()), int(drift.steps[jumps[0]])
@@ -436,59 +446,78 @@ def unstable_update(run: Run) -> Iterator[Finding]:
 
 def _find_large_updates(run: Run, drift: Series) -> tuple[int, str, dict[str, float]] | None:
     """Return the first step, a sentence and the evidence of updates after which a reward fell."""
-    low, high = reward_range(run)
     reward = read_series(run, REWARD)
     for step, size in zip(drift.steps, drift.values, strict=True):
+        if size < ONE_DRIFT or len(reward) < MIN_STEPS:
+            continue
         before = reward.values[reward.steps <= step][-reward.window :]
         after = reward.values[reward.steps > step][: reward.window]
-        if size < ONE_DRIFT or len(after) < MIN_WINDOW:
+        if len(after) < MIN_WINDOW:
             continue
-        top, last = float(before.mean()), float(after.mean())
-        if top - low >= MIN_FALL * (high - low) and last - low <= FALL * (top - low):
+        best, last = float(before.mean()), float(after.mean())
+        end = float(reward.last.mean())
+        if _has_fallen(run, best, last) and _has_fallen(run, best, end):
             return (
                 int(step),
                 f"the update of step {step} changed the logprobs of tokens by {size:.2g} nats"
-                f" (canary/drift), and the reward fell from {top:.3g} to {last:.3g}: the update was"
-                " too large",
-                {"drift": float(size), "before": top, "last": last},
+                f" (canary/drift), and the reward fell from {best:.3g} to {last:.3g}: the update"
+                " was too large",
+                {"drift": float(size), "best": best, "last": last},
             )
-    large = [
-        i
+    is_large = [
+        drift.values[i : i + LARGE_UPDATES].mean() >= LARGE_DRIFT
         for i in range(len(drift) - LARGE_UPDATES + 1)
-        if drift.values[i : i + LARGE_UPDATES].mean() >= LARGE_DRIFT
     ]
-    fall = _find_fallen_reward(run) if large else None
-    if fall is None:
-        return None
-    whose, top, last = fall
-    first, end = large[0], large[-1] + LARGE_UPDATES - 1
-    size = float(drift.values[first : end + 1].mean())
-    return (
-        int(drift.steps[first]),
-        f"in steps {drift.steps[first]} to {drift.steps[end]} each update changed the logprobs of"
-        f" tokens by {size:.2g} nats (canary/drift), and the reward{whose} fell from {top:.3g} to"
-        f" {last:.3g}: the updates are too large",
-        {"drift": size, "best": top, "last": last},
-    )
+    first = 0
+    for large, windows in itertools.groupby(is_large):
+        end = first + len([*windows]) + LARGE_UPDATES - 2
+        if large and (fall := _find_fallen_reward(run, int(drift.steps[first]), end - first + 1)):
+            name, best, last = fall
+            updates = drift.values[first : end + 1]
+            return (
+                int(drift.steps[first]),
+                f"the updates of steps {drift.steps[first]} to {drift.steps[end]} changed the"
+                f" logprobs of tokens by {updates.mean():.2g} nats on average (canary/drift), and"
+                f" the reward{name} fell from {best:.3g} to {last:.3g}: the updates are too large",
+                {"drift": float(updates.mean()), "best": best, "last": last},
+            )
+        first = end - LARGE_UPDATES + 2
+    return None
 
 
-def _find_fallen_reward(run: Run) -> tuple[str, float, float] | None:
-    """Return which reward fell to half of its best level, that level and the last one.
+def _has_fallen(run: Run, best: float, last: float) -> bool:
+    low, high = reward_range(run)
+    return best - low >= MIN_FALL * (high - low) and last - low <= FALL * (best - low)
+
+
+def _find_fallen_reward(run: Run, start: int, updates: int) -> tuple[str, float, float] | None:
+    """Return a reward that fell to half of its best level while or soon after updates were large.
 
     The rewards of all rollouts come first, then those of each agent loop.
+
+    Args:
+        run: the run.
+        start: the step of the first of these updates.
+        updates: their number.
+
+    Returns:
+        " of LOOP" or "", the best level and the last one.
     """
-    low, high = reward_range(run)
+    low = reward_range(run)[0]
     loops = [n for n in run.metrics.column_names if re.fullmatch(r"rollout/(.+)/reward", n)]
     for name in (REWARD, *loops):
         reward = read_series(run, name)
         if len(reward) < MIN_STEPS:
             continue
-        best = int(reward.means.argmax())
-        top, last = float(reward.means[best]), float(reward.last.mean())
-        if top - low < MIN_FALL * (high - low) or last - low > FALL * (top - low):
+        means = reward.means
+        best, last = float(means.max()), float(reward.last.mean())
+        if not _has_fallen(run, best, last):
             continue
-        if z_score(reward.at(best), reward.last) <= -Z:
-            return "" if name == REWARD else f" of {name.split('/')[1]}", top, last
+        fall = reward.since(means <= low + FALL * (best - low))
+        if not start <= fall <= start + updates + reward.window:
+            continue
+        if z_score(reward.at(int(means.argmax())), reward.last) <= -Z:
+            return "" if name == REWARD else f" of {name.split('/')[1]}", best, last
     return None
 
 
@@ -713,12 +742,13 @@ def equal_rewards(run: Run) -> Iterator[Finding]:
             return
 
 
-REJECTED, REJECTED_ROLLOUTS = 0.05, 30
-"""The share of failed rollouts, and their fewest number, whose answer is the ground truth at which
-the reward rejects right answers. Of a reward that reads them, it is less than 0.2 %."""
-ACCEPTED, MISTAKEN = 0.2, 0.05
-"""The reward is for the answer if it accepts a fifth of the right answers, and less than 5 % of the
-wrong ones."""
+MIN_REJECTED_GROUPS, ALL_REJECTED = 8, 0.9
+"""The fewest groups whose right answers all fail, and their share of the groups in which right
+answers fail. If some right answers of a group fail and others do not, their form differs, or they
+lack something else, such as a tool call: that is for the policy to learn."""
+MIN_ACCEPTED, MAX_WRONG_ACCEPTED = 0.2, 0.05
+"""The reward is for the answer if it accepts at least so many right answers, and no more than so
+many wrong ones. The others are other notations of right answers."""
 
 
 @diagnosis("rejected_answers")
@@ -727,29 +757,38 @@ def rejected_answers(run: Run) -> Iterator[Finding]:
     steps = len(read_series(run, REWARD))
     episodes = training_episodes(run, max(MIN_WINDOW, steps // 2))
     low, high = reward_range(run)
-    if not episodes.num_rows:
+    if not episodes.num_rows or (high <= low and low > 0):
         return
-    reward = column(episodes, "reward")
-    answers, truths = (episodes.column(name).to_pylist() for name in ("answer", "ground_truth"))
-    known = np.array([bool(truth) for truth in truths])
-    right = known.copy()
-    for i in np.flatnonzero(known):
-        right[i] = ends_with_truth(answers[i], truths[i])
-    wrong = known & ~right
-    failed = known & (reward <= low + NOTHING * (high - low))
-    rejected = right & failed
-    if rejected.sum() < max(REJECTED_ROLLOUTS, REJECTED * failed.sum()):
+    reward, masked = column(episodes, "reward"), episodes.column("masked").to_pylist()
+    answers, truths, stops = (
+        episodes.column(name).to_pylist() for name in ("answer", "ground_truth", "stop_reason")
+    )
+    right, wrong = np.zeros((2, len(reward)), bool)
+    for i, truth in enumerate(truths):
+        if truth and not masked[i] and stops[i] not in BUDGETS:
+            (right if ends_with_truth(answers[i], truth) else wrong)[i] = True
+    rejected = right & (reward <= low + NOTHING * (high - low))
+    by_group: dict[str, list[bool]] = defaultdict(list)
+    keys = group_keys(episodes)
+    for i in np.flatnonzero(right):
+        by_group[keys[i]].append(bool(rejected[i]))
+    some = [group for group in by_group.values() if any(group)]
+    every = [group for group in some if all(group) and len(group) > 1]
+    if len(every) < MIN_REJECTED_GROUPS or len(every) < ALL_REJECTED * sum(
+        len(group) > 1 for group in some
+    ):
         return
     if high > low:
         solved = reward >= low + SOLVED * (high - low)
-        if solved[right].mean() < ACCEPTED or (wrong.any() and solved[wrong].mean() > MISTAKEN):
+        accepted_wrong = solved[wrong].mean() if wrong.any() else 0.0
+        if solved[right].mean() < MIN_ACCEPTED or accepted_wrong > MAX_WRONG_ACCEPTED:
             return  # the reward is for something else than the answer
     last = int(np.flatnonzero(rejected)[-1])
-    share = float(rejected.sum() / failed.sum())
+    share = float(rejected.sum() / right.sum())
     yield Finding(
         int(column(episodes, "step").min()),
-        f"{share:.0%} of the failed rollouts ({rejected.sum()} of {failed.sum()}) end with the"
-        f" ground truth: the answer {shorten(answers[last])!r} to the ground truth"
+        f"{share:.0%} of the rollouts that end with the ground truth ({rejected.sum()} of"
+        f" {right.sum()}) fail: the answer {shorten(answers[last])!r} to the ground truth"
         f" {shorten(truths[last])!r} has the reward {reward[last]:.3g}",
         {"share": share, "rollouts": float(rejected.sum())},
         **examples(episodes, rejected, "last"),
@@ -792,9 +831,12 @@ DEAD_SHARE = 0.8
 FAILING_SHARE = 0.2
 """The share of groups whose rollouts all fail that makes dead groups a problem. Otherwise most of
 them are solved."""
-ALWAYS_FAILING, ALWAYS_FAILING_GROUPS = 0.5, 20
+FAILING_GROUPS, MIN_GROUPS, MIN_GROUP = 0.5, 20, 4
 """The share of groups without a success, and the fewest groups, at which most rows are too hard if
-the policy is good at the others."""
+the policy is good at the others: then most of the rollouts are wasted. Groups have at least four
+rollouts: of two, half succeed in each group with a success."""
+GOOD = 0.5
+"""The mean reward of a policy that is good at rows, as a share of the range."""
 STOP = "stop/"
 
 
@@ -822,7 +864,7 @@ def dead_groups(run: Run) -> Iterator[Finding]:
         return
     holds = groups.means >= DEAD_SHARE
     if not holds[-1]:
-        yield from _find_rows_that_fail(run, max(groups.window, len(groups) // 2))
+        yield from _find_failing_rows(run, max(groups.window, len(groups) // 2))
         return
     share, low = float(groups.last.mean()), reward_range(run)[0]
     reward = float(read_series(run, REWARD).last.mean())
@@ -860,55 +902,59 @@ def dead_groups(run: Run) -> Iterator[Finding]:
     )
 
 
-def _find_rows_that_fail(run: Run, steps: int) -> Iterator[Finding]:
-    """Yield a finding if most rows fail always, and the policy is good at the others."""
+def _find_failing_rows(run: Run, steps: int) -> Iterator[Finding]:
+    """Yield a finding if no rollout of most groups succeeds, and the policy is good at others."""
     low, high = reward_range(run)
-    rewards = [group for group in _rewards_of_groups(run, steps) if len(group) > 1]
-    failing = [g for g in rewards if max(g) <= low + FAILED * (high - low)]
-    others = [x for g in rewards if max(g) > low + FAILED * (high - low) for x in g]
-    if len(rewards) < ALWAYS_FAILING_GROUPS or len(failing) < ALWAYS_FAILING * len(rewards):
-        return
-    earned = sum(others) / len(others) if others else low
-    if earned < low + 0.5 * (high - low):
-        return
-    share = len(failing) / len(rewards)
+    # Without evicted groups: algorithm.filter_groups replaced them.
     episodes = training_episodes(run, steps)
+    episodes = episodes.filter(
+        pa.array([split == "train" for split in episodes.column("split").to_pylist()], pa.bool_())
+    )
+    rewards = {key: g for key, g in _rewards_of_groups(episodes).items() if len(g) >= MIN_GROUP}
+    failing = {key for key, group in rewards.items() if max(group) <= failure_limit(run)}
+    others = [x for key, group in rewards.items() if key not in failing for x in group]
+    if len(rewards) < MIN_GROUPS or len(failing) < FAILING_GROUPS * len(rewards) or not others:
+        return
+    earned = sum(others) / len(others)
+    still = _share_of_failing_groups(run, MIN_WINDOW)
+    if earned < low + GOOD * (high - low) or still is None or still < FAILING_GROUPS:
+        return
+    share, played = len(failing) / len(rewards), column(episodes, "step")
     yield Finding(
-        int(column(episodes, "step").min()),
-        f"in {share:.0%} of the groups of the last {plural(steps, 'step')} all rollouts fail, and"
-        f" those of the other groups earn {earned:.3g}: most rollouts teach nothing",
+        int(played.min()),
+        f"in steps {played.min()} to {played.max()} all rollouts fail in {share:.0%} of the groups,"
+        f" and the mean reward of the other groups is {earned:.3g}: groups without a success give"
+        " no gradient",
         {"failing_groups": share, "others": earned},
-        **examples(episodes, column(episodes, "reward") <= low + FAILED * (high - low)),
+        **examples(episodes, np.array([key in failing for key in group_keys(episodes)])),
         causes=[
             "most rows are too hard for the policy",
             "the ground truth or the reward of these rows is wrong",
         ],
         tries=[
-            f"read some episodes: agentrl show {run.folder} 'reward<={low:g}'",
-            "easier rows first; rows that are never solved give no gradient",
+            f"read some episodes: agentrl show {run.folder} 'reward<={failure_limit(run):.3g}'",
+            "easier rows first",
             "replace such rows within a step: algorithm.filter_groups=true",
         ],
         subject="rows",
     )
 
 
-def _rewards_of_groups(run: Run, steps: int) -> list[list[float]]:
-    """Return the rewards of each group of the last steps."""
-    episodes = training_episodes(run, steps)
+def _rewards_of_groups(episodes: pa.Table) -> dict[str, list[float]]:
+    """Return the rewards of each group, by its key."""
     groups: dict[str, list[float]] = defaultdict(list)
     rewards = column(episodes, "reward").tolist()
     for group, value in zip(group_keys(episodes), rewards, strict=True):
         groups[group].append(value)
-    return list(groups.values())
+    return groups
 
 
 def _share_of_failing_groups(run: Run, steps: int) -> float | None:
     """Return the share of groups of the last steps whose rollouts all fail; None if unknown."""
-    low, high = reward_range(run)
-    rewards = _rewards_of_groups(run, steps)
+    rewards = _rewards_of_groups(training_episodes(run, steps))
     if not rewards:
         return None
-    return sum(max(group) <= low + FAILED * (high - low) for group in rewards) / len(rewards)
+    return sum(max(group) <= failure_limit(run) for group in rewards.values()) / len(rewards)
 
 
 def _explain_dead_steps(run: Run, first: int, last: int, dead: int, steps: int) -> Finding:
@@ -938,10 +984,10 @@ def _explain_dead_steps(run: Run, first: int, last: int, dead: int, steps: int) 
             f"every rollout of the run has the reward {low:g}: the reward function never matches,"
             " or the rows are too hard"
         )
-    elif REWARD in table.column_names and mean_of(REWARD) <= low + FAILED * (high - low):
+    elif REWARD in table.column_names and mean_of(REWARD) <= failure_limit(run):
         causes.append(
-            "all rollouts of these steps fail: the rows are too hard for the policy, or the reward"
-            " function does not match their answers"
+            f"nearly all rollouts of these steps fail (mean reward {mean_of(REWARD):.3g}): the rows"
+            " are too hard for the policy, or the reward function does not match their answers"
         )
     else:
         causes.append("within each row all rollouts fail, or all succeed")
@@ -1003,10 +1049,14 @@ end of a game, so they count only if such rollouts earn less than the others."""
 
 
 CUT_LOOP = 0.4
-"""The share of truncated rollouts of one agent loop that is a warning."""
-CUT_CALLS, CUT_ROLLOUTS, CUT_SHARE = 0.95, 50, 0.1
-"""If a budget cuts 95 % of the rollouts with so many calls or more, at least 50 and a tenth of all
-rollouts, then it is too small for them, though a policy that avoids such calls is seldom cut."""
+"""The share of truncated rollouts of one agent loop that is a warning. It is larger than
+`TRUNCATED`, because loops with long turns are cut more often than others while they learn."""
+CUT_CALLS, CUT_ROLLOUTS, CUT_SHARE, CUT_GOOD = 0.95, 50, 0.08, 0.35
+"""In the second half of a run, a budget is too small if it cuts 95 % of the rollouts with n or more
+tool calls, these are at least 50 and 8 % of all, and the others earn little (a third of the range).
+A policy that learned to avoid such calls is seldom cut."""
+MANY_CALLS = (1, 2, 3)
+"""The numbers n that are tried. With more calls, rollouts that repeat a call would count."""
 
 
 @diagnosis("truncation")
@@ -1019,11 +1069,10 @@ def truncation(run: Run) -> Iterator[Finding]:
         holds = share.means >= TRUNCATED
         mean = float(share.last.mean())
         if not holds[-1] or share.values[-MIN_WINDOW:].mean() < TRUNCATED:
-            found = [*_find_cut_calls(run, reason)] or _find_cut_loop(run, reason, share.window)
-            yield from found
+            yield from [*_find_cut_calls(run, reason)] or _find_cut_loops(run, reason, share.window)
             continue
         episodes = training_episodes(run, share.window)
-        is_cut = np.array([r == reason for r in episodes.column("stop_reason").to_pylist()], bool)
+        is_cut = _is_cut(episodes, reason)
         costs, rewards = _reward_of_cut(episodes, is_cut)
         if costs is False or (costs is None and reason not in HARD_BUDGETS):
             continue
@@ -1054,61 +1103,68 @@ def truncation(run: Run) -> Iterator[Finding]:
         )
 
 
-def _find_cut_loop(run: Run, reason: str, steps: int) -> Iterator[Finding]:
-    """Yield a finding if a budget cuts many rollouts of one agent loop."""
+def _is_cut(episodes: pa.Table, reason: str) -> np.ndarray:
+    return np.array([r == reason for r in episodes.column("stop_reason").to_pylist()], bool)
+
+
+def _find_cut_loops(run: Run, reason: str, steps: int) -> Iterator[Finding]:
+    """Yield a finding for each agent loop of which a budget cuts many rollouts."""
     episodes = training_episodes(run, steps)
     if reason not in HARD_BUDGETS or not episodes.num_rows:
         return
     agents = np.array(episodes.column("agent_name").to_pylist(), object)
-    for agent in dict.fromkeys(agents.tolist()):
+    for agent in filter(None, dict.fromkeys(agents.tolist())):
         own = episodes.filter(pa.array(agents == agent))
-        is_cut = np.array([r == reason for r in own.column("stop_reason").to_pylist()], bool)
+        is_cut = _is_cut(own, reason)
         costs, rewards = _reward_of_cut(own, is_cut)
         if is_cut.sum() < CUT_ROLLOUTS or is_cut.mean() < CUT_LOOP or not costs:
             continue
-        key, step = BUDGETS[reason], int(column(own, "step").min())
+        key, played = BUDGETS[reason], column(own, "step")
         yield Finding(
-            step,
-            f"since step {step} the budget {reason!r} cuts {is_cut.mean():.0%} of the rollouts of"
-            f" {agent}; their mean reward is {rewards['cut']:.3g}, that of its others"
-            f" {rewards['other']:.3g}",
+            int(played.min()),
+            f"in steps {played.min()} to {played.max()} the budget {reason!r} cuts"
+            f" {is_cut.mean():.0%} of the rollouts of {agent}; their mean reward is"
+            f" {rewards['cut']:.3g}, that of its other rollouts {rewards['other']:.3g}",
             {"share": float(is_cut.mean()), **rewards},
             **examples(own, is_cut, "last"),
             causes=[f"{key} ({config_value(run, key)}) is too small for rows of {agent}"],
             tries=[f"raise {key}"],
-            subject=reason,
+            subject=f"{reason} of {agent}",
         )
-        return
 
 
 def _find_cut_calls(run: Run, reason: str) -> Iterator[Finding]:
-    """Yield a finding if a budget cuts the rollouts with calls, and the others earn little."""
-    episodes = training_episodes(run)
+    """Yield a finding if a budget cuts all rollouts with n or more tool calls.
+
+    Only if the others earn little: otherwise rollouts with so many calls repeat a call.
+    """
+    episodes = training_episodes(run, max(MIN_WINDOW, len(read_series(run, REWARD)) // 2))
     low, high = reward_range(run)
     if reason not in HARD_BUDGETS or not episodes.num_rows or high <= low:
         return
     reward, calls = column(episodes, "reward"), column(episodes, "tool_calls")
-    is_cut = np.array([r == reason for r in episodes.column("stop_reason").to_pylist()], bool)
-    if reward.mean() > low + 0.5 * (high - low):
-        return
-    for number in (1, 2, 3):
+    is_cut, played = _is_cut(episodes, reason), column(episodes, "step")
+    for number in MANY_CALLS:
         many = calls >= number
         if many.sum() < max(CUT_ROLLOUTS, CUT_SHARE * len(calls)):
             return
         share = float(is_cut[many].mean())
-        if share < CUT_CALLS or reward[many].mean() > low + FAILED * (high - low):
+        others = float(reward[~many].mean()) if not many.all() else low
+        fails = reward[many].mean() <= failure_limit(run)
+        if share < CUT_CALLS or not (fails and others <= low + CUT_GOOD * (high - low)):
             continue
-        key, step = BUDGETS[reason], int(column(episodes, "step")[many].min())
+        key = BUDGETS[reason]
         yield Finding(
-            step,
-            f"the budget {reason!r} cuts {share:.0%} of the {many.sum()} rollouts with"
-            f" {plural(number, 'tool call')} or more; their mean reward is"
-            f" {reward[many].mean():.3g}, that of the others {reward[~many].mean():.3g}",
+            int(played[many].min()),
+            f"in steps {played[many].min()} to {played[many].max()} the budget {reason!r} cuts"
+            f" {share:.0%} of the {many.sum()} rollouts with {plural(number, 'tool call')} or more;"
+            f" their mean reward is {reward[many].mean():.3g}, that of all rollouts"
+            f" {reward.mean():.3g}",
             {"share": share, "calls": float(number), "cut": float(reward[many].mean())},
             **examples(episodes, many & is_cut, "last"),
             causes=[f"{key} ({config_value(run, key)}) is too small for this task"],
             tries=[f"raise {key}"],
-            subject=reason,
+            subject=f"{reason} and calls",
         )
         return
 
@@ -1197,6 +1253,8 @@ TOOL_RATE = 0.3
 """The smallest best rate: below it the policy never used its tools regularly."""
 NO_TOOLS = 0.02
 """The rate of calls that counts as none."""
+LENGTH_PENALTY = -0.3
+"""The correlation of reward and length within rows at which a penalty explains the lost calls."""
 GONE = 0.1
 """The largest rate of each of the last steps with which tool use has died out, however much the
 rates before varied."""
@@ -1251,27 +1309,29 @@ def tool_use(run: Run) -> Iterator[Finding]:
                 if same
                 else ""
             )
-            low, high = reward_range(run)
             failed = own & (column(episodes, "tool_calls") > 0)
-            failed &= column(episodes, "reward") <= low + FAILED * (high - low)
+            failed &= column(episodes, "reward") <= failure_limit(run)
             failed &= column(episodes, "step") <= start
             clause, common, reasons, changes = _explain_failures(
                 run, episodes.filter(pa.array(failed))
             )
             if clause:
                 clause = f"; of its {failed.sum()} failed rollouts with calls before that{clause}"
+            # A fast fall is over in the first step; its rewards are not enough.
             end = max(start, int(rate.steps[min(rate.window, len(rate) - 1)]))
-            before_it = own & (column(episodes, "step") <= end)
-            correlation = correlation_within_rows(
-                episodes.filter(pa.array(before_it)), "sampled_tokens"
+            early = episodes.filter(pa.array(own & (column(episodes, "step") <= end)))
+            correlation = correlation_within_rows(early, "sampled_tokens")
+            penalty = (
+                "a penalty for calls, turns or length that is larger than what the tool brings"
             )
-            if correlation <= SHORT_PAYS:
-                common["length"] = correlation
+            if correlation <= LENGTH_PENALTY:
+                common["length_correlation"] = correlation
                 clause += (
                     f"; within a row, longer rollouts earn less (correlation {correlation:.2f})"
                 )
-                reasons.insert(
-                    0, "the reward takes off more for length or calls than a right answer brings"
+                changes.append(
+                    "a smaller penalty for length; score these episodes without it: agentrl"
+                    f" rescore {run.folder}"
                 )
             yield Finding(
                 start,
@@ -1281,12 +1341,13 @@ def tool_use(run: Run) -> Iterator[Finding]:
                 {"best_rate": best_rate, "last_rate": last, **common},
                 **shown,
                 causes=[
+                    *([penalty] if correlation <= LENGTH_PENALTY else []),
                     *reasons,
                     "an answer without the tool earns as much: the policy learned to guess"
                     if is_better
                     else "calls were punished by chance: failed or truncated calls earn less than"
                     " an answer at once",
-                    "a penalty for calls, turns or length that is larger than what the tool brings",
+                    *([] if correlation <= LENGTH_PENALTY else [penalty]),
                 ],
                 tries=[*changes, *tries],
                 severity="audit" if is_better else "warning",
@@ -2088,8 +2149,6 @@ SHARED_ANSWER = 0.2
 is worth reading."""
 
 
-SHORT_PAYS = -0.3
-"""The correlation within rows of reward and length at which a loss of tool calls is explained."""
 FOLLOWS = 0.8
 """The correlation within rows of reward and length, or number of calls, that is worth reading."""
 LEVELS = 5
@@ -2174,21 +2233,21 @@ def _find_paid_parts(run: Run) -> Iterator[Finding]:
         )
 
 
+def without_group_means(episodes: pa.Table, name: str) -> np.ndarray:
+    """Return a column minus its mean over the episode's group."""
+    values = column(episodes, name).astype(float)
+    _, group = np.unique(group_keys(episodes), return_inverse=True)
+    return values - (np.bincount(group, values) / np.bincount(group))[group]
+
+
 def correlation_within_rows(episodes: pa.Table, name: str) -> float:
     """Return the correlation of a column and the reward, both without the mean of their group.
 
     0 if one of them does not vary, or the reward has fewer than `LEVELS` values.
     """
-    reward = column(episodes, "reward")
-    if len(np.unique(reward)) < LEVELS:
+    if len(np.unique(column(episodes, "reward"))) < LEVELS:
         return 0.0
-    _, group = np.unique(group_keys(episodes), return_inverse=True)
-    size = np.bincount(group)
-
-    def within(values: np.ndarray) -> np.ndarray:
-        return values - (np.bincount(group, values) / size)[group]
-
-    x, y = within(column(episodes, name).astype(float)), within(reward)
+    x, y = without_group_means(episodes, name), without_group_means(episodes, "reward")
     scale = math.sqrt(float((x**2).sum() * (y**2).sum()))
     return float((x * y).sum()) / scale if scale else 0.0
 
@@ -2198,12 +2257,12 @@ def _find_what_pays(episodes: pa.Table) -> Iterator[Finding]:
     for name, what in (("sampled_tokens", "length"), ("tool_calls", "number of tool calls")):
         correlation = correlation_within_rows(episodes, name)
         if correlation >= FOLLOWS:
-            longest = column(episodes, name)
+            x = without_group_means(episodes, name)
             yield Finding(
                 int(column(episodes, "step").min()),
                 f"within a row the reward follows the {what} (correlation {correlation:.2f})",
                 {"correlation": correlation},
-                **examples(episodes, longest >= np.quantile(longest, 0.9)),
+                **examples(episodes, x >= np.quantile(x, 0.9)),
                 causes=[f"the reward pays for the {what}, whether or not the answer is right"],
                 tries=["read these episodes", "score them without this part: agentrl rescore"],
                 severity="audit",

@@ -10,7 +10,7 @@ is equal.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -43,10 +43,14 @@ TOLERANCE, GRADIENT_TOLERANCE = 1e-3, 1e-3
 """The largest relative error of logits and of a weight's gradient in float32."""
 GRADIENT_ROUNDING = 1e-5
 """The error that is allowed in every weight's gradient, relative to the largest gradient."""
-NUDGE, ROUNDING_FACTOR, MAX_ROUNDING = 1e-6, 4.0, 0.02
-"""Some kernels round float32 to fewer bits (Triton's use TF32), and then two right passes have
-gradients that differ by more. So if gradients differ, they may differ by 4 times as much as they do
-when all weights change by 1e-6, but by no more than 0.02 of the largest gradient."""
+PERTURBATION = 1e-6
+"""The relative change of all weights that shows how a model rounds: ten times float32's own
+rounding. Some kernels round float32 to fewer bits (Triton's compute in TF32), and then the
+gradients of two modes that are both right differ by more than `GRADIENT_TOLERANCE`."""
+ROUNDING_FACTOR, MAX_ROUNDING = 4.0, 0.02
+"""Then the gradient of a weight may differ by so many times its own change under the perturbation,
+but by no more than that share of the largest gradient. For Qwen3.5 with flash-linear-attention on
+an H200, a right mode's gradient of `A_log` differed by 0.3 times that change."""
 HALF_TOLERANCE = 0.15
 """The largest relative error of the logits of the median token in half precision.
 
@@ -148,7 +152,8 @@ def prove_mode(model: PreTrainedModel, compute: torch.dtype | None = None) -> tu
         compute: the precision of the model's passes; None: that of its weights.
 
     Returns:
-        The mode, and why the modes before it are wrong for this model ("" if it is the first).
+        The mode, and why the modes before it are wrong for this model: "" if it is the first, one
+        sentence if all have the same problem, otherwise "packed: ...; packed whole: ...".
 
     Raises:
         ConfigError: not even one row at a time is right, because the model is not causal, or its
@@ -182,22 +187,26 @@ def _find_mode(
     """Return the first mode that changes no result; see `prove_mode`."""
     output_layer(model)
     own: Any = model.config._attn_implementation
-    problems: dict[str, Mode] = {}
+    problems: list[tuple[Mode, str]] = []
     problem = ""
     for mode in Mode:
         problem = _find_unsupported(model, mode)
         problem = problem or next(filter(None, (c.compare(mode) for c in comparisons)), "")
         if not problem:
-            return mode, _reason(problems)
-        problems.setdefault(problem, mode)
+            return mode, _describe_problems(problems)
+        problems.append((mode, problem))
         model.set_attn_implementation(own)
     raise _refusal(model, problem)
 
 
-def _reason(problems: Mapping[str, Mode]) -> str:
-    """Return what is wrong with the modes before the chosen one, each problem once."""
-    first, *others = problems or [""]
-    return "; ".join([first, *(f"{problems[other].value}: {other}" for other in others)])
+def _describe_problems(problems: Sequence[tuple[Mode, str]]) -> str:
+    """Return what is wrong with each mode, such as "packed: A; packed whole: B"; each text once."""
+    modes: dict[str, Mode] = {}
+    for mode, problem in problems:
+        modes.setdefault(problem, mode)
+    if len(modes) == 1:
+        return next(iter(modes))
+    return "; ".join(f"{mode.value}: {problem}" for problem, mode in modes.items())
 
 
 def _refusal(model: PreTrainedModel, problem: str) -> ConfigError:
@@ -268,13 +277,19 @@ class _Comparison:
             return f"{how} rows fail ({type(e).__name__}: {_one_line(e)})"
         return ""
 
-    def _has_own_gradients(self, found: Sequence[Tensor]) -> bool:
+    def _has_own_gradients(self, gradients: Sequence[Tensor]) -> bool:
+        """Return whether a mode has the model's own gradients, up to rounding.
+
+        How the model rounds is measured only if they differ, because this takes another pass.
+        """
         own = self._own.gradients
-        return _are_gradients_close(found, own) or _are_gradients_close(found, own, self._rounding)
+        return _are_gradients_close(gradients, own) or _are_gradients_close(
+            gradients, own, self._rounding
+        )
 
     @cached_property
     def _rounding(self) -> Sequence[Tensor]:
-        """By how much the gradient of each weight changes if all weights change by `NUDGE`."""
+        """The norm of the change of each weight's gradient if all weights change a little."""
         model, mode_attention = self._model, self._model.config._attn_implementation
         weights = {name: weight.clone() for name, weight in model.state_dict().items()}
         try:
@@ -282,7 +297,7 @@ class _Comparison:
             with torch.no_grad():
                 for i, weight in enumerate(model.parameters()):
                     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(i))
-                    weight.mul_(1 + NUDGE * noise.to(weight.device))
+                    weight.mul_(1 + PERTURBATION * noise.to(weight.device))
             with torch.enable_grad():
                 found = _gradients(model, _own_logits(model, self._batch))
         finally:
@@ -477,7 +492,8 @@ def _are_gradients_close(
     Args:
         a: the gradient of each weight.
         b: the model's own.
-        rounding: by how much rounding changes the norm of each; empty: as in float32.
+        rounding: for each weight the norm of the change of its gradient if the weights are
+            perturbed, a number; empty: the fixed tolerances alone.
     """
     if not b or b[0].dtype in HALF:
         return True

@@ -91,14 +91,14 @@ def open_accelerator(device: str) -> tuple[Accelerator, DeviceMesh | None]:
 
 
 def compile_layer(layer: nn.Module) -> None:
-    """Compile a layer's own function, not its hooks, for rows of any length.
+    """Compile a layer's own function, not its hooks, for rows of any length. Changes the layer.
 
-    Parts with a convolution (linear attention, Mamba) stay as they are: their work is in kernels
-    that torch.compile does not see into, and around these kernels every size would be a variable.
-    Qwen3.5's took more than six minutes to compile (torch 2.11).
+    Parts with a convolution (linear attention, Mamba, LFM2's convolutions) are not compiled.
+    torch.compile breaks the graph at their kernels, and with dynamic=True it computes with symbolic
+    shapes in each of the pieces: Qwen3.5's took more than six minutes (torch 2.11).
     """
-    for part in layer.children():
-        if any(isinstance(module, nn.Conv1d) for module in part.modules()):
+    for part in layer.modules():
+        if any(isinstance(child, nn.Conv1d) for child in part.children()):
             part.forward = torch.compiler.disable(part.forward)
     layer.forward = torch.compile(layer.forward, dynamic=True)
 

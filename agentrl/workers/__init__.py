@@ -1,16 +1,16 @@
 """Threads and processes for code that may hang, crash or never end.
 
-`LoopThread`, `run_all`, `PerLoop` and `Gate` are for work on event loops.
+`LoopThread`, `run_all`, `PerLoop` and `IterationLimit` are for work on event loops.
 """
 
 from __future__ import annotations
 
-from agentrl.workers.loops import Gate, LoopThread, PerLoop, run_all
+from agentrl.workers.loops import IterationLimit, LoopThread, PerLoop, run_all
 from agentrl.workers.processes import Processes, WorkerDied, WorkerError, locate_function
 from agentrl.workers.threads import Outcome, Threads
 
 __all__ = [
-    "Gate",
+    "IterationLimit",
     "LoopThread",
     "Outcome",
     "PerLoop",

@@ -117,48 +117,50 @@ class PerLoop(Generic[T]):
         return objects
 
 
-class Gate:
-    """Lets at most `limit` tasks pass in one iteration of the event loop, in their order.
+class IterationLimit:
+    """Limits how many tasks continue in one iteration of the event loop.
 
     A thousand tasks whose results arrive at the same time would all continue in one iteration, and
     timers, sockets and cancellations would wait until the last of them had run. Here they continue
-    in several iterations. A gate belongs to one event loop.
+    in several iterations, about in their order. A limit belongs to one event loop.
 
     Example::
 
         result = await request()
-        await gate.passed()
+        if wait := limit.enter():
+            await wait
 
     Args:
-        limit: the tasks of one iteration.
+        number: the tasks of one iteration. Twice as many may continue if tasks arrive in the
+            middle of one.
     """
 
-    def __init__(self, limit: int):
-        self._limit = self._left = limit
+    def __init__(self, number: int):
+        self._number = self._remaining = number
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    async def passed(self) -> None:
-        """Wait until this task may continue; it does not wait if few tasks do so now."""
+    def enter(self) -> asyncio.Future[None] | None:
+        """Return None if the task may continue now, else a future that ends when it may."""
         loop = asyncio.get_running_loop()
-        if self._left == self._limit:
-            loop.call_soon(self._open)
-        if self._left and not self._waiting:
-            self._left -= 1
-            return
+        if self._remaining == self._number:
+            loop.call_soon(self._begin)
+        if self._remaining and not self._waiting:
+            self._remaining -= 1
+            return None
         future = loop.create_future()
         self._waiting.append(future)
-        await future
+        return future
 
-    def _open(self) -> None:
-        """Let the next tasks pass. Runs in each iteration while tasks come."""
-        self._left = self._limit
-        while self._waiting and self._left:
+    def _begin(self) -> None:
+        """Let the next tasks continue. Runs in each iteration while tasks come."""
+        self._remaining = self._number
+        while self._waiting and self._remaining:
             future = self._waiting.popleft()
             if not future.done():  # Otherwise its task was cancelled.
                 future.set_result(None)
-                self._left -= 1
-        if self._left < self._limit:
-            asyncio.get_running_loop().call_soon(self._open)
+                self._remaining -= 1
+        if self._remaining < self._number:
+            asyncio.get_running_loop().call_soon(self._begin)
 
 
 async def run_all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

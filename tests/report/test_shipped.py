@@ -414,13 +414,11 @@ def test_tool_use_dies_out_because_short_rollouts_pay():
         for s, k in itertools.product(range(1, N + 1), range(8))
     ]
     [finding] = [f for f in diagnose(make_run(metrics, rollouts)) if f.name == "tool_use"]
-    assert finding.causes[0] == (
-        "the reward takes off more for length or calls than a right answer brings"
-    )
-    assert finding.evidence["length"] < -0.3
+    assert finding.causes[0].startswith("a penalty for calls, turns or length")
+    assert finding.evidence["length_correlation"] < -0.3
     free = [r | {"reward": float(r["sampled_tokens"] // 10 % 5) / 4} for r in rollouts]
     [finding] = [f for f in diagnose(make_run(metrics, free)) if f.name == "tool_use"]
-    assert "length" not in finding.evidence
+    assert "length_correlation" not in finding.evidence
 
 
 @pytest.mark.parametrize("last, fires", [(0.0, True), (0.28, False)])
@@ -444,6 +442,8 @@ def test_large_updates_and_an_agent_loop_whose_reward_falls(drift, fires):
             "rollout/react/reward": noisy(np.r_[np.full(12, 0.6), np.zeros(N - 12)], 4, 0.02),
         }
     )
+    long_after = np.r_[noisy(0.05, 8, 0.2)[:30], noisy(drift, 7, 0.05)[30:]]
+    assert alarms(make_run(metrics | {"canary/drift": long_after})) == []
     found = [f for f in alarms(make_run(metrics)) if f.name == "unstable_update"]
     assert len(found) == fires
     if fires:
@@ -453,7 +453,7 @@ def test_large_updates_and_an_agent_loop_whose_reward_falls(drift, fires):
 
 
 @pytest.mark.parametrize("failing, fires", [(5, True), (3, False)])
-def test_most_rows_are_never_solved(failing, fires):
+def test_dead_groups_reports_rows_that_always_fail(failing, fires):
     """Of 8 rows of a step some always fail, and the policy solves the others."""
     rollouts = [
         {"step": s, "group": g, "reward": float(g >= failing and k < 7)}
@@ -462,11 +462,11 @@ def test_most_rows_are_never_solved(failing, fires):
     found = alarms(make_run(learning(), rollouts))
     assert [(f.name, f.subject) for f in found] == ([("dead_groups", "rows")] if fires else [])
     if fires:
-        assert "in 62% of the groups of the last 20 steps all rollouts fail" in found[0].text
+        assert "in steps 21 to 40 all rollouts fail in 62% of the groups" in found[0].text
 
 
 @pytest.mark.parametrize("budget, fires", [("trajectory_tokens", True), ("turns", False)])
-def test_a_budget_that_cuts_each_rollout_with_two_calls(budget, fires):
+def test_truncation_reports_a_budget_that_cuts_all_rollouts_with_two_calls(budget, fires):
     """The policy learns to answer without the calls that it needs, so few rollouts are cut."""
     rollouts = [
         {"step": s, "group": g, "tool_calls": 2 if k == 0 else 0, "reward": float(k == 7 > g)}
@@ -478,26 +478,32 @@ def test_a_budget_that_cuts_each_rollout_with_two_calls(budget, fires):
         **{"rollout/tool_agent/reward": noisy(0.1, 1, 0.02)},
     )
     found = [f for f in alarms(make_run(metrics, rollouts)) if f.name == "truncation"]
-    assert [f.subject for f in found] == ([budget] if fires else [])
+    assert [f.subject for f in found] == ([f"{budget} and calls"] if fires else [])
 
 
 @pytest.mark.parametrize(
     "truth, reward_of, fires",
     [
-        ("19.0", lambda right, g: float(right and g > 2), True),  # three of eight stories
+        ("19.0", lambda right, g: float(right and g > 2), True),  # rows 0 to 2 reject them
         ("19", lambda right, g: float(right), False),
         ("19", lambda right, g: float(g % 2), False),  # not for the answer
         ("19", lambda right, g: 0.0, True),
+        ("19", lambda right, g: 1.0, False),
     ],
+    ids=["some rejected", "exact", "another reward", "all rejected", "all accepted"],
 )
-def test_right_answers_that_fail(truth, reward_of, fires):
+def test_rejected_answers_reports_right_answers_if_the_reward_is_for_the_answer(
+    truth, reward_of, fires
+):
     rollouts = [
         {"step": s, "group": g, "ground_truth": truth, "answer": f"#### {19 if k < 3 else k}"}
         | {"reward": reward_of(k < 3, g)}
         for s, g, k in itertools.product(range(1, N + 1), range(8), range(8))
     ]
     rewards = [r["reward"] for r in rollouts]
-    metrics = learning(**{"critic/score/max": [max(rewards)] * N})
+    metrics = learning(
+        **{"critic/score/min": [min(rewards)] * N, "critic/score/max": [max(rewards)] * N}
+    )
     if not any(rewards):
         metrics |= {"critic/score/mean": [0.0] * N, "waste/dead_step": [1.0] * N}
     found = [f for f in alarms(make_run(metrics, rollouts)) if f.name == "rejected_answers"]

@@ -292,7 +292,8 @@ def test_the_reason_of_a_slower_mode_is_kept_and_the_model_keeps_its_own_attenti
     model = model_of("Qwen3.5")
     own = model.config._attn_implementation
     mode, reason = prove_mode(model)
-    assert mode is Mode.PADDED and reason.startswith("packed logits differ")
+    assert mode is Mode.PADDED and reason.startswith("packed: packed logits differ")
+    assert "; packed whole: packed rows fail" in reason and "causal_conv1d" in reason
     assert model.config._attn_implementation == own
     assert prove_mode(tiny_model()) == (Mode.PACKED, "")
 
@@ -326,9 +327,9 @@ def test_gradients_may_differ_by_the_rounding_of_the_model_itself(wrong, monkeyp
     monkeypatch.setattr(modes, "small_copy", deepcopy)
     monkeypatch.setattr(modes, "_results", {})
     if wrong:
-        attend = modes.hidden_states
+        original = modes.hidden_states
         monkeypatch.setattr(
-            modes, "hidden_states", lambda m, packed: attend(m, packed).detach().requires_grad_()
+            modes, "hidden_states", lambda m, packed: original(m, packed).detach().requires_grad_()
         )
         with pytest.raises(ConfigError, match="other gradients"):
             prove_mode(model)

@@ -88,29 +88,29 @@ def test_how_a_layer_is_sharded(spread):
 
 @pytest.mark.parametrize("name", ["Qwen3.5", "LFM2", "Qwen2.5"])
 def test_parts_with_a_convolution_are_not_compiled(name, monkeypatch):
-    """The compiled programs contain none, and the model computes the same."""
+    """No compiled graph contains a convolution, and the logits are equal."""
     compile_with, programs = torch.compile, []
 
-    def keep(program, inputs):
+    def record(program, inputs):
         programs.append(program)
         return program
 
     monkeypatch.setattr(
-        torch, "compile", lambda function, **how: compile_with(function, backend=keep, **how)
+        torch, "compile", lambda function, **how: compile_with(function, backend=record, **how)
     )
     model, compiled = (make_model(*ARCHITECTURES[name]) for _ in range(2))
     for layer in compiled.get_decoder().layers:
         sharding.compile_layer(layer)
     for length in (12, 7):
         ids = torch.arange(1, 1 + length)[None]
-        ours, own = (m(input_ids=ids, use_cache=False).logits for m in (compiled, model))
-        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-5)
+        actual, expected = (m(input_ids=ids, use_cache=False).logits for m in (compiled, model))
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     targets = [str(node.target) for program in programs for node in program.graph.nodes]
     assert any("linear" in t for t in targets) and not any("conv" in t for t in targets)
-    assert ("conv" in name_of_parts(model)) == (name != "Qwen2.5")
+    assert ("conv" in module_class_names(model)) == (name != "Qwen2.5")
 
 
-def name_of_parts(model: nn.Module) -> str:
+def module_class_names(model: nn.Module) -> str:
     return " ".join(type(m).__name__.lower() for m in model.modules())
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import RunStopped
-from agentrl.workers import Gate, LoopThread
+from agentrl.workers import IterationLimit, LoopThread
 
 MAKERS = pytest.mark.parametrize("make", [asyncio.new_event_loop, uvloop.new_event_loop])
 
@@ -75,48 +75,52 @@ def test_a_task_that_ignores_its_cancellation_does_not_hold_the_thread(monkeypat
     assert not loop.is_alive
 
 
-def test_a_gate_lets_few_tasks_pass_in_one_iteration():
-    """In their order; and what else waits on the loop runs between them."""
-    passed: list[tuple[int, int]] = []
+async def passed(limit: IterationLimit) -> None:
+    if wait := limit.enter():
+        await wait
+
+
+def test_few_tasks_continue_in_one_iteration():
+    """In their order; what else waits on the loop runs between them."""
+    resumed: list[tuple[int, int]] = []
     iterations = 0
 
-    async def work(gate: Gate, number: int) -> None:
-        await gate.passed()
-        passed.append((number, iterations))
+    async def work(limit: IterationLimit, number: int) -> None:
+        await passed(limit)
+        resumed.append((number, iterations))
 
     async def main() -> None:
         nonlocal iterations
-        gate = Gate(4)
-        tasks = [asyncio.ensure_future(work(gate, i)) for i in range(22)]
+        limit = IterationLimit(4)
+        tasks = [asyncio.ensure_future(work(limit, i)) for i in range(22)]
         while not all(task.done() for task in tasks):
             await asyncio.sleep(0)
             iterations += 1
-        before = iterations
-        await work(gate, 22)  # nobody waits any more
-        assert iterations == before
+        has_waited: list[bool] = []
+        asyncio.get_running_loop().call_soon(has_waited.append, True)
+        await work(limit, 22)
+        assert not has_waited  # no other task waits any more
 
     asyncio.run(main())
-    assert [number for number, _ in passed] == [*range(23)]
-    counts = Counter(iteration for _, iteration in passed)
+    assert [number for number, _ in resumed] == [*range(23)]
+    counts = Counter(iteration for _, iteration in resumed)
     assert max(counts.values()) <= 4 and len(counts) >= 6
 
 
 @given(st.lists(st.sampled_from(["come", "cancel", "iterate"]), max_size=60), st.integers(1, 5))
-def test_a_gate_holds_nobody_back_for_ever(events, limit):
-    """Whoever comes passes or was cancelled, whatever the order."""
-
+def test_every_waiting_task_continues_or_is_cancelled(events, number):
     async def main() -> None:
-        gate = Gate(limit)
+        limit = IterationLimit(number)
         tasks: list[asyncio.Task[None]] = []
         for event in events:
             if event == "come":
-                tasks.append(asyncio.ensure_future(gate.passed()))
+                tasks.append(asyncio.ensure_future(passed(limit)))
             elif event == "cancel" and tasks:
                 tasks[len(tasks) // 2].cancel()
             else:
                 await asyncio.sleep(0)
         async with asyncio.timeout(5):
             await asyncio.gather(*tasks, return_exceptions=True)
-            await gate.passed()
+            await passed(limit)
 
     asyncio.run(main())
