@@ -11,7 +11,8 @@ from agentrl.cli import app
 def chat(tiny_model):
     def run(text, *options):
         command = ["chat", "--model", str(tiny_model), "rollout.max_turn_tokens=48", *options]
-        with registry.tools.isolated(keep=("calculator",)):  # without those of other tests
+        # Without the tools of other tests. A file is loaded once, so its tool is kept.
+        with registry.tools.isolated(keep=("calculator",) if options else ()):
             result = CliRunner().invoke(app, command, input=text)
         assert result.exception is None, result.exception
         return result.output

@@ -48,13 +48,13 @@ def model(tiny_model):
 
 
 def close(actual, expected, temperature=1.0, *, mean=False):
-    """Logits within 1e-5: SGLang's float32 is nearer to float64 than transformers' own is.
+    """Logits within 3e-5; on most CPUs SGLang's float32 is nearer to float64 than transformers' is.
 
     Of thousands of tokens a few are further off: then that is their mean's bound, and 10 times as
     much each one's.
     """
     actual = torch.as_tensor(actual, dtype=torch.float64)
-    bound = 1e-5 / min(1, temperature)
+    bound = 3e-5 / min(1, temperature)
     torch.testing.assert_close(actual, expected, atol=10 * bound if mean else bound, rtol=0)
     assert (actual - expected).abs().mean() < bound
 
