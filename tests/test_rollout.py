@@ -70,9 +70,9 @@ def test_a_turn_that_arrived_in_time_is_kept_while_its_episode_waits_to_continue
 
     class Crowded:
         def enter(self) -> asyncio.Future[None]:
-            return asyncio.ensure_future(asyncio.sleep(0.5))
+            return asyncio.ensure_future(asyncio.sleep(1.2))
 
-    r = rollouts(FailingEngine(["#### 12"]), rollout={"timeout_s": 0.3})
+    r = rollouts(FailingEngine(["#### 12"]), rollout={"timeout_s": 1.0})
     object.__setattr__(r.runtime, "resumed", PerLoop(Crowded))
     [group] = r.collect(rows(1), n=2, sampling=SAMPLING, step=1)
     assert [s.trajectory.stop_reason for s in group.scored] == ["done"] * 2
