@@ -447,8 +447,10 @@ def unstable_update(run: Run) -> Iterator[Finding]:
 def _find_large_updates(run: Run, drift: Series) -> tuple[int, str, dict[str, float]] | None:
     """Return the first step, a sentence and the evidence of updates after which a reward fell."""
     reward = read_series(run, REWARD)
+    if len(reward) < MIN_STEPS:
+        return None
     for step, size in zip(drift.steps, drift.values, strict=True):
-        if size < ONE_DRIFT or len(reward) < MIN_STEPS:
+        if size < ONE_DRIFT:
             continue
         before = reward.values[reward.steps <= step][-reward.window :]
         after = reward.values[reward.steps > step][: reward.window]
@@ -911,7 +913,8 @@ def _find_failing_rows(run: Run, steps: int) -> Iterator[Finding]:
         pa.array([split == "train" for split in episodes.column("split").to_pylist()], pa.bool_())
     )
     rewards = {key: g for key, g in _rewards_of_groups(episodes).items() if len(g) >= MIN_GROUP}
-    failing = {key for key, group in rewards.items() if max(group) <= failure_limit(run)}
+    limit = failure_limit(run)
+    failing = {key for key, group in rewards.items() if max(group) <= limit}
     others = [x for key, group in rewards.items() if key not in failing for x in group]
     if len(rewards) < MIN_GROUPS or len(failing) < FAILING_GROUPS * len(rewards) or not others:
         return
@@ -932,7 +935,7 @@ def _find_failing_rows(run: Run, steps: int) -> Iterator[Finding]:
             "the ground truth or the reward of these rows is wrong",
         ],
         tries=[
-            f"read some episodes: agentrl show {run.folder} 'reward<={failure_limit(run):.3g}'",
+            f"read some episodes: agentrl show {run.folder} 'reward<={limit:.3g}'",
             "easier rows first",
             "replace such rows within a step: algorithm.filter_groups=true",
         ],
@@ -954,7 +957,8 @@ def _share_of_failing_groups(run: Run, steps: int) -> float | None:
     rewards = _rewards_of_groups(training_episodes(run, steps))
     if not rewards:
         return None
-    return sum(max(group) <= failure_limit(run) for group in rewards.values()) / len(rewards)
+    limit = failure_limit(run)
+    return sum(max(group) <= limit for group in rewards.values()) / len(rewards)
 
 
 def _explain_dead_steps(run: Run, first: int, last: int, dead: int, steps: int) -> Finding:
@@ -1069,7 +1073,9 @@ def truncation(run: Run) -> Iterator[Finding]:
         holds = share.means >= TRUNCATED
         mean = float(share.last.mean())
         if not holds[-1] or share.values[-MIN_WINDOW:].mean() < TRUNCATED:
-            yield from [*_find_cut_calls(run, reason)] or _find_cut_loops(run, reason, share.window)
+            if reason in HARD_BUDGETS:
+                found = [*_find_cut_calls(run, reason)]
+                yield from found or _find_cut_loops(run, reason, share.window)
             continue
         episodes = training_episodes(run, share.window)
         is_cut = _is_cut(episodes, reason)
@@ -1110,8 +1116,6 @@ def _is_cut(episodes: pa.Table, reason: str) -> np.ndarray:
 def _find_cut_loops(run: Run, reason: str, steps: int) -> Iterator[Finding]:
     """Yield a finding for each agent loop of which a budget cuts many rollouts."""
     episodes = training_episodes(run, steps)
-    if reason not in HARD_BUDGETS or not episodes.num_rows:
-        return
     agents = np.array(episodes.column("agent_name").to_pylist(), object)
     for agent in filter(None, dict.fromkeys(agents.tolist())):
         own = episodes.filter(pa.array(agents == agent))
@@ -1140,7 +1144,7 @@ def _find_cut_calls(run: Run, reason: str) -> Iterator[Finding]:
     """
     episodes = training_episodes(run, max(MIN_WINDOW, len(read_series(run, REWARD)) // 2))
     low, high = reward_range(run)
-    if reason not in HARD_BUDGETS or not episodes.num_rows or high <= low:
+    if not episodes.num_rows or high <= low:
         return
     reward, calls = column(episodes, "reward"), column(episodes, "tool_calls")
     is_cut, played = _is_cut(episodes, reason), column(episodes, "step")
@@ -1324,6 +1328,14 @@ def tool_use(run: Run) -> Iterator[Finding]:
             penalty = (
                 "a penalty for calls, turns or length that is larger than what the tool brings"
             )
+            causes = [
+                *reasons,
+                "an answer without the tool earns as much: the policy learned to guess"
+                if is_better
+                else "calls were punished by chance: failed or truncated calls earn less than"
+                " an answer at once",
+            ]
+            causes.insert(0 if correlation <= LENGTH_PENALTY else len(causes), penalty)
             if correlation <= LENGTH_PENALTY:
                 common["length_correlation"] = correlation
                 clause += (
@@ -1340,15 +1352,7 @@ def tool_use(run: Run) -> Iterator[Finding]:
                 f"{clause}",
                 {"best_rate": best_rate, "last_rate": last, **common},
                 **shown,
-                causes=[
-                    *([penalty] if correlation <= LENGTH_PENALTY else []),
-                    *reasons,
-                    "an answer without the tool earns as much: the policy learned to guess"
-                    if is_better
-                    else "calls were punished by chance: failed or truncated calls earn less than"
-                    " an answer at once",
-                    *([] if correlation <= LENGTH_PENALTY else [penalty]),
-                ],
+                causes=causes,
                 tries=[*changes, *tries],
                 severity="audit" if is_better else "warning",
                 subject=agent,

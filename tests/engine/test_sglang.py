@@ -47,14 +47,14 @@ def model(tiny_model):
     return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
 
 
-def close(actual, expected, temperature=1.0, *, mean=False):
-    """Logits within 3e-5; on most CPUs SGLang's float32 is nearer to float64 than transformers' is.
+def close(actual, expected, temperature=1.0, *, mean=False, bound=1e-5):
+    """Logits within a bound: SGLang's float32 is nearer to float64 than transformers' own is.
 
     Of thousands of tokens a few are further off: then that is their mean's bound, and 10 times as
     much each one's.
     """
     actual = torch.as_tensor(actual, dtype=torch.float64)
-    bound = 3e-5 / min(1, temperature)
+    bound /= min(1, temperature)
     torch.testing.assert_close(actual, expected, atol=10 * bound if mean else bound, rtol=0)
     assert (actual - expected).abs().mean() < bound
 
@@ -186,7 +186,7 @@ async def test_scores(engine, model, tiny_tokenizer):
     scores = await engine.score(row)
     assert scores[0] == 0
     expected = logprobs_of(model, row[:1], row[1:])
-    close(scores[1:], expected)
+    close(scores[1:], expected, bound=3e-5)  # one token is 1.6e-5 off on some CPUs
     with pytest.raises(EngineError, match=r"temperature 1, not 0\.6"):
         await engine.score(row, 0.6)
 

@@ -454,7 +454,7 @@ def test_large_updates_and_an_agent_loop_whose_reward_falls(drift, fires):
 
 @pytest.mark.parametrize("failing, fires", [(5, True), (3, False)])
 def test_dead_groups_reports_rows_that_always_fail(failing, fires):
-    """Of 8 rows of a step some always fail, and the policy solves the others."""
+    """Each step has eight rows. Some always fail, and the policy solves the others."""
     rollouts = [
         {"step": s, "group": g, "reward": float(g >= failing and k < 7)}
         for s, g, k in itertools.product(range(1, N + 1), range(8), range(8))
