@@ -26,7 +26,7 @@ SGLANG_READY := $(if $(AGENTRL_SGLANG_PYTHON),,$(if $(filter Linux,$(shell uname
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-vllm test-trackers check lint format setup sglang agents docs models
+.PHONY: help demo test test-all test-gpu test-vllm test-trackers recipes-check check lint format setup sglang agents docs models
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -46,13 +46,16 @@ test-gpu: $(VENV)/.installed-dev  ## the tests that need a GPU
 test-vllm: $(VENV)/.installed-dev  ## the tests that need vLLM: AGENTRL_VLLM_PYTHON, or .venv-vllm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm $(PYTEST_ARGS)
 
-test-trackers: $(VENV)/.installed-dev  ## the tests that need mlflow, trackio and wandb, which it installs
-	$(BIN)/python -m pip install -q mlflow-skinny sqlalchemy alembic trackio wandb
+test-trackers: $(VENV)/.installed-dev  ## the tests that need the trackers, which it installs
+	$(BIN)/python -m pip install -q mlflow-skinny sqlalchemy alembic trackio wandb swanlab comet_ml aim
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m trackers $(PYTEST_ARGS)
+
+recipes-check: $(VENV)/.installed-dev  ## rewards, masks, advantages and updates of the recipes' stored runs, computed again
+	OMP_NUM_THREADS=1 $(BIN)/python recipes/check.py --weights
 
 check: lint  ## lint, format and types, changing nothing
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --threads 2
 
 lint: $(VENV)/.installed-dev  ## ruff
 	$(BIN)/ruff check .

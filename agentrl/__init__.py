@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from agentrl.terminal import escape_warnings
+
 if TYPE_CHECKING:
     from agentrl.agent_loops import Episode, agent_loop
     from agentrl.agent_loops.play import play
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from agentrl.trajectory import Message, Sample, ToolCall, ToolResult, Trajectory
 
 __version__ = "0.1.0"
+
+escape_warnings()
 
 _MODULES = {
     "agent_loops": ("Episode", "agent_loop"),
@@ -43,32 +47,11 @@ _MODULES = {
 }
 
 __all__ = [
-    "Config",
-    "Episode",
-    "Infrastructure",
-    "Interaction",
-    "Message",
-    "Reply",
-    "Run",
-    "Sample",
-    "ToolCall",
-    "ToolError",
-    "ToolResult",
-    "Trainer",
-    "Trajectory",
-    "UserError",
-    "advantage_estimator",
-    "agent_loop",
-    "callback",
-    "interaction",
-    "load_config",
-    "load_run",
-    "load_samples",
-    "play",
-    "policy_loss",
-    "reward",
-    "tool",
-]
+    "Config", "Episode", "Infrastructure", "Interaction", "Message", "Reply", "Run", "Sample",
+    "ToolCall", "ToolError", "ToolResult", "Trainer", "Trajectory", "UserError",
+    "advantage_estimator", "agent_loop", "callback", "interaction", "load_config", "load_run",
+    "load_samples", "play", "policy_loss", "reward", "tool",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -125,10 +125,6 @@ class InvalidEngineResponse(EngineError):
     """The engine's response is invalid: missing logprobs, NaN, an unknown weight version."""
 
 
-EngineNonsense = InvalidEngineResponse
-"""The former name, until 0.2."""
-
-
 class ChatRefused(Infrastructure):
     """The server of a judge or a simulated user rejects the length or content of a request."""
 
@@ -172,6 +168,8 @@ class UserCodeError(AgentRLError, RuntimeError):
 
         FILE:LINE is the innermost frame of the traceback that is not in agentrl.
         """
+        if isinstance(error.__cause__, StopIteration | StopAsyncIteration):
+            error = error.__cause__  # Python raised a RuntimeError where the coroutine ended.
         frames = traceback.extract_tb(error.__traceback__)
         user_frames = [f for f in frames if not _is_ours(f)] or frames
         where = f" ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else ""
@@ -241,4 +239,5 @@ def user_code(what: str) -> Iterator[None]:
     except BaseException as e:
         if is_own_error(e):
             raise
-        raise UserCodeError.of(what, e) from e
+        # contextlib raises the StopIteration again if it is the cause of a RuntimeError.
+        raise UserCodeError.of(what, e) from None if isinstance(e, StopIteration) else e

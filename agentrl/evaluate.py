@@ -18,7 +18,7 @@ from agentrl.data import ColumnNames, open_rows
 from agentrl.data.rows import Mistakes
 from agentrl.engine.base import Sampling
 from agentrl.errors import DataError, Infrastructure, RunStopped
-from agentrl.metrics import count_calls, mean, standard_error, t_quantile
+from agentrl.metrics import count_calls, grader_metrics, mean, standard_error, t_quantile
 from agentrl.rewards import Scorer
 from agentrl.rollout import MAX_ATTEMPTS, Rollouts, retry_pause
 from agentrl.store import TrajectoryStore
@@ -45,10 +45,11 @@ def evaluate(rollouts: Rollouts, samples: Sequence[Sample], val: ValConfig) -> E
     Returns:
         `val/reward/mean@n`, `val/acc/mean@n`, `val/acc/pass@k` (k = 2, 4, 8 ... up to n) and
         `val/tool_call_rate`; `val/rows`, the number of rows, and `val/reward/se@n` and
-        `val/acc/se@n`, the standard errors of the means (`agentrl.metrics.standard_error`). The
-        same metrics under `val/<agent_name>/` and, with verl's prefix, `val-core/<data_source>/`;
-        those of the greedy pass under `val_greedy/`. A rollout passes if `acc` of its reward
-        function (or the outcome, if it returns no `acc`) is at least 1.
+        `val/acc/se@n`, the standard errors of the means (`agentrl.metrics.standard_error`);
+        `val/grader/NAME`, the means of the other numbers that reward functions return. The same
+        metrics under `val/<agent_name>/` and, with verl's prefix, `val-core/<data_source>/`; those
+        of the greedy pass under `val_greedy/`. A rollout passes if `acc` of its reward function (or
+        the outcome, if it returns no `acc`) is at least 1.
 
     Raises:
         RunStopped: too many rollouts were dropped.
@@ -96,6 +97,7 @@ def _table(groups: Sequence[Group], n: int, prefix: str) -> dict[str, float]:
         error = standard_error([[value(s) for s in g.scored] for g in groups])
         if not math.isnan(error):
             metrics[f"{prefix}/{name}/se@{n}"] = error
+    metrics |= {f"{prefix}/{name}": value for name, value in grader_metrics(scored).items()}
     for k in [2**i for i in range(1, n.bit_length())]:
         metrics[f"{prefix}/acc/pass@{k}"] = mean([pass_at_k(g, k) for g in groups])
     return metrics
@@ -167,6 +169,23 @@ def read_validation(folder: Path, step: int | None = None) -> Validation:
         scored[rollout.scored.trajectory.sample.id].append(rollout.scored)
     groups = {key: Group(s[0].trajectory.sample, tuple(s)) for key, s in scored.items()}
     return Validation(step, groups)
+
+
+def merge_seeds(validations: Sequence[Validation]) -> Validation:
+    """Return one validation with the rollouts of runs that differ in their seeds alone.
+
+    Its rows are those that all runs validated. A row's value is then the mean over the seeds.
+    """
+    first, *others = validations
+    keys = [key for key in first.groups if all(key in other.groups for other in others)]
+    groups = {key: [v.groups[key] for v in validations] for key in keys}
+    return Validation(
+        max(v.step for v in validations),
+        {
+            key: Group(same[0].sample, tuple(s for group in same for s in group.scored))
+            for key, same in groups.items()
+        },
+    )
 
 
 def shared_rows(first: Validation, second: Validation) -> list[str]:
@@ -278,19 +297,11 @@ async def score_responses(rows: Sequence[tuple[Sample, list[str]]], scorer: Scor
 
 async def _score_row(sample: Sample, responses: list[str], scorer: Scorer) -> tuple[Scored, ...]:
     turn = Turn(0, 0, 0, "stop", message_index=len(sample.prompt))
-    trajectories = [
-        Trajectory(
-            sample,
-            f"stored-{sample.row}-{k}",
-            k,
-            (),
-            (turn,),
-            (*sample.prompt, Message("assistant", response)),
-            {},
-            "done",
-        )
-        for k, response in enumerate(responses)
-    ]
+    trajectories = []
+    for k, response in enumerate(responses):
+        episode_id = f"stored-{sample.row}-{k}"
+        messages = (*sample.prompt, Message("assistant", response))
+        trajectories.append(Trajectory(sample, episode_id, k, (), (turn,), messages, {}, "done"))
     return await score_stored(trajectories, scorer, trains=False)
 
 

@@ -6,8 +6,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from statistics import NormalDist
+from typing import Any
 
-from agentrl.trajectory import Group, Trajectory, Turn
+from agentrl.trajectory import Group, Scored, Trajectory, Turn
 
 DEAD_STEP = "waste/dead_step"
 """The metric: 1 for a step whose tokens have no advantage from the rewards, else 0."""
@@ -93,13 +94,27 @@ def summarize(name: str, values: Collection[float]) -> dict[str, float]:
     return {f"{name}/mean": mean(values), f"{name}/max": max(values), f"{name}/min": min(values)}
 
 
+def is_close(a: Any, b: Any) -> Any:
+    """Return whether rewards are equal up to rounding: at most 1e-6 apart, relative to their mean.
+
+    So the rounding of a sum makes no difference, such as that of 0.1 + 0.2 + 0.3 in another order.
+    Values that differ by at most 1e-12 are equal, too: 0.1 + 0.2 - 0.3 is 5.6e-17 and must equal 0,
+    from which its relative difference is large. So all rewards of a scale below 1e-12 are equal.
+
+    Args:
+        a: a number, an array or a tensor.
+        b: the same; the order does not matter.
+    """
+    return abs(a - b) <= 0.5e-6 * (abs(a) + abs(b)) + 1e-12
+
+
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return the metrics of a step's rollouts.
 
     Means of rewards, lengths and turns are over rollouts. `rollout/<agent_name>/...` repeats the
     reward and the share of rollouts with tool calls for each loop, because the mean hides a loop
     that stops calling tools. `waste/dead_group_frac` is the share of groups whose rewards are all
-    equal: they have no learning signal.
+    equal (`is_close`): they have no learning signal.
     """
     scored = [s for g in groups for s in g.scored]
     total = len(scored) + sum(g.dropped for g in groups)
@@ -112,6 +127,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     control_token_attempts = float(sum(t.control_token_attempts for t in trajectories))
     penalized = sum(end - start for turn in turns for start, end, _ in turn.penalties)
     results = [r for turn in turns for r in turn.tool_results]
+    rewards = [[s.reward for s in group.scored] for group in groups]
     metrics = {
         **summarize("critic/score", [s.reward for s in scored]),
         **summarize("response_length", responses),
@@ -122,7 +138,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/sampled_tokens": sampled,
         "rollout/segments": mean([len(t.segments) for t in trajectories]),
         "rollout/control_token_attempts": control_token_attempts,
-        DEAD_GROUPS: mean([len({s.reward for s in g.scored}) <= 1 for g in groups]),
+        DEAD_GROUPS: mean([not r or is_close(min(r), max(r)) for r in rewards]),
     }
     for name in sorted({name for t in trajectories for name in t.counts}):
         metrics[name] = float(sum(t.counts.get(name, 0) for t in trajectories))
@@ -142,11 +158,18 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         metrics[f"stop/{reason}"] = count / len(scored)
     for source in dict.fromkeys(["outcome", "turn", "tool", *scored[0].rewards]):
         metrics[f"reward/{source}"] = mean([s.rewards.get(source, 0.0) for s in scored])
-    for name in sorted({name for s in scored for name in s.metrics}):
-        metrics[f"grader/{name}"] = mean([s.metrics[name] for s in scored if name in s.metrics])
+    metrics |= grader_metrics(scored)
     if greedy := [g.greedy.reward for g in groups if g.greedy]:
         metrics["reward/greedy"] = mean(greedy)
     return metrics
+
+
+def grader_metrics(scored: Sequence[Scored]) -> dict[str, float]:
+    """Return `grader/NAME`: the means of the other numbers that reward functions returned."""
+    return {
+        f"grader/{name}": mean([s.metrics[name] for s in scored if name in s.metrics])
+        for name in sorted({name for s in scored for name in s.metrics})
+    }
 
 
 def _episode_seconds(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -11,11 +11,12 @@ import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain, islice
+from pathlib import Path
 from textwrap import indent
 from typing import TypeVar
 
@@ -39,7 +40,8 @@ from agentrl.chat.verify_template import (
     format_verdicts,
     verify_template,
 )
-from agentrl.config import AlgorithmConfig, Config, file_names, row_files
+from agentrl.config import FIELDS, AlgorithmConfig, Config, file_names, row_files
+from agentrl.config.environment import REFERENCE
 from agentrl.data import (
     ColumnNames,
     Kind,
@@ -54,10 +56,11 @@ from agentrl.data import (
     sample_rows,
 )
 from agentrl.errors import ConfigError, DataError, TemplateError, UserError, user_code
-from agentrl.gateway.agent import check_agent
+from agentrl.gateway.agent import check_agent, describe_sample, has_slots
 from agentrl.plural import plural
 from agentrl.rewards import Scorer, check_graders
 from agentrl.rewards.leaks import find_leaks
+from agentrl.terminal import echo
 from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Message, Sample, token_array
 
@@ -74,6 +77,10 @@ ANSWER_NAMES = ("answer", "solution", "label", "target", "final_answer", "expect
 """Names of the column of ground truths in datasets of other projects."""
 CANARY_TOKENS = 256
 """The length in tokens of the canary: the row that engines score after each weight update."""
+CANARY_TOKENS_OF_FLOAT32 = 64
+"""The length of the canary of a local engine in float32. Its noise is 5e-6 nats, so the mean over
+few tokens is exact enough. On two CPU cores, 256 tokens of SmolLM2-135M took 8 % of the CPU time of
+a step, and half of the CPU time of the start."""
 MAX_COMPARE_SECONDS = 10.0
 """The time limit for comparing the tokens of prompts with the rendered template, in seconds. It is
 enough for 40,000 short rows."""
@@ -117,10 +124,21 @@ class Plan:
     def total_steps(self) -> int:
         """The number of training steps: `trainer.total_steps`, or as many as `total_epochs` take.
 
-        A step counts as one batch, even if more rows are played to fill it.
+        A step counts as one batch, even if more rows are played to fill it. The last batch may
+        contain rows of one more epoch; with `data.drop_last`, only whole batches of each epoch
+        count.
         """
-        trainer, size = self.config.trainer, self.config.data.batch_size
-        return trainer.total_steps or trainer.total_epochs * max(1, self.epoch_rows // size)
+        trainer, data = self.config.trainer, self.config.data
+        if trainer.total_steps:
+            return trainer.total_steps
+        if data.drop_last:
+            return trainer.total_epochs * (self.epoch_rows // data.batch_size or 1)
+        return max(1, -(-self.rows_of_epochs // data.batch_size))
+
+    @property
+    def rows_of_epochs(self) -> int:
+        """The number of rows in `trainer.total_epochs` epochs."""
+        return row_order(self.train, 0).first(self.config.trainer.total_epochs)
 
 
 def make_plan(config: Config) -> Plan:
@@ -129,6 +147,9 @@ def make_plan(config: Config) -> Plan:
     Raises:
         UserError: the message lists all mistakes.
     """
+    for path in FIELDS:
+        if match := REFERENCE.search(str(config.value(path))):
+            raise ConfigError(f"{path}: the environment variable {match[1]} is not set")
     if not config.data.train and not config.data.val:
         raise ConfigError("no rows: set --dataset FILE (data.train), .parquet or .jsonl")
     problems = load_files(config)
@@ -143,6 +164,8 @@ def make_plan(config: Config) -> Plan:
     names = {kind.sample.agent_name for split in rows for kind in find_kinds(split)}
     if EXTERNAL in names:
         _check_external(config, problems)
+        every = chain.from_iterable(samples() for _, _, samples in parts)
+        _attempt(partial(_check_agent_keys, config.agent.extra_info, every), problems)
     elif names and (config.agent.command or config.agent.python):
         key = "agent.command" if config.agent.command else "agent.python"
         problems.append(
@@ -161,6 +184,7 @@ def make_plan(config: Config) -> Plan:
             log.warning("%s", leak)
     plan = Plan(config, rows[0], rows[1], scorer)
     _note_unread_answers(plan)
+    _note_unused_tools(plan)
     sandbox.configure(config.sandbox)
     programs = _programs(plan)
     if programs and (problem := sandbox.probe(config.sandbox)):
@@ -179,6 +203,20 @@ def _check_external(config: Config, problems: list[str]) -> None:
             "rollout.deterministic=true: rows with agent_name external cannot be repeated bit for"
             " bit, because the time at which an agent sends a request decides which turns are"
             " computed together. Set rollout.deterministic=false"
+        )
+
+
+def _check_agent_keys(keys: Sequence[str], samples: Iterable[Sample]) -> None:
+    """Raise `DataError` if agents cannot get the keys of `agent.extra_info`, or no row has one."""
+    known: set[str] = set()
+    for sample in samples if keys else ():
+        if sample.agent_name == EXTERNAL:
+            describe_sample(sample, keys)
+            known |= {*sample.extra}
+    if unknown := [key for key in keys if key not in known]:
+        raise DataError(
+            f"agent.extra_info names {', '.join(unknown)}, but no row with agent_name external has"
+            f" it in its extra_info. Keys of the rows: {', '.join(sorted(known)) or 'none'}"
         )
 
 
@@ -205,12 +243,48 @@ def _note_unread_answers(plan: Plan) -> None:
             )
 
 
+def _note_unused_tools(plan: Plan) -> None:
+    """Warn of rows whose loop uses tools, but which have none although files define some."""
+    names = ", ".join(name for name, _ in registry.tools.items())
+    for path, samples in plan.splits:
+        kinds = [kind for kind in find_kinds(samples) if not kind.sample.tools]
+        uses_tools = [registry.agent_loops.get(k.sample.agent_name).uses_tools for k in kinds]
+        count = sum(len(k.rows) for k, uses in zip(kinds, uses_tools, strict=True) if uses)
+        if names and count:
+            log.warning(
+                "%s: %s without tools, whose agent loop uses tools, although the files define %s:"
+                " the policy sees no tool in these rows. Name a row's tools in its column tools;"
+                " data.tools=all gives all of them to each row without this column",
+                path,
+                plural(count, "row"),
+                names,
+            )
+
+
 def load_files(config: Config) -> list[str]:
     """Load the user's files, and return the mistakes in them. A loaded file is not run again."""
     problems: list[str] = []
     for file in config.files:
         _attempt(partial(registry.load_file, file), problems)
     return problems
+
+
+CODE_KEYS = ("reward.function", "agent.command", "agent.python", "rollout.python", "sandbox.python")
+"""The keys, apart from `files`, that name code or programs."""
+
+
+def find_code(config: Config, run: Config) -> list[str]:
+    """Return the code and programs of a config that come from the config of a run."""
+    keys = [key for key in CODE_KEYS if run.value(key) != Config().value(key)]
+    return [file for file in config.files if file in run.files] + [
+        config.stored_value(key) for key in keys if config.value(key) == run.value(key)
+    ]
+
+
+def announce_files(config: Path, files: Sequence[str]) -> None:
+    """Print which files are loaded because the config of a run names them, not the user."""
+    if files:
+        echo(f"loads {', '.join(files)}: {config} names them", err=True)
 
 
 def find_problems(
@@ -283,6 +357,7 @@ def _load_rows(
             config.interaction.kwargs,
             names,
             are_files_loaded=are_files_loaded,
+            tools=data.tools,
         )
         rows.append((_attempt(load, problems) if source else None) or [])
     return rows
@@ -554,18 +629,45 @@ def longest_prompt(plan: Plan, template: ChatTemplate) -> int:
     return template.length(*_opening(samples[int(sizes.argmax())], LocalToolbox()))
 
 
-def make_canary_row(plan: Plan, template: ChatTemplate, max_length: int) -> array[int]:
+def longest_response(plan: Plan) -> int:
+    """Return the most tokens that follow a prompt: one turn's, if no row can have more turns."""
+    r = plan.config.rollout
+    has_one_turn = all(
+        kind.sample.agent_name == "single_turn"
+        or (
+            kind.sample.agent_name == "tool_agent"
+            and not (kind.sample.tools or kind.sample.interaction)
+        )
+        for kind in plan.kinds
+    )
+    if has_one_turn:
+        return min(r.max_trajectory_tokens, r.max_turn_tokens)
+    return r.max_trajectory_tokens
+
+
+def encode_prompts(samples: Iterable[Sample], template: ChatTemplate) -> Iterator[array[int]]:
+    """Yield the tokens of the prompt of each row."""
+    toolbox = LocalToolbox()
+    for sample in samples:
+        yield template.prompt(*_opening(sample, toolbox), exact=False)
+
+
+def make_canary_row(plan: Plan, template: ChatTemplate, tokens: int) -> array[int]:
     """Return the canary, the row that engines score after each update: the first prompts, joined.
 
-    The canary consists of the run's prompts because the policy is trained on such tokens. It has
-    several prompts because a mean over more tokens has less noise.
+    The canary consists of the run's prompts because the policy is trained on such tokens.
+
+    Args:
+        plan: the run's plan.
+        template: renders the prompts.
+        tokens: the length of the row, unless the run has too few prompts.
     """
-    row, toolbox = token_array(), LocalToolbox()
-    for sample in islice(chain(plan.train, plan.val), CANARY_TOKENS):
-        row.extend(template.prompt(*_opening(sample, toolbox), exact=False))
-        if len(row) >= CANARY_TOKENS:
+    row = token_array()
+    for prompt in encode_prompts(islice(chain(plan.train, plan.val), tokens), template):
+        row.extend(prompt)
+        if len(row) >= tokens:
             break
-    return row[: min(CANARY_TOKENS, max_length - 1)]
+    return row[:tokens]
 
 
 def verify_rows(plan: Plan, template: ChatTemplate) -> list[tuple[str, int, list[Verdict]]]:
@@ -668,26 +770,46 @@ def describe_run(plan: Plan) -> str:
             f"programs of {', '.join(programs)} run {isolation} (sandbox.backend={backend})"
         )
     if plan.train:
-        size = config.data.batch_size * config.rollout.n
-        mini = config.algorithm.mini_batch_size or size
+        size, mini = config.rollouts_of_step, config.rollouts_of_update
         updates = -(-size // mini) * config.algorithm.ppo_epochs
-        ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+        ranks = config.trainer.ranks
         on_ranks = f" on {ranks} ranks" if ranks > 1 else ""
         lines.append(
             f"a step: {plural(config.data.batch_size, 'prompt')} x"
             f" {plural(config.rollout.n, 'rollout')} = {size} trajectories ->"
-            f" {plural(updates, 'optimizer step')} of {min(mini, size)}"
+            f" {plural(updates, 'optimizer step')} of {mini}"
             f"{on_ranks} ({_describe_algorithm(config.algorithm)});"
             f" {plural(plan.total_steps, 'step')}"
         )
+        played = plan.total_steps * config.data.batch_size
+        left_out = plan.rows_of_epochs - played
+        if config.data.drop_last and not config.trainer.total_steps and left_out > 0:
+            never = len(plan.train) - _count_different_rows(plan, played)
+            lines.append(
+                f"data.drop_last=true leaves out {plural(left_out, 'row')} of"
+                f" {plural(config.trainer.total_epochs, 'epoch')}: {plural(never, 'row')}"
+                f" {'is' if never == 1 else 'are'} never played"
+            )
         lines += _describe_extra_rollouts(config)
     if any(kind.sample.agent_name == EXTERNAL for kind in plan.kinds):
-        agent = config.agent.command or config.agent.python
+        agent = config.stored_value("agent.command") or config.agent.python
+        limit = f"at most {config.agent.slots}" if has_slots(config.agent) else "any number"
         lines.append(
-            f"external: each episode is played by {agent} (at most {config.agent.slots} at the same"
-            " time); such a run cannot be repeated bit for bit"
+            f"external: each episode is played by {agent} ({limit} at the same time); such a run"
+            " cannot be repeated bit for bit"
         )
     return "\n".join(lines)
+
+
+def _count_different_rows(plan: Plan, played: int) -> int:
+    """Return the number of different rows among the first `played` rows of the run."""
+    order = row_order(plan.train, plan.config.trainer.seed, plan.config.data.shuffle)
+    seen: set[int] = set()
+    for position in range(0, played, order.epoch_rows):
+        if len(seen) == len(plan.train):
+            break
+        seen.update(order.take(position, min(order.epoch_rows, played - position)))
+    return len(seen)
 
 
 def _describe_files(rows: Rows) -> Iterator[str]:

@@ -13,7 +13,15 @@ from typing import Any
 
 import orjson
 
+from agentrl.errors import DataError
+
 METRICS = "metrics.jsonl"
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is a run's folder: it has metrics or trajectories, and no model."""
+    is_model = any((folder / f).is_file() for f in ("config.json", "adapter_config.json"))
+    return not is_model and ((folder / METRICS).exists() or (folder / "trajectories").is_dir())
 
 
 def read_metrics(
@@ -41,13 +49,15 @@ def metric_lines(path: Path) -> Iterator[tuple[int, dict[str, Any], bytes]]:
     """
     if not path.exists():
         return
+    if not path.is_file():
+        raise DataError(f"{path} is not a regular file")
     last: int | None = None
     with path.open("rb") as lines:
         for line in lines:
             try:
                 record = orjson.loads(line)
                 step, data = int(record["step"]), dict(record["data"])
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, OverflowError):
                 continue
             if line.endswith(b"\n") and (last is None or step > last):
                 last = step

@@ -32,6 +32,7 @@ from agentrl.agent_loops.attempt import CLEANUP_SECONDS, Runtime, mix_seed
 from agentrl.agent_loops.play import play_episode
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
+from agentrl.config.environment import hide_secrets
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import (
     Infrastructure,
@@ -67,6 +68,8 @@ MIN_SURVIVORS = 0.75
 """The smallest share of its rollouts that a group needs for a useful baseline."""
 MAX_DROPPED = 0.05
 """The largest share of dropped rollouts in a step; with more the run stops."""
+MAX_AGENT_ERRORS = 64
+"""So many episodes in a row whose agents fail (`agent.on_error=zero`) stop the run."""
 MAX_CAUSE = 1000
 """The stored length of a drop's cause, in characters: a dead engine's error contains its log."""
 GC_THRESHOLDS = (50_000, 20, 100)
@@ -99,7 +102,10 @@ class _Dropped:
     """A rollout that was dropped."""
 
     cause: str
-    """Why it was dropped: the type and the message of the exception."""
+    """Why it was dropped: the type and the message of the exception, without keys of services."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cause", hide_secrets(self.cause))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +218,10 @@ class Rollouts:
         self._attempts = itertools.count()
         self._has_shown_bug = False
         self._errors = _ErrorLog()
+        self._agent_errors: dict[str, list[str]] = defaultdict(list)
+        """The errors of agents since their last episode without one, by agent loop."""
+        self._working_agents: set[str] = set()
+        """The agent loops that have ended an episode without an error."""
         self._counts: list[_RolloutCount] = []
         self._watchdog = Watchdog(runtime.config.trainer.watchdog_s, causes=waiting_requests)
         self._loop = LoopThread("rollouts", _new_loop)
@@ -244,7 +254,8 @@ class Rollouts:
             rollouts, or its greedy rollout, was dropped.
 
         Raises:
-            RunStopped: more than 5 % of the rollouts were dropped; the message lists the causes.
+            RunStopped: more than 5 % of the rollouts were dropped, or every agent failed; the
+                message lists the causes.
             UserCodeError: a reward function raised.
         """
         samplings = [sampling] * n + [replace(sampling, temperature=0.0)] * greedy
@@ -255,6 +266,7 @@ class Rollouts:
             for i, sample in enumerate(samples)
         ]
         stop_if_too_many_dropped(played)
+        self.stop_if_agents_fail()
         return [group for p in played if (group := p.group) is not None]
 
     def start(
@@ -352,11 +364,39 @@ class Rollouts:
                 played += n
                 if played >= 100:
                     _stop_if_too_many_dropped(dropped, played)
+                    self.stop_if_agents_fail()
                 yield Group(sample, scored, n - len(scored), drop_causes=_causes_of(results))
             future.result()
             _stop_if_too_many_dropped(dropped, played)
+            self.stop_if_agents_fail()
         finally:
             future.cancel()
+
+    def stop_if_agents_fail(self) -> None:
+        """Raise `RunStopped` if all episodes of an agent failed, or its last `MAX_AGENT_ERRORS`."""
+        for name, errors in [*self._agent_errors.items()]:
+            if errors and (name not in self._working_agents or len(errors) >= MAX_AGENT_ERRORS):
+                raise RunStopped(
+                    f"the agent (agent_name {name}) failed in each of the last"
+                    f" {plural(len(errors), 'episode')}: nothing can be learned. Let it return"
+                    " errors of tools to the policy as text (docs/agents.md, Mistakes of the"
+                    f" policy). Causes:\n{_list_causes(errors)}"
+                )
+
+    def _record_agent(self, trajectory: Trajectory) -> None:
+        """Record whether the agent of an episode failed, and log the first error."""
+        name, error = trajectory.sample.agent_name, trajectory.error
+        if not error:
+            self._working_agents.add(name)
+            self._agent_errors.pop(name, None)
+            return
+        self._agent_errors[name].append(error.partition("\n")[0])
+        if not self._has_shown_bug:
+            self._has_shown_bug = True
+            log.warning(
+                "row %s (%s): reward 0 by agent.on_error=zero (counted in stop/agent_error): %s",
+                *(trajectory.sample.id, name, error),
+            )
 
     def _wait_for(self, queue: SimpleQueue[T]) -> T:
         """Return the next item that the event loop puts into a queue. Ctrl-C ends the wait."""
@@ -540,6 +580,7 @@ class Rollouts:
                         seed=play.seed,
                         watch=self._watchdog.add,
                     )
+                    self._record_agent(trajectory)
                     self._watchdog.set_state(episode_id, "other rollouts of the sample")
                     return trajectory
                 except (RequestRefused, NoEngineLeft) as e:  # It would fail again.
@@ -622,16 +663,21 @@ def _stop_if_too_many_dropped(dropped: Sequence[_Dropped], played: int) -> None:
     """Raise `RunStopped` if more than `MAX_DROPPED` of the rollouts were dropped."""
     if len(dropped) <= MAX_DROPPED * played:
         return
-    by_cause: dict[str, list[str]] = defaultdict(list)
-    for cause in (rollout.cause for rollout in dropped):
-        by_cause[_without_numbers(cause)].append(cause)
-    most_common = sorted(by_cause.values(), key=len, reverse=True)[:3]
     verb = "was" if len(dropped) == 1 else "were"
     raise RunStopped(
         f"{len(dropped)} of {plural(played, 'rollout')} {verb} dropped, more than"
         f" {MAX_DROPPED:.0%}."
-        " Causes:\n" + "\n".join(f"  {len(causes)} x {causes[0]}" for causes in most_common)
+        " Causes:\n" + _list_causes([rollout.cause for rollout in dropped])
     )
+
+
+def _list_causes(all_causes: Sequence[str]) -> str:
+    """Return a line for each of the three most common kinds of causes, with its number."""
+    by_cause: dict[str, list[str]] = defaultdict(list)
+    for cause in all_causes:
+        by_cause[_without_numbers(cause)].append(cause)
+    most_common = sorted(by_cause.values(), key=len, reverse=True)[:3]
+    return "\n".join(f"  {len(causes)} x {causes[0]}" for causes in most_common)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """Imports of a user file from its folder: `import helpers` in `env.py` finds `helpers.py` there.
 
+What is found nowhere else is searched in the current folder: verl's recipes import `recipe.NAME`.
+
 The folder is added to the end of `sys.path`, and only if the file imports something from it. So no
 other import changes its meaning. The modules of the folder keep their plain names. Python has one
 module of each name, so a name that means another module already is refused.
@@ -43,13 +45,9 @@ def make_siblings_importable(path: Path) -> None:
         UserError: an imported name means another module than the one in the folder: one that is
             installed, or one of another user file's folder.
     """
-    siblings = find_siblings(path)
-    if not siblings:
-        return
-    folder = path.parent
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-    importlib.invalidate_caches()
+    folder, here = path.parent, Path.cwd()
+    if siblings := find_siblings(path):
+        _append(folder)
     for file in (path, *siblings):
         for name in _imported_names(file, folder, relative=False):
             top = name.partition(".")[0]
@@ -57,6 +55,16 @@ def make_siblings_importable(path: Path) -> None:
                 if own.is_file():
                     _check_import(file, top, own)
                     break
+    for name in _imported_names(path, folder, relative=False):
+        if _files_of(name, here) and importlib.util.find_spec(name.partition(".")[0]) is None:
+            _append(here)
+
+
+def _append(folder: Path) -> None:
+    """Search a folder in all later imports, after all other places."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    importlib.invalidate_caches()
 
 
 def _imported_names(file: Path, folder: Path, *, relative: bool = True) -> Iterator[str]:

@@ -24,14 +24,13 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
 import re
 import shutil
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import accumulate, pairwise
 from operator import attrgetter
@@ -47,6 +46,7 @@ from pydantic import TypeAdapter, ValidationError
 from agentrl.errors import DataError, RunStopped
 from agentrl.open_files import advice
 from agentrl.plural import plural
+from agentrl.regular_files import LEFTOVER_PREFIX, atomic_file
 from agentrl.trajectory import (
     Group,
     Message,
@@ -130,6 +130,7 @@ _COLUMNS = {
     "turns": (pa.string(), f"{_TRAJECTORY}.turns"),
     "sample": (pa.string(), _SAMPLE),
     "sampling": (pa.string(), f"{_TRAJECTORY}.sampling"),
+    "error": (pa.string(), f"{_TRAJECTORY}.error"),
     "tool_reward": (pa.float64(), f"{_TRAJECTORY}.tool_reward"),
     "seconds": (pa.float64(), f"{_TRAJECTORY}.seconds"),
     "control_token_attempts": (pa.int32(), f"{_TRAJECTORY}.control_token_attempts"),
@@ -173,15 +174,7 @@ _ADAPTERS: dict[str, TypeAdapter[Any]] = {
 }
 """The content of the columns in `_JSON`; `ground_truth` may be any JSON value."""
 _SAMPLES = TypeAdapter(Sample)
-_ADDED = {
-    "control_token_attempts": 0,
-    "group": None,
-    "started": None,
-    "spans": "[]",
-    "as_text": None,
-    "drop_causes": (),
-}
-"""Columns that older files lack, with their values."""
+_LONG_NUMBER = re.compile(r"[0-9]{19}")
 _SHARD = re.compile(r"([a-z]+)-(\d+)\.parquet")
 _ROW_GROUP = 16
 """The rollouts of a row group, the part of a file that is read and decoded at once.
@@ -201,12 +194,12 @@ class StoredRollout:
     dropped: int
     """The number of dropped rollouts in its group."""
     scored: Scored
-    group: int | None = None
-    """The index of its group among those of the step and split; None in files of older versions."""
-    as_text: Sequence[str] | None = ()
-    """The values of the dataset row that JSON cannot hold and that are stored as text, such as
-    `extra.when` for a date; None in files of older versions, where these are not known."""
-    drop_causes: Sequence[str] = ()
+    group: int
+    """The index of its group among those of the step and split."""
+    as_text: Sequence[str]
+    """The values of the dataset row that JSON does not restore, such as `extra.when` for a date,
+    which is stored as text."""
+    drop_causes: Sequence[str]
     """Why the dropped rollouts of its group were dropped (`Group.drop_causes`)."""
 
 
@@ -256,8 +249,8 @@ class TrajectoryStore:
         path = self._learned_file(step)
         tables = [LEARNED_SCHEMA.empty_table()]
         if path.exists():
-            tables.append(_read_present(path, LEARNED_SCHEMA.names, LEARNED_SCHEMA.names[:2]))
-        return pa.concat_tables(tables, promote_options="default")
+            tables.append(_read_columns(path, LEARNED_SCHEMA))
+        return pa.concat_tables(tables)
 
     def read(
         self,
@@ -325,13 +318,10 @@ class TrajectoryStore:
     def read_file(self, path: Path) -> pa.Table:
         """Return the rollouts of a file as rows, without their tokens.
 
-        A column that a file of an older version lacks is null.
-
         Raises:
             DataError: the file is damaged.
         """
-        tables = [EPISODES_SCHEMA.empty_table(), self.read_columns(path, EPISODES_SCHEMA.names)]
-        return pa.concat_tables(tables, promote_options="default").select(EPISODES_SCHEMA.names)
+        return _read_columns(path, EPISODES_SCHEMA)
 
     def read_tokens(self, is_wanted: Callable[[int], bool] = lambda step: True) -> pa.Table:
         """Return the response tokens of the chosen steps as rows, with the columns `TOKENS_SCHEMA`.
@@ -350,12 +340,12 @@ class TrajectoryStore:
         return pa.concat_tables(tables).unify_dictionaries()
 
     def read_columns(self, path: Path, names: Sequence[str]) -> pa.Table:
-        """Return those of the columns `names` that a file has. Files of older versions lack some.
+        """Return the columns `names` of a file.
 
         Raises:
             DataError: the file is damaged.
         """
-        return _read_present(path, names, ["episode_id"])
+        return _read_columns(path, pa.schema([SCHEMA.field(name) for name in names]))
 
     @contextmanager
     def row_of(self, path: Path, row: int) -> Iterator[None]:
@@ -370,8 +360,7 @@ class TrajectoryStore:
         except (ValueError, KeyError, TypeError, AttributeError, LookupError):
             table = self.read_file(path).slice(row, 1)
             for name in _JSON:
-                if (text := table[name][0].as_py()) is not None:
-                    _parse_cell(path, row, name, text)
+                _parse_cell(path, row, name, table[name][0].as_py())
             raise
 
     def truncate_after(self, step: int) -> None:
@@ -380,7 +369,7 @@ class TrajectoryStore:
             if shard_step > step:
                 path.unlink()
         for folder in (self.folder, self.learned):
-            for staging in folder.glob(".*.parquet-*"):
+            for staging in folder.glob(f"{LEFTOVER_PREFIX}*"):
                 staging.unlink()
 
     def remove_training(self, step: int) -> None:
@@ -438,10 +427,7 @@ class TrajectoryWriter:
     """
 
     def __init__(
-        self,
-        store: TrajectoryStore,
-        keep: str = "all",
-        warn: Callable[[str], None] = log.warning,
+        self, store: TrajectoryStore, keep: str = "all", warn: Callable[[str], None] = log.warning
     ):
         """Start the thread.
 
@@ -553,24 +539,16 @@ class TrajectoryWriter:
 
 def _write_file(path: Path, table: pa.Table) -> None:
     """Write a table so that the file is either complete or does not exist."""
-    staging = path.parent / f".{path.name}-{os.getpid()}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(staging, "wb") as file:
-            pq.write_table(table, file, compression="zstd", row_group_size=_ROW_GROUP)
-            file.flush()
-            os.fsync(file.fileno())
-        staging.rename(path)
-    finally:
-        with suppress(OSError):
-            staging.unlink()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as staging:
+        pq.write_table(table, staging, compression="zstd", row_group_size=_ROW_GROUP)
 
 
 def _table(step: int, groups: Sequence[Group], split: str) -> pa.Table:
     rows = [
         StoredRollout(step, split, group.dropped, scored, index, as_text, group.drop_causes)
         for index, group in enumerate(groups)
-        for as_text in [_find_text_values(group.sample)]
+        for as_text in [_find_changed_values(group.sample)]
         for scored in group.scored
     ]
     columns = [
@@ -625,27 +603,12 @@ def _to_json(value: Any) -> Any:
     return str(value)
 
 
-def _find_text_values(sample: Sample) -> list[str]:
-    """Return the paths of a row's values that `_to_json` stores as text, or whose keys JSON does.
+def _find_changed_values(sample: Sample) -> list[str]:
+    """Return the paths of a row's values that the file does not restore, such as dates and tuples.
 
-    Whoever reads them gets another value than the episode had.
+    Python's JSON restores infinities, and integers of any length.
     """
-    names = ("ground_truth", "extra", "tools_kwargs", "interaction_kwargs")
-    return [path for name in names for path in _walk_text_values(getattr(sample, name), name)]
-
-
-def _walk_text_values(value: Any, path: str) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if isinstance(key, str):
-                yield from _walk_text_values(item, f"{path}.{key}")
-            else:
-                yield f"{path}.{key}"
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _walk_text_values(item, f"{path}[{index}]")
-    elif value is not None and not isinstance(value, str | int | float):
-        yield path
+    return [path for path, value in sample.find_non_json() if not isinstance(value, int | float)]
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -661,24 +624,26 @@ def _read_shard(path: Path) -> Iterator[StoredRollout]:
 
 def _read_rows(path: Path, first: int, batch: pa.RecordBatch) -> Iterator[StoredRollout]:
     """Yield the rollouts of a batch, whose first row is the row `first` of the file."""
-    streams = [_arrays(batch.column(name)) for name in STREAMS]
+    _check_columns(batch.schema.names, SCHEMA)
+    table = pa.Table.from_batches([batch])
+    streams = [_arrays(_read_stream(table, name)) for name in STREAMS]
     rows = batch.drop_columns(list(STREAMS)).to_pylist()
     for index, (row, *lists) in enumerate(zip(rows, *streams, strict=True), first):
         segments = tuple(Segment(*s) for s in zip(*lists, strict=True))
-        cells = {**_ADDED, **row}
         for name in _JSON:
-            cells[name] = _parse_cell(path, index, name, cells[name])
+            row[name] = _parse_cell(path, index, name, row[name])
         try:
-            yield _rollout_from_cells(cells, segments)
-        except (ValueError, TypeError, KeyError) as e:
+            yield _rollout_from_cells(row, segments)
+        except (ValueError, TypeError) as e:
             raise _damaged(path, index, "sample", e) from e
 
 
 def _read_tokens(path: Path, step: int, split: str, learned: pa.Table | None) -> pa.Table:
     """Return the response tokens of a file as rows; `learned` is null if it is None."""
-    with _readable(path), pq.ParquetFile(path) as file:
-        table = file.read(["episode_id", "response_ids", "response_mask", "logprobs", "versions"])
-    lists = {name: table[name].combine_chunks().flatten() for name in table.column_names[1:]}
+    names = ["episode_id", "response_ids", "response_mask", "logprobs", "versions"]
+    table = _read_columns(path, pa.schema([SCHEMA.field(name) for name in names]))
+    with _readable(path):
+        lists = {name: _read_stream(table, name).flatten() for name in names[1:]}
     flat = {name: inner.flatten() for name, inner in lists.items()}
     n_segments = table["response_ids"].combine_chunks().value_lengths().to_numpy()
     lengths = lists["response_ids"].value_lengths().to_numpy()
@@ -722,19 +687,24 @@ def _count_within(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return owner, np.arange(len(owner), dtype=np.int32) - starts.astype(np.int32)
 
 
-def _read_present(path: Path, names: Sequence[str], keys: Sequence[str]) -> pa.Table:
-    """Return those of the columns `names` that a file has; a file without `keys` is another's."""
+def _read_columns(path: Path, schema: pa.Schema) -> pa.Table:
+    """Return the columns of a schema, in the schema's types."""
     with _readable(path), pq.ParquetFile(path) as file:
-        present = file.schema_arrow.names
-        if missing := [key for key in keys if key not in present]:
-            raise ValueError(f"it has no column {missing[0]!r}, but {present}")
-        return file.read([name for name in names if name in present])
+        _check_columns(file.schema_arrow.names, schema)
+        return file.read(schema.names).select(schema.names).cast(schema)
+
+
+def _check_columns(present: Sequence[str], schema: pa.Schema) -> None:
+    if missing := [name for name in schema.names if name not in present]:
+        raise ValueError(f"it has no column {missing[0]!r}, but {present}")
 
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
     """Raise a `DataError` that names the file if the block cannot read it."""
     try:
+        if not path.is_file():
+            raise OSError("not a regular file")
         yield
     except DataError:  # it names the place already
         raise
@@ -748,8 +718,8 @@ def parse_json(text: str) -> Any:
     Raises:
         ValueError: the text is not JSON.
     """
-    try:
-        return orjson.loads(text)
+    try:  # orjson rounds integers of more than 64 bits
+        return json.loads(text) if _LONG_NUMBER.search(text) else orjson.loads(text)
     except ValueError:
         return json.loads(text)
 
@@ -757,9 +727,9 @@ def parse_json(text: str) -> Any:
 def _parse_cell(path: Path, row: int, name: str, text: str) -> Any:
     """Return the checked content of a column in `_JSON`."""
     try:
-        value = json.loads(text)  # orjson would round integers of more than 64 bits
+        value = parse_json(text)
         return _ADAPTERS[name].validate_python(value) if name in _ADAPTERS else value
-    except (ValueError, TypeError) as e:
+    except (ValueError, TypeError, RecursionError, OverflowError) as e:
         raise _damaged(path, row, name, e) from e
 
 
@@ -787,6 +757,19 @@ def _rollout_from_cells(cells: Mapping[str, Any], segments: tuple[Segment, ...])
     }
     scored = Scored(Trajectory(segments=segments, **values), **parts["scored"])
     return StoredRollout(scored=scored, **parts[""])
+
+
+def _read_stream(table: pa.Table, name: str) -> pa.ListArray:
+    """Return a column of the segments' arrays in its type. Other programs write 64-bit numbers."""
+    leaf = table.schema.field(name).type
+    while hasattr(leaf, "value_type"):
+        leaf = leaf.value_type
+    if not (pa.types.is_integer(leaf) or pa.types.is_floating(leaf)):
+        raise ValueError(f"the column {name!r} has {leaf} instead of numbers")
+    column = table[name].cast(SCHEMA.field(name).type).combine_chunks()
+    if column.null_count or column.flatten().null_count or column.flatten().flatten().null_count:
+        raise ValueError(f"the column {name!r} has a null")
+    return column
 
 
 def _arrays(column: pa.ListArray) -> list[list[array[Any]]]:

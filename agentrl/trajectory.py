@@ -9,10 +9,15 @@ import it.
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Literal, SupportsFloat, TypeVar, get_args
+
+T = TypeVar("T")
 
 Role = Literal["system", "user", "assistant", "tool"]
 _ROLES: tuple[str, ...] = get_args(Role)
@@ -29,6 +34,42 @@ def token_array(values: Sequence[int] = ()) -> array[int]:
 def float_array(values: Sequence[float] = ()) -> array[float]:
     """Return log-probabilities as a compact array of float32."""
     return array("f", values)
+
+
+_SHARED = frozenset({str, int, float, bool, type(None)})
+"""The types of values that copies share."""
+
+
+def copy_value(value: T) -> T:
+    """Return a value that user code may change: it shares no mapping or list with `value`.
+
+    Values that have a hash are shared: they do not change, or are one object on purpose (a client,
+    a model). Plain values are copied several times as fast as by `copy.deepcopy`.
+    """
+    kind: Any = type(value)
+    items: Any = value
+    if kind is dict or kind is MappingProxyType:
+        items = {k: v if type(v) in _SHARED else copy_value(v) for k, v in items.items()}
+    elif kind is array:
+        items = items[:]
+    elif kind is list or kind is tuple:
+        items = kind([v if type(v) in _SHARED else copy_value(v) for v in items])
+    elif kind not in _SHARED:
+        try:
+            hash(value)
+        except TypeError:
+            if kind.__module__ != __name__:
+                return deepcopy(value)
+            return replace(items, **{n: copy_value(getattr(value, n)) for n in kind.__slots__})
+    return items
+
+
+def as_number(value: Any) -> float:
+    """Return `value` as a float (also a NumPy or torch scalar); NaN if it is not a number."""
+    try:
+        return float(value) if isinstance(value, SupportsFloat) else math.nan
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +179,38 @@ class Sample:
     extra: Mapping[str, Any] = field(default_factory=dict)
     row: int = 0
 
+    def find_non_json(self, *names: str) -> Iterator[tuple[str, Any]]:
+        """Yield the values that JSON does not restore, with their paths, such as `extra.when`.
+
+        These are dates, tuples, bytes, infinities, integers of more than 64 bits, mappings with
+        keys that are not texts, and the like.
+
+        Args:
+            names: the fields to search; by default those that may have any values.
+        """
+        every = ("ground_truth", "extra", "tools_kwargs", "interaction_kwargs")
+        for name in names or every:
+            yield from _find_non_json(getattr(self, name), name)
+
+
+def _find_non_json(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if isinstance(key, str):
+                yield from _find_non_json(item, f"{path}.{key}")
+            else:
+                yield f"{path}.{key}", {key: item}
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _find_non_json(item, f"{path}[{index}]")
+    elif not (
+        value is None
+        or isinstance(value, str)
+        or (isinstance(value, int) and -(2**63) <= value < 2**64)
+        or (isinstance(value, float) and math.isfinite(value))
+    ):
+        yield path, value
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:
@@ -216,8 +289,7 @@ class Turn:
         cached_tokens: the number of prompt tokens that were in the engine's prefix cache.
         penalties: for each failed call with a penalty (`tools.penalties`): (start, end, penalty),
             where the call is response tokens [start, end).
-        message_index: the index of the turn's message in `Trajectory.messages`; -1 in files of
-            older versions.
+        message_index: the index of the turn's message in `Trajectory.messages`; -1: the last one.
     """
 
     segment: int
@@ -275,18 +347,17 @@ class Trajectory:
         messages: all messages in the order of time, those of spawned conversations included.
         sampling: the sampling parameters, such as the temperature.
         stop_reason: `done`, or the exhausted budget: `turn_tokens`, `trajectory_tokens`, `turns`,
-            `tool_calls` or `time`.
+            `tool_calls` or `time`, or `agent_error` (`agent.on_error=zero`).
         tool_reward: the sum of the values that the class tools' `reward()` returned at the end.
         seconds: how long the attempt took, without opening the tools and without the reward.
         control_token_attempts: how often prompts, tools and interactions contained the text of a
             control token. Such text is never encoded as a control token.
-        started: when the attempt started, in seconds since 1970 (`time.time()`); None in files of
-            older versions.
-        spans: what the time was spent on, in the order of the ends; empty in files of older
-            versions.
+        started: when the attempt started, in seconds since 1970 (`time.time()`).
+        spans: what the time was spent on, in the order of the ends.
         outcome: the outcome reward, if the agent itself reports it (`agent.reward`). None: a reward
             function computes it. It is not stored with the trajectory, but with its rewards.
         counts: what a loop counted, by the names of metrics; not stored.
+        error: why the user's agent failed, if `stop_reason` is `agent_error`.
     """
 
     sample: Sample
@@ -300,10 +371,11 @@ class Trajectory:
     tool_reward: float = 0.0
     seconds: float = 0.0
     control_token_attempts: int = 0
-    started: float | None = None
+    started: float = 0.0
     spans: tuple[Span, ...] = ()
     outcome: float | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
+    error: str = ""
 
     @property
     def assistant_text(self) -> str:
@@ -320,22 +392,15 @@ class Trajectory:
     def answers(self) -> tuple[Message, ...]:
         """The assistant messages that the policy sampled, one for each turn in `turns`.
 
-        They do not include other assistant messages, such as few-shot examples. Files of older
-        versions do not store the index of a turn's message. For these, the last assistant messages
-        are returned.
+        They do not include other assistant messages, such as few-shot examples.
         """
-        if all(turn.message_index >= 0 for turn in self.turns):
-            return tuple(self.messages[turn.message_index] for turn in self.turns)
-        assistant = tuple(m for m in self.messages if m.role == "assistant")
-        return assistant[len(assistant) - len(self.turns) :]
+        return tuple(self.messages[turn.message_index] for turn in self.turns)
 
     @property
     def response_messages(self) -> tuple[Message, ...]:
         """The messages from the policy's first message on, without the loop's opening messages."""
         start = self.turns[0].message_index if self.turns else len(self.sample.prompt)
-        return self.messages[start if start >= 0 else len(self.sample.prompt) :]
-
-    played = response_messages  # The former name, until 0.2.
+        return self.messages[start:]
 
     @property
     def sampled_tokens(self) -> int:
@@ -383,7 +448,6 @@ class Group:
         greedy: an additional rollout at temperature 0, for estimators that use its reward as a
             baseline. The policy is never trained on it.
         drop_causes: why the rollouts were dropped: the type and the message of each exception.
-            Empty in files of older versions.
     """
 
     sample: Sample

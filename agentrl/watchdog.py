@@ -11,16 +11,14 @@ from typing import TextIO
 
 from agentrl.agent_loops.attempt import Attempt
 from agentrl.plural import plural
+from agentrl.terminal import printable
 
 
 class Watchdog:
     """A thread that prints the states of all episodes if no state has changed for some time."""
 
     def __init__(
-        self,
-        seconds: float,
-        out: TextIO | None = None,
-        causes: Callable[[], Iterable[str]] = tuple,
+        self, seconds: float, out: TextIO | None = None, causes: Callable[[], Iterable[str]] = tuple
     ):
         """Start the thread of the watchdog. It is active only within `armed`.
 
@@ -88,7 +86,8 @@ class Watchdog:
             episodes, now = self.episodes(), time.monotonic()
             last_change = max([self._since, *(e.since for e in episodes)])
             if now - last_change >= self._seconds:
-                print(self.report(episodes, now), file=self._out or sys.stderr, flush=True)
+                report = printable(self.report(episodes, now))
+                print(report, file=self._out or sys.stderr, flush=True)
                 self.restart()
 
     def report(self, episodes: list[Attempt], now: float) -> str:

@@ -33,7 +33,7 @@ from agentrl.config import Config
 from agentrl.engine.base import Sampling
 from agentrl.engine.scripted import Scripted
 from agentrl.metrics import mean
-from agentrl.rewards import make_scorer, reward
+from agentrl.rewards import Scorer, reward
 from agentrl.rollout import Rollouts
 from agentrl.testing import byte_tokenizer
 from agentrl.tools import LocalToolbox
@@ -128,7 +128,7 @@ def run(
     )
     engine = TimedEngine(draws, scale, batch_size * n)
     runtime = Runtime(engine, ChatTemplate(TOKENIZER), LocalToolbox(), config)
-    rollouts = Rollouts(runtime, make_scorer(config.reward), seed=0)
+    rollouts = Rollouts(runtime, Scorer(config.reward), seed=0)
     rows = [
         Sample(f"r{i}", (Message("user", "?"),), agent_name="single_turn", row=i)
         for i in range(len(draws))

@@ -23,7 +23,7 @@ from typing import Any
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
-from workload.timing import print_figure
+from workload.timing import arguments, print_figure
 
 from agentrl.demo import tiny_model
 
@@ -128,7 +128,9 @@ def check(file: Path, tools: Path, home: Path) -> dict[str, tuple[float, str]]:
 
 def main() -> None:
     """Measure each size in both formats."""
-    sizes = [int(size) for size in sys.argv[1:]] or SIZES
+    parser = arguments(__doc__)
+    parser.add_argument("sizes", nargs="*", type=int, default=SIZES, help="numbers of rows")
+    sizes = parser.parse_args().sizes
     with tempfile.TemporaryDirectory() as temporary:
         home = Path(temporary)
         model = tiny_model()

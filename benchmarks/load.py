@@ -41,7 +41,7 @@ from agentrl import registry, reward
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
-from agentrl.rewards import make_scorer
+from agentrl.rewards import Scorer
 from agentrl.rollout import Rollouts, open_rollouts
 from agentrl.trajectory import Message, Sample, Trajectory
 
@@ -167,7 +167,7 @@ def run_case(episodes: int, tools: str, context: int) -> None:
         engine = Prepared(
             lambda episode_id: talks[int(episode_id.split("-")[2]) % len(talks)], ENGINE_S
         )
-        with open_rollouts(config, engine, template, make_scorer(config.reward)) as r:
+        with open_rollouts(config, engine, template, Scorer(config.reward)) as r:
             before.sample()
             rounds = [play(r, samples) for _ in range(ROUNDS)]
         cpu, wall, watch = min(rounds, key=lambda r: r[0])

@@ -23,6 +23,7 @@ import statistics
 import tempfile
 import time
 import zlib
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ from agentrl.engine.base import Update
 from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.distributor import Distributor
 from agentrl.engine.remote.loaders import MemoryLoader
-from agentrl.engine.remote.senders import Sent
+from agentrl.engine.remote.senders import Route, Sent, WeightsSender
+from agentrl.errors import EngineError
 from agentrl.record import METRICS, read_metrics
 from agentrl.trainer import Trainer
 
@@ -177,7 +179,9 @@ class FakeEngine:
 
     def begin_update(self) -> None: ...
 
-    def finish_update(self, version: int, sent: Sent, folder: Path | None) -> None: ...
+    def finish_update(self, route: Route, sent: Sent) -> None: ...
+
+    def fail_update(self, error: EngineError) -> None: ...
 
 
 def measure_fakes(repeats: int) -> None:
@@ -192,9 +196,10 @@ def measure_fakes(repeats: int) -> None:
         urls = [f"http://127.0.0.{1 + k}:{server.server_port}" for k in range(count)]
         engines, seconds = [FakeEngine(url) for url in urls], []
         for version in range(repeats):
-            distributor = Distributor()
+            send = partial(WeightsSender().send, weights)
+            update = Update(version, lambda: iter(weights), send)
             began = time.perf_counter()
-            _, errors = distributor.publish(engines, Update(version, lambda: iter(weights)))
+            _, errors = Distributor().send(engines, update)
             seconds.append(time.perf_counter() - began)
             assert not errors, errors
         medians[count] = statistics.median(seconds)

@@ -11,11 +11,10 @@ import asyncio
 import os
 import platform
 import statistics
-import sys
 import time
 
 import uvloop
-from workload.timing import print_figure
+from workload.timing import arguments, print_figure
 
 from agentrl.config import SandboxConfig
 from agentrl.rewards.graders import grader_of
@@ -100,5 +99,8 @@ async def main(runs: int, backend: str) -> None:
 
 
 if __name__ == "__main__":
-    runs = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
-    uvloop.run(main(runs, sys.argv[2] if len(sys.argv) > 2 else "bubblewrap"))
+    parser = arguments(__doc__)
+    parser.add_argument("runs", nargs="?", type=int, default=1000)
+    parser.add_argument("backend", nargs="?", default="bubblewrap")
+    options = parser.parse_args()
+    uvloop.run(main(options.runs, options.backend))

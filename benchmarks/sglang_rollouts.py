@@ -26,7 +26,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import aiohttp  # pyright: ignore[reportMissingImports]
 import orjson
 import uvloop
 from workload import serving
@@ -43,7 +42,7 @@ from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.engine.remote.open import ADMIN_TOKEN, TOKEN
 from agentrl.metrics import rollout_metrics
-from agentrl.rewards import make_scorer, reward
+from agentrl.rewards import Scorer, reward
 from agentrl.rollout import Rollouts, open_rollouts
 from agentrl.trajectory import Group, Message, Sample
 
@@ -162,6 +161,8 @@ class BareLoop:
 
     async def play(self) -> Round:
         """Play all trajectories once."""
+        import aiohttp  # pyright: ignore[reportMissingImports]
+
         began, cpu = time.perf_counter(), cpu_seconds()
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
@@ -173,9 +174,7 @@ class BareLoop:
         cached, prompt_tokens = (sum(column) for column in zip(*counts, strict=True))
         return Round(took, cpu, cached / prompt_tokens)
 
-    async def _trajectory(
-        self, session: aiohttp.ClientSession, prompt: list[int]
-    ) -> tuple[int, int]:
+    async def _trajectory(self, session: Any, prompt: list[int]) -> tuple[int, int]:
         ids, cached, prompt_tokens = list(prompt), 0, 0
         for turn in range(self._turns):
             if turn:
@@ -309,7 +308,7 @@ def main() -> None:
         config = config_of(folder, server.url, size, args.device)
         admin = AdminClient(server.url, key=server.token, admin_key=server.admin_token)
         engine = open_engine(config, load_tokenizer(folder))
-        scorer = make_scorer(config.reward)
+        scorer = Scorer(config.reward)
         with (
             open_rollouts(config, engine, load_template(config), scorer) as rollouts,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,

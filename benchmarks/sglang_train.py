@@ -24,7 +24,6 @@ from workload.timing import print_figure, short
 
 from agentrl.config import Config, load_config
 from agentrl.demo import TINY_SETTINGS, tiny_model
-from agentrl.engine.remote.launch import MAX_ADAPTERS
 from agentrl.record import METRICS, read_metrics
 from agentrl.trainer import Trainer
 
@@ -113,7 +112,7 @@ def report(name: str, history: Sequence[tuple[int, Any]], trainer: Watched, goal
     say_figure(
         f"{name}/grown", round(trainer.used[-1] - trainer.used[0], 3), "GiB", all=trainer.used
     )
-    say_figure(f"{name}/adapters_resident", max(trainer.resident), "adapters", most=MAX_ADAPTERS)
+    say_figure(f"{name}/adapters_resident", max(trainer.resident), "adapters", most=2)
     vals = {step: round(m[VAL], 4) for step, m in history if m.get(VAL) is not None}
     if vals:
         best = max(vals.values())

@@ -22,6 +22,7 @@ import orjson
 from workload import timing
 from workload.conversations import Talk, narrow, passages, wide
 from workload.floor import AFTER, BEFORE, Floor
+from workload.timing import arguments
 from workload.tokenizer import workload_tokenizer
 
 from agentrl.chat import ChatTemplate
@@ -171,6 +172,7 @@ def measure_requests() -> None:
 
 
 def main() -> None:
+    arguments(__doc__).parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     template = ChatTemplate(workload_tokenizer())
     floor = Floor(template.tokenizer, (), 0.0)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
-from workload.timing import cpu_seconds, print_figure
+from workload.timing import arguments, cpu_seconds, print_figure
 
 from agentrl.http import HttpClient
 from agentrl.tools import HttpToolbox
@@ -188,6 +188,7 @@ def waiting(loop: asyncio.Runner) -> None:
 
 
 def main() -> None:
+    arguments(__doc__).parse_args()
     bare = subprocess.Popen([sys.executable, "-c", BARE], stdout=subprocess.PIPE, text=True)
     try:
         assert bare.stdout is not None

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from urllib.parse import quote
 
-from workload.timing import print_figure
+from workload.timing import arguments, print_figure
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -138,6 +138,7 @@ def measure(run: Path, page: str, is_visible: str) -> None:
 
 def main() -> None:
     """Write the runs and measure each page."""
+    arguments(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as name:
         many, long = write_runs(Path(name))
         rows = "document.querySelectorAll('tbody tr').length >= 100"

@@ -18,6 +18,7 @@ import agentrl.interactions
 import agentrl.rewards
 import agentrl.rollout
 from agentrl import registry
+from agentrl.config import environment
 from agentrl.report.diagnosis import diagnoses
 
 CI = os.environ.get("CI") == "true"
@@ -80,9 +81,10 @@ def no_other_names():
 
 
 @pytest.fixture(autouse=True)
-def own_registries():
-    """Remove after each test what it registered and the user files that it loaded."""
+def own_registries(monkeypatch):
+    """Remove after each test what it registered, the user files and the keys that it read."""
     modules = set(sys.modules)
+    monkeypatch.setattr(environment, "_values", {})
     with ExitStack() as stack:
         for kind in (*registry.all_registries(), diagnoses):
             stack.enter_context(kind.isolated())
@@ -107,22 +109,44 @@ def sglang_tests(file: Path) -> frozenset[str]:
 
 
 LONG_FILES = (
-    "cluster/test_cluster.py",
     "cluster/test_train.py",
+    "cluster/test_cluster.py",
     "trainer/test_ranks.py",
     "config/test_every_key.py",
-    "sandbox/test_sandbox.py",
-    "rewards/test_graders_code_cheats.py",
-    "test_open_files.py",
-    "trainer/test_learner.py",
     "trainer/test_resume_run.py",
     "cli/test_init.py",
+    "trainer/test_loading.py",
+    "trainer/test_learner.py",
+    "sandbox/test_sandbox.py",
+    "trainer/test_modes_in_half_precision.py",
     "chat/test_check_template.py",
     "docs/test_readme.py",
+    "trainer/test_modes.py",
+    "trainer/test_saving.py",
+    "test_open_files.py",
+    "engine/test_local.py",
+    "trainer/test_trainer.py",
+    "trainer/test_replay.py",
+    "trainer/test_staleness.py",
+    "trainer/test_served_policy.py",
+    "rewards/test_graders_code_cheats.py",
     "cli/test_cli.py",
     "rewards/test_executor.py",
 )
 """The files whose tests take longest together (`--durations=25`), after those of a real SGLang."""
+
+
+def pytest_sessionstart(session):
+    """Let each of several processes begin to collect at another folder.
+
+    Otherwise all of them compile the same file at the same time, and not each a part of the files.
+    """
+    worker, tests = getattr(session.config, "workerinput", None), Path(__file__).parent
+    if worker and [Path(arg).absolute() for arg in session.config.args] == [tests]:
+        parts = [f for f in sorted(tests.iterdir()) if f.is_dir() or f.match("test_*.py")]
+        parts = [str(f) for f in parts if not f.name.startswith("_")]
+        first = len(parts) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        session.config.args[:] = parts[first:] + parts[:first]
 
 
 def pytest_collection_modifyitems(items):
@@ -132,9 +156,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.flaky(reruns=2, only_rerun="AssertionError"))
     positions = {Path(__file__).parent / file: i for i, file in enumerate(LONG_FILES)}
 
-    def position(item) -> int:
+    def position(item) -> tuple[int, Path]:
         is_sglang = item.originalname in sglang_tests(item.path)
-        return -1 if is_sglang else positions.get(item.path, len(LONG_FILES))
+        return -1 if is_sglang else positions.get(item.path, len(LONG_FILES)), item.path
 
     items.sort(key=position)
 
@@ -207,16 +231,33 @@ def random_model(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session")
-def tiny_model():
-    """The folder of the tiny model in the user's cache. The first use makes it in a minute."""
-    from agentrl.demo import tiny_model
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Run the block in one process of tests at a time."""
     from agentrl.demo.recipe import home
 
     home().mkdir(parents=True, exist_ok=True)
     with (home() / ".tests.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the second process of tests waits for the first
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_model():
+    """The folder of the tiny model in the user's cache. The first use makes it in a minute."""
+    from agentrl.demo import tiny_model
+
+    with one_process():
         return tiny_model()
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The folder of SmolLM2 in the user's cache. The first use downloads it in a minute or two."""
+    from agentrl.pretrained import get_model
+
+    with one_process():
+        return get_model("smollm2")
 
 
 @pytest.fixture(scope="session")

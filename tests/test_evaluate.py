@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 from statistics import stdev
 from xml.etree import ElementTree
@@ -128,6 +129,11 @@ def test_an_evaluation_has_rows_and_standard_errors():
     assert metrics["val/reward/se@2"] == metrics["val/acc/se@2"] == standard_error(rewards)
     # The row means are 0.5, 1, 0, and rows of equal size are as good as their means.
     assert metrics["val/reward/se@2"] == pytest.approx(0.5 / math.sqrt(3))
+    [first, *others] = played.groups  # type: ignore[attr-defined]
+    scored = [replace(s, metrics={"format": k}) for k, s in enumerate(first.scored)]
+    mixed: object = Played([replace(first, scored=tuple(scored)), *others])
+    metrics = evaluate(mixed, [], ValConfig(n=2)).metrics  # type: ignore[arg-type]
+    assert metrics["val/grader/format"] == 0.5
     one: object = Played(validation([1.0, 0.0]))
     alone = evaluate(one, [], ValConfig(n=2)).metrics  # type: ignore[arg-type]
     assert "val/reward/se@2" not in alone and alone["val/rows"] == 1
@@ -163,6 +169,25 @@ def test_compare_prints_differences_and_draws_a_picture(compare, store, tmp_path
     texts = [e.text for e in ElementTree.parse(tmp_path / "compare.svg").iter()]
     assert "sleep_1 0.75" in texts and "sleep_2 2.33" in texts
     assert "note:" not in output
+
+
+def test_runs_that_differ_in_their_seeds_alone_are_one_line(compare, store):
+    for name, seed, lr, rewards in [
+        ("grpo-0", 0, 1e-5, (0.0, 1.0)),
+        ("grpo-1", 1, 1e-5, (1.0, 1.0)),
+        ("ppo-0", 0, 1e-4, (0.0, 0.0)),
+    ]:
+        folder = store(name, validation(*([x] for x in rewards)), step=10)
+        trainer = f"trainer: {{seed: {seed}, output: runs/{name}}}"
+        (folder / "config.yaml").write_text(f"optim: {{lr: {lr}}}\n{trainer}\n")
+    lines = [line.split() for line in compare("grpo-0", "grpo-1", "ppo-0").splitlines()]
+    assert lines[0] == ["step", "rows", "reward", "acc", "seeds"]
+    assert lines[1][:6] == ["grpo-0", "(2", "seeds)", "10", "2", "0.750"]
+    assert lines[1][-2:] == ["0.500", "1.000"]
+    [difference] = [line for line in lines if line[:2] == ["ppo-0", "-"]]
+    assert difference[5:7] == ["2", "-0.750"]
+    seeds = [line.split() for line in compare("grpo-0", "grpo-1").splitlines()]
+    assert seeds[1][0] == "grpo-0" and seeds[2][0] == "grpo-1"
 
 
 def test_one_row_has_no_interval(compare, store):

@@ -16,8 +16,17 @@ PACKAGE = Path(__file__).parent.parent / "agentrl"
 
 # A room may look into rooms further up, never into its neighbours or down.
 LAYERS = (
-    ("errors", "installation", "open_files", "plural", "record", "torch_threads", "trajectory"),
-    ("siblings",),
+    (
+        "errors",
+        "installation",
+        "open_files",
+        "plural",
+        "regular_files",
+        "terminal",
+        "torch_threads",
+        "trajectory",
+    ),
+    ("record", "siblings"),
     ("registry",),
     ("answers", "callbacks", "config", "http", "metrics", "signatures", "workers"),
     ("chat", "sandbox"),
@@ -32,7 +41,7 @@ LAYERS = (
     ("trainer",),
     ("cluster",),
     ("compat", "testing"),
-    ("demo",),
+    ("demo", "pretrained"),
     ("cli",),
     ("__main__",),
 )

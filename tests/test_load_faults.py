@@ -20,7 +20,7 @@ from agentrl.engine.base import Sampling
 from agentrl.engine.scripted import Scripted
 from agentrl.errors import EngineError
 from agentrl.registry import load_file
-from agentrl.rewards import make_scorer
+from agentrl.rewards import Scorer
 from agentrl.rollout import Rollouts
 from agentrl.testing import byte_tokenizer, call
 from agentrl.tools import HttpToolbox
@@ -75,7 +75,7 @@ def play(tmp_path, script, *, tool="", seconds=0.3, outage=(0, 0), disturb=lambd
         engine = SlowEngine(script, tokenizer, seconds, outage)
         config = Config()
         runtime = Runtime(engine, ChatTemplate(tokenizer), box, config)
-        rollouts = Rollouts(runtime, make_scorer(config.reward), seed=0)
+        rollouts = Rollouts(runtime, Scorer(config.reward), seed=0)
         rows = [
             Sample(
                 f"r{i}",

@@ -12,7 +12,7 @@ from agentrl.config import Config
 from agentrl.engine.base import Sampling
 from agentrl.engine.scripted import Scripted
 from agentrl.metrics import rollout_metrics
-from agentrl.rewards import make_scorer
+from agentrl.rewards import Scorer
 from agentrl.rollout import Rollouts
 from agentrl.testing import byte_tokenizer
 from agentrl.tools import LocalToolbox
@@ -67,7 +67,7 @@ def test_each_turn_has_the_number_of_cached_tokens():
     tokenizer = byte_tokenizer()
     engine, config = Caching(["a", "b"], tokenizer), Config()
     runtime = Runtime(engine, ChatTemplate(tokenizer), LocalToolbox(), config)
-    rollouts = Rollouts(runtime, make_scorer(config.reward), seed=0)
+    rollouts = Rollouts(runtime, Scorer(config.reward), seed=0)
     sample = Sample("r", (Message("user", "?"),), "twice", "openai/gsm8k", "12")
     try:
         [group] = rollouts.collect([sample], n=1, sampling=Sampling(), step=0)

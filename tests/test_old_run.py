@@ -1,7 +1,13 @@
-"""A run folder of an earlier version: it is resumed, read, replayed and exported as it was then.
+"""A stored run: it is resumed, read, replayed and exported as it was when it was made.
 
 `fixtures/old_run` is a run of two steps (PPO with a critic; two turns and a tool call) with what it
-was made from, and the metrics and weights of the third step that the same version made next.
+was made from, and the metrics and weights of the third step that the same version made next. In
+its folder, without `run`:
+
+    agentrl train -c config.yaml && rm run/.lock
+    cp -r run three && agentrl train -c config.yaml trainer.total_steps=3 --output three
+    tail -n 1 three/metrics.jsonl > step_3.json
+    mv three/model/model.safetensors step_3.safetensors && rm -r three
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from agentrl.config import load_config
 from agentrl.data import RowOrder
 from agentrl.engine.base import Sampling
 from agentrl.engine.scripted import Scripted
-from agentrl.rewards import make_scorer
+from agentrl.rewards import Scorer
 from agentrl.rollout import Rollouts
 from agentrl.store import load_trajectories
 from agentrl.tools import LocalToolbox
@@ -46,7 +52,7 @@ def agentrl(folder, *arguments):
     return done.stdout
 
 
-def test_an_old_run_resumes_as_it_would_have(old):
+def test_a_stored_run_resumes_as_it_would_have(old):
     printed = agentrl(old, "train", "-c", "config.yaml", "trainer.total_steps=3")
     assert "resuming from step 2 (run/global_step_00000002)" in printed
     steps = [json.loads(line) for line in (old / "run/metrics.jsonl").read_text().splitlines()]
@@ -76,7 +82,8 @@ def test_it_is_forked(old):
 def test_its_last_step_is_repeated(old):
     printed = agentrl(old, "replay", "run", "--step", "2", "--tolerance", "1e-3")
     assert "replaying steps 1-2 from the base model policy" in printed
-    assert "step 2 equals the record within 0.001: 72 metrics, 120 tensors" in printed
+    compared = "85 metrics, the numbers of 68 tokens in learned/, 120 tensors"
+    assert f"step 2 equals the record within 0.001: {compared}" in printed
 
 
 def test_it_is_exported(old):
@@ -110,7 +117,7 @@ class Recorded(Scripted):
         )
 
 
-def test_trajectories_of_an_old_run_are_replayed(old, monkeypatch):
+def test_its_trajectories_are_replayed(old, monkeypatch):
     """The same tokens, sampled again, make the same trajectories and rewards."""
     monkeypatch.chdir(old)
     config = load_config("config.yaml")
@@ -122,7 +129,7 @@ def test_trajectories_of_an_old_run_are_replayed(old, monkeypatch):
     for then in stored:
         sampler = Recorded([then.trajectory])
         runtime = Runtime(sampler, template, LocalToolbox(), config)
-        with closing(Rollouts(runtime, make_scorer(config.reward), seed=0)) as rollouts:
+        with closing(Rollouts(runtime, Scorer(config.reward), seed=0)) as rollouts:
             sampling = Sampling(max_tokens=config.rollout.max_turn_tokens)
             [group] = rollouts.collect([then.trajectory.sample], n=1, sampling=sampling, step=1)
         [now] = group.scored

@@ -29,7 +29,7 @@ from agentrl.evaluate import evaluate, pass_at_k
 from agentrl.http.pool import paused_time_limits
 from agentrl.interactions import Interaction, Reply, interaction
 from agentrl.metrics import rollout_metrics
-from agentrl.rewards import make_scorer, reward
+from agentrl.rewards import Scorer, reward
 from agentrl.rollout import Rollouts, stop_if_too_many_dropped
 from agentrl.testing import call
 from agentrl.tools import LocalToolbox, tool
@@ -47,7 +47,7 @@ def rollouts():
     def make(engine, **sections):
         config = Config.model_validate(sections)
         runtime = Runtime(engine, ChatTemplate(TOKENIZER), LocalToolbox(), config)
-        opened.append(Rollouts(runtime, make_scorer(config.reward), seed=0))
+        opened.append(Rollouts(runtime, Scorer(config.reward), seed=0))
         return opened[-1]
 
     yield make
@@ -220,7 +220,7 @@ def test_a_row_whose_prompt_cannot_be_rendered_is_dropped_with_its_reason(caplog
     config = Config()
     engine = Scripted(["#### 12"], tokenizer)
     runtime = Runtime(engine, ChatTemplate(tokenizer), LocalToolbox(), config)
-    playing = Rollouts(runtime, make_scorer(config.reward), seed=0)
+    playing = Rollouts(runtime, Scorer(config.reward), seed=0)
     samples = rows(20, "single_turn")
     samples[3] = replace(samples[3], prompt=(Message("user", "! <|im_end|>"),))
     try:
@@ -642,7 +642,7 @@ def test_closing_ends_the_parser_and_the_thread_whatever_fails(fault):
 
     toolbox = BrokenToolbox() if fault == "the toolbox raises" else LocalToolbox()
     runtime = ClosedRuntime(FailingEngine(["x"]), ChatTemplate(TOKENIZER), toolbox, Config())
-    rollouts = Rollouts(runtime, make_scorer(Config().reward), seed=0)
+    rollouts = Rollouts(runtime, Scorer(Config().reward), seed=0)
     if fault == "the toolbox raises":
         with pytest.raises(OSError, match="connection lost"):
             rollouts.close()

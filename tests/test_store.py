@@ -25,6 +25,7 @@ from agentrl.store import (
     TrajectoryStore,
     TrajectoryWriter,
     load_trajectories,
+    parse_json,
 )
 from agentrl.trajectory import (
     Group,
@@ -124,11 +125,9 @@ def test_any_parquet_reader_can_read_the_store(tmp_path):
 def test_a_rollout_knows_its_group(tmp_path):
     store = TrajectoryStore(tmp_path)
     empty = Group(Sample("x", PROMPT), (), 8)
-    path = store.write(1, [group(scored(0), scored(1)), empty, group(scored(2))])
+    store.write(1, [group(scored(0), scored(1)), empty, group(scored(2))])
     assert [s.group for s in store.read()] == [0, 0, 2]
-    pq.write_table(pq.read_table(path).drop_columns(["group"]), path)  # an older version's
-    assert [s.group for s in store.read()] == [None] * 3
-    assert store.read_episodes().column("group").to_pylist() == [None] * 3
+    assert store.read_episodes().column("group").to_pylist() == [0, 0, 2]
 
 
 def test_one_episode_is_read_without_decoding_the_others(tmp_path):
@@ -155,7 +154,7 @@ def test_one_episode_is_read_without_decoding_the_others(tmp_path):
     assert store.read_episode("e19").scored == rollouts[19]
     with pytest.raises(DataError, match="train-00000001"):
         store.read_episode("e3")
-    # A file of an older version is one row group.
+    # A file that pyarrow wrote again is one row group.
     store.write(1, of_group)
     pq.write_table(pq.read_table(path), path)
     assert store.read_episode("e12").scored == rollouts[12]
@@ -192,7 +191,7 @@ def test_resuming_removes_later_steps(tmp_path):
     store.write(0, [group(scored())], split="val")
     for step in (1, 2, 3):
         store.write(step, [group(scored())])
-    (tmp_path / ".train-00000004.parquet-99").write_bytes(b"half")
+    (tmp_path / ".tmp-0123456789abcdef-99").write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("the user's")
     store.truncate_after(1)
     assert sorted(f.name for f in tmp_path.iterdir()) == [
@@ -225,10 +224,9 @@ def test_what_a_step_learned_comes_back_as_it_was(tmp_path):
     assert path == tmp_path / "learned/learned-00000003.parquet"
     assert store.read_learned(3).equals(LEARNED_ROWS.cast(LEARNED_SCHEMA))
     assert list(store.read()) == [] and store.all_steps() == []
-    # A column that an older version did not write is unknown.
     pq.write_table(pq.read_table(path).drop_columns(["entropy"]), path)
-    assert store.read_learned(3).schema.equals(LEARNED_SCHEMA)
-    assert store.read_learned(3).column("entropy").to_pylist() == [None] * 3
+    with pytest.raises(DataError, match=r"learned-00000003.* no column 'entropy'"):
+        store.read_learned(3)
     path.write_bytes(b"half")
     with pytest.raises(DataError, match="learned-00000003"):
         store.read_learned(3)
@@ -238,7 +236,7 @@ def test_resuming_removes_what_later_steps_learned(tmp_path):
     store = TrajectoryStore(tmp_path / "trajectories")
     for step in (1, 2, 3):
         store.write_learned(step, LEARNED_ROWS)
-    (store.learned / ".learned-00000004.parquet-99").write_bytes(b"half")
+    (store.learned / ".tmp-0123456789abcdef-99").write_bytes(b"half")
     (store.learned / "notes.txt").write_text("the user's")
     store.truncate_after(2)
     names = ["learned-00000001.parquet", "learned-00000002.parquet", "notes.txt"]
@@ -340,26 +338,74 @@ def test_damage_is_named(tmp_path):
         list(load_trajectories(tmp_path))
 
 
-def test_files_without_a_newer_field_are_read(tmp_path):
-    path = TrajectoryStore(tmp_path).write(1, [group(scored(0), scored(1))])
-    newer = ["control_token_attempts", "group", "started", "spans", "as_text"]
-    table = pq.read_table(path).drop_columns(newer)
-    turns = [json.loads(cell) for cell in table.column("turns").to_pylist()]
-    for turn in (turn for row in turns for turn in row):
-        del turn["thread"]
-    at = table.schema.get_field_index("turns")
-    table = table.set_column(at, "turns", pa.array([json.dumps(row) for row in turns]))
-    pq.write_table(table, path)
-    back = list(load_trajectories(tmp_path))
-    unknown = {"started": None, "spans": ()}
-    for rollout, stored in enumerate(back):
-        trajectory = dataclasses.replace(scored(rollout).trajectory, **unknown)
-        assert stored == scored(rollout, trajectory=trajectory)
-    assert [s.trajectory.control_token_attempts for s in back] == [0, 0]
-    assert {turn.thread for s in back for turn in s.trajectory.turns} == {0}
-    pq.write_table(table.drop_columns(["stop_reason"]), path)  # which was always there
-    with pytest.raises(DataError, match="stop_reason"):
-        list(load_trajectories(tmp_path))
+def as_64_bits(table: pa.Table) -> pa.Table:
+    """Return a table as filtering rows in Python writes it."""
+    return pa.Table.from_pylist(table.to_pylist())
+
+
+def as_large_lists(table: pa.Table) -> pa.Table:
+    def large(kind: pa.DataType) -> pa.DataType:
+        if pa.types.is_list(kind):
+            return pa.large_list(large(kind.value_type))
+        return pa.large_string() if pa.types.is_string(kind) else kind
+
+    return table.cast(pa.schema([(field.name, large(field.type)) for field in table.schema]))
+
+
+@pytest.mark.parametrize("change", [as_64_bits, as_large_lists])
+def test_a_file_that_another_program_wrote_has_the_same_tokens(tmp_path, change):
+    store = TrajectoryStore(tmp_path / "trajectories")
+    path = store.write(1, [group(scored(0), scored(1))])
+    learned = pa.Table.from_pylist(
+        [
+            dict.fromkeys(LEARNED, [0.5] * len(s.response_ids))
+            | {"episode_id": f"e{i}", "segment": j}
+            | {"clipped": [None] + [1] * (len(s.response_ids) - 1)}
+            for i in (0, 1)
+            for j, s in enumerate(scored(i).trajectory.segments)
+        ],
+        LEARNED_SCHEMA,
+    )  # fmt: skip
+    learned_path = store.write_learned(1, learned)
+    read = store.read_episodes(), store.read_tokens(), store.read_learned(1)
+    for file in (path, learned_path):
+        pq.write_table(change(pq.read_table(file)), file)
+    assert [r.scored for r in store.read()] == [scored(0), scored(1)]
+    assert store.read_episode("e1").scored == scored(1)
+    assert (store.read_episodes(), store.read_tokens(), store.read_learned(1)) == read
+
+
+@pytest.mark.parametrize("value", [2**31, 1.5, None, "x"])
+@pytest.mark.parametrize("column", ["prompt_ids", "response_ids", "versions"])
+def test_tokens_that_are_no_32_bit_integers_are_refused(tmp_path, column, value):
+    store = TrajectoryStore(tmp_path)
+    path = store.write(1, [group(scored())])
+    table = pq.read_table(path)
+    changed = [[[value] * len(segment) for segment in row] for row in table[column].to_pylist()]
+    index = table.schema.get_field_index(column)
+    pq.write_table(table.set_column(index, column, pa.array(changed)), path)
+    for read in (lambda: list(store.read()), lambda: store.read_episode("e0")):
+        with pytest.raises(DataError, match="train-00000001"):
+            read()
+    if column != "prompt_ids":  # the table of response tokens has none
+        with pytest.raises(DataError, match="train-00000001"):
+            store.read_tokens()
+
+
+def test_integers_beyond_64_bits_in_cells_are_exact():
+    assert parse_json('{"a": [123456789012345678901234567890, -9223372036854775809]}') == {
+        "a": [123456789012345678901234567890, -(2**63) - 1]
+    }
+
+
+@pytest.mark.parametrize("name", ["stop_reason", "group", "spans", "versions"])
+def test_a_missing_column_is_named(tmp_path, name):
+    store = TrajectoryStore(tmp_path)
+    path = store.write(1, [group(scored(0), scored(1))])
+    pq.write_table(pq.read_table(path).drop_columns([name]), path)
+    for read in (store.read, store.read_tokens if name == "versions" else store.read_episodes):
+        with pytest.raises(DataError, match=rf"train-00000001\.parquet .* no column '{name}'"):
+            list(read())
 
 
 def test_values_that_json_cannot_hold_are_named(tmp_path):
@@ -377,7 +423,8 @@ def test_values_that_json_cannot_hold_are_named(tmp_path):
 def test_no_field_is_forgotten():
     """A new field of a stored type must be written and read: then name it here."""
     known = {
-        Trajectory: 15,  # its outcome is stored in the rewards, its counts in the metrics
+        # Its outcome is stored in the rewards, its counts in the metrics.
+        Trajectory: 16,
         Span: 4,
         Turn: 14,
         ToolCall: 5,
@@ -405,20 +452,9 @@ def test_only_what_the_policy_wrote_is_an_answer(tmp_path):
     assert [m.content for m in trajectory.answers] == [played.messages[1].content, "#### 12"]
     store = TrajectoryStore(tmp_path)
     kept = dataclasses.replace(scored(), trajectory=trajectory)
-    path = store.write(1, [Group(trajectory.sample, (kept,))])
+    store.write(1, [Group(trajectory.sample, (kept,))])
     (stored,) = store.read()
     assert stored.scored.trajectory.final_text == "#### 12"
-    # Files that older versions wrote hold no index: the last assistant messages are taken.
-    table = pq.read_table(path)
-    turns = json.loads(table["turns"][0].as_py())
-    older = pa.array(
-        [json.dumps([{k: v for k, v in t.items() if k != "message_index"} for t in turns])]
-    )
-    at = table.schema.get_field_index("turns")
-    pq.write_table(table.set_column(at, "turns", older), path)
-    (stored,) = store.read()
-    assert [turn.message_index for turn in stored.scored.trajectory.turns] == [-1, -1]
-    assert stored.scored.trajectory.final_text == "#### 13"
 
 
 # -- any trajectory at all ------------------------------------------------------------------------
@@ -500,6 +536,7 @@ trajectories = st.builds(
     number,
     number,
     st.integers(0, 100),
+    error=text,
 )
 groups = st.builds(
     Group,

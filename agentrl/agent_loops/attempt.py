@@ -138,6 +138,8 @@ class Attempt:
     """The reward that the agent itself reports; None: a reward function computes it."""
     counts: Counter[str] = field(default_factory=Counter)
     """What the loop counted, by the names of metrics."""
+    error: str = ""
+    """Why the user's agent failed; "" if it did not."""
     turns_in_flight: int = 0
     """The turns that the engine is sampling: several, if it takes concurrent requests."""
     turn_ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -162,7 +164,8 @@ class Attempt:
     limit: TimeLimit = field(init=False)
     """`rollout.timeout_s` from `start_clock` on. Waits for a free connection do not count."""
     end_reason: str = ""
-    """The exhausted budget; "done" if the attempt ended without one; "" while it runs."""
+    """The exhausted budget, or "agent_error"; "done" if the attempt ended without one; "" while it
+    runs."""
     engine_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a request, because an engine accepts one request of an episode at a time."""
     active_tasks: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -254,12 +257,9 @@ class Attempt:
         while True:
             deadline = min(until, self.deadline)
             try:
+                turn_seed = mix_seed(self.seed, self.rollout, *seed)
                 generation = await self.runtime.sampler.generate(
-                    ids,
-                    sampling,
-                    episode_id=self.episode_id,
-                    seed=mix_seed(self.seed, self.rollout, *seed),
-                    deadline=deadline,
+                    ids, sampling, episode_id=self.episode_id, seed=turn_seed, deadline=deadline
                 )
                 if wait := self.runtime.resumed.get().enter():
                     self.limit.pause()  # The turn has arrived in time.

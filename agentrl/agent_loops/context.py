@@ -185,12 +185,15 @@ class Context:
         template, messages = self._template, self.messages
         ids, last_id = token_array(), self.row.ids[-1]
         start = len(messages) - len(self._pending)
+        history = messages[:start]
         for i in range(start, len(messages)):
             if id(messages[i]) in self._foreign:
-                ids.extend(template.delta(messages[:start], messages[start:i], last_id))
+                new = messages[start:i]
+                ids.extend(template.delta(history, new, last_id))
                 begin = template.append_foreign(ids, self._turn_ids[id(messages[i])])
                 start, last_id = i + 1, ids[-1] if len(ids) > begin else -1
-        ids.extend(template.delta(messages[:start], messages[start:], last_id))
+                history = [*template.delta_history([*history, *new]), messages[i]]
+        ids.extend(template.delta(history, messages[start:], last_id))
         return ids
 
     def _new_row(self, strip: bool) -> TokenRow:

@@ -33,6 +33,7 @@ from agentrl.agent_loops.attempt import Attempt
 from agentrl.agent_loops.context import Context, TokenRow
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config, RolloutConfig
+from agentrl.config.environment import hide_secrets
 from agentrl.errors import UserCodeError
 from agentrl.interactions import Interaction, respond
 from agentrl.trajectory import (
@@ -41,6 +42,7 @@ from agentrl.trajectory import (
     ToolResult,
     Trajectory,
     Turn,
+    as_number,
 )
 
 
@@ -74,6 +76,7 @@ class Episode:
         interaction: Interaction | None = None,
         conversation: int = 0,
         seed: int | None = None,
+        observed: Sequence[Message] = (),
     ):
         """Open a conversation.
 
@@ -85,6 +88,7 @@ class Episode:
             conversation: 0 for the agent loop's own conversation, n for the n-th that it spawned.
             seed: what the seeds of this conversation depend on, apart from the attempt and the
                 turn. None: the number of the conversation.
+            observed: the messages of tools and of the interaction that follow the opening.
         """
         self.sample = attempt.sample
         self.episode_id = attempt.episode_id
@@ -106,6 +110,7 @@ class Episode:
             for m in opening
             if is_first and not any(token in m.content for token in control_tokens)
         ]
+        opening = [*opening, *observed]
         self._context = Context(
             template,
             opening,
@@ -113,7 +118,7 @@ class Episode:
             attempt.turn_ids,
             attempt.foreign,
             row_messages=row_messages,
-            exact=is_first,
+            exact=is_first and not observed,
         )
         self._first_row = self._context.row
         self._turn_index = -1
@@ -422,10 +427,11 @@ class Episode:
             UserCodeError: `value` is not a finite number, or there is no turn yet.
         """
         index = self._require_turn("reward")
-        if isinstance(value, str) or not math.isfinite(value):
+        number = as_number(value)
+        if not math.isfinite(number):
             raise UserCodeError(f"ep.reward takes a finite number, not {value!r}")
         turn = self._attempt.turns[index]
-        rewards = {**turn.rewards, "turn": turn.rewards.get("turn", 0.0) + float(value)}
+        rewards = {**turn.rewards, "turn": turn.rewards.get("turn", 0.0) + number}
         self._attempt.turns[index] = replace(turn, rewards=rewards)
 
     def branch(self, messages: Sequence[Message], schemas: Sequence[Any] | None = None) -> None:
@@ -549,9 +555,22 @@ class Episode:
         Raises:
             UserCodeError: `reward` is not a finite number.
         """
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
+        number = as_number(reward)
+        if not math.isfinite(number):
             raise UserCodeError(f"the reward must be a finite number, not {reward!r}")
-        self._attempt.outcome = float(reward)
+        self._attempt.outcome = number
+
+    def fail(self, error: str) -> None:
+        """End the episode, which is kept, because the user's agent failed.
+
+        Its outcome is 0, unless the agent has reported one.
+
+        Args:
+            error: the message of the agent's error.
+        """
+        attempt = self._attempt
+        attempt.error, attempt.end_reason = hide_secrets(error), "agent_error"
+        attempt.outcome = attempt.outcome or 0.0
 
     def count(self, metric: str, number: int = 1) -> None:
         """Add to a metric of the step, which is the sum over its rollouts.
@@ -584,7 +603,7 @@ class Episode:
         If nothing was sampled, its only segment is the first row, without a response.
 
         Args:
-            stop_reason: `done`, or the exhausted budget.
+            stop_reason: as in `Trajectory`.
             tool_reward: the sum of the values that the class tools' `reward()` returned.
         """
         attempt = self._attempt
@@ -609,6 +628,7 @@ class Episode:
             spans=tuple(spans),
             outcome=attempt.outcome,
             counts=dict(attempt.counts),
+            error=attempt.error,
         )
 
     # -- helpers ----------------------------------------------------------------------------------

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
+import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentrl import registry
@@ -26,7 +29,8 @@ from agentrl.errors import (
 from agentrl.interactions import Interaction, build_interaction
 from agentrl.sandbox import configure
 from agentrl.tools import LocalToolbox, Toolbox
-from agentrl.trajectory import Message, Sample, Trajectory
+from agentrl.tools.payloads import to_opening
+from agentrl.trajectory import Message, Sample, Trajectory, copy_value
 
 log = logging.getLogger("agentrl")
 
@@ -60,10 +64,12 @@ async def play_episode(
         UserCodeError: the loop, the interaction or a tool's constructor raised.
     """
     loop: AgentLoop = registry.agent_loops.get(sample.agent_name)
+    row, sample = sample, copy_value(sample)  # Its loop, tools and interaction may change it.
     interaction = None
     has_open_tools = False
     attempt: Attempt | None = None
     stop_reason, tool_reward = "done", 0.0
+    observed: list[Message] = []
     try:
         attempt = Attempt(runtime, sample, episode_id, rollout, sampling, seed)
         if watch:
@@ -72,17 +78,20 @@ async def play_episode(
             has_open_tools = True
             attempt.enter(f"opening tools {runtime.toolbox.where}")
             with user_code(f"opening the tools of row {sample.id!r}"):
-                await runtime.toolbox.open(episode_id, sample)
+                observed.extend(await runtime.toolbox.open(episode_id, sample))
             attempt.start_clock()
             attempt.record("open", attempt.created, attempt.started)
         # After the tools are open: a toolbox reads the tools of a server then.
-        tool_schemas = runtime.toolbox.schemas(sample.tools)
+        tool_schemas = copy_value(runtime.toolbox.schemas(sample.tools))
         with user_code(f"agent loop {loop.name!r}: its opening"):
             opening, schemas = loop.opening(sample, tool_schemas)
-        attempt.enter("loop")
         arguments = runtime.config.interaction.kwargs
         interaction = build_interaction(sample, arguments, EngineChat(attempt))
-        episode = Episode(attempt, opening, schemas, interaction)
+        if interaction is not None:
+            attempt.enter("opening the interaction")
+            observed.extend(await _open(interaction, attempt))
+        attempt.enter("loop")
+        episode = Episode(attempt, opening, schemas, interaction, observed=observed)
         try:
             async with attempt.limit:
                 with user_code(f"agent loop {loop.name!r}"):
@@ -100,7 +109,7 @@ async def play_episode(
         if has_open_tools:
             has_open_tools = False
             tool_reward = await runtime.toolbox.close(episode_id)
-        return episode.finish(stop_reason, tool_reward)
+        return replace(episode.finish(stop_reason, tool_reward), sample=row)
     finally:
         if attempt:
             await attempt.end()
@@ -113,6 +122,23 @@ async def play_episode(
         finally:
             if interaction is not None:
                 await _close(interaction, sample)
+
+
+async def _open(interaction: Interaction, attempt: Attempt) -> Sequence[Message]:
+    """Return the messages with which an interaction opens its episode.
+
+    Raises:
+        UserCodeError: `opening` raised, took too long, or returned something else.
+    """
+    label = f"interaction {type(interaction).__qualname__}: opening"
+    try:
+        async with asyncio.timeout(attempt.deadline - time.monotonic()):
+            with user_code(label):
+                returned = interaction.opening()
+                value = await returned if inspect.isawaitable(returned) else returned
+    except (TimeoutError, EpisodeOver):
+        raise UserCodeError(f"{label} took longer than rollout.timeout_s") from None
+    return to_opening(label, value)
 
 
 async def _close(interaction: Interaction, sample: Sample) -> None:
@@ -160,13 +186,9 @@ def play(
     runtime = Runtime(sampler, template, tools, config)
     episode_id = f"play-{uuid.uuid4().hex[:12]}"
     sampler.begin(episode_id)
+    sampling = Sampling(temperature=config.rollout.temperature)
     episode = play_episode(
-        runtime,
-        sample,
-        episode_id=episode_id,
-        rollout=0,
-        sampling=Sampling(temperature=config.rollout.temperature),
-        seed=seed,
+        runtime, sample, episode_id=episode_id, rollout=0, sampling=sampling, seed=seed
     )
 
     async def play_and_close() -> Trajectory:

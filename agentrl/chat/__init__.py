@@ -8,13 +8,6 @@ from agentrl.chat.template import ChatTemplate
 from agentrl.chat.tokenizer import load_tokenizer
 
 __all__ = [
-    "REACT_STOP",
-    "ChatTemplate",
-    "ForeignParser",
-    "Reader",
-    "load_tokenizer",
-    "open_reader",
-    "parse_hermes",
-    "parse_react",
-    "truncate",
-]
+    "REACT_STOP", "ChatTemplate", "ForeignParser", "Reader", "load_tokenizer", "open_reader",
+    "parse_hermes", "parse_react", "truncate",
+]  # fmt: skip

@@ -22,6 +22,7 @@ import json
 import re
 import secrets
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ Writer = Callable[[str], str]
 
 SALT = secrets.token_hex(8)
 """Random, so that no text of a row, a tool or a user can equal a placeholder."""
+_CONTENT_MARK = re.compile(rf"zq{SALT}(\d+)content\1qz")
 _MARKED_TEXT = re.compile(rf"zq{SALT}from(\d*)qz(.*?)zq{SALT}to\1qz", re.DOTALL)
 
 WRITERS: tuple[Writer, ...] = (
@@ -269,24 +271,18 @@ def split_rendering(
         TemplateError: if the template does not write a content exactly once, or changes it in an
             unknown way.
     """
-    marks = [content_mark(i) for i in range(len(roles))]
-    text = render(marks)
-    for m, role in zip(marks, roles, strict=True):
-        if text.count(m) != 1:
-            count = text.count(m)
-            shows = f"shows a {role} message {count} times"
-            if not count:
+    texts = _CONTENT_MARK.split(render([content_mark(i) for i in range(len(roles))]))
+    order = [int(i) for i in texts[1::2]]
+    texts, counts = texts[::2], Counter(order)
+    for i, role in enumerate(roles):
+        if counts[i] != 1:
+            shows = f"shows a {role} message {counts[i]} times"
+            if not counts[i]:
                 shows = f"does not show a {role} message"
             raise TemplateError(
                 f"the chat template {shows} in ({before}{', '.join(roles)}); agentrl needs each"
                 " content exactly once."
             )
-    order = sorted(range(len(marks)), key=lambda i: text.index(marks[i]))
-    texts: list[str] = []
-    for i in order:
-        head, _, text = text.partition(marks[i])
-        texts.append(head)
-    texts.append(text)
     probed = render([_probe_content(i) for i in range(len(roles))])
     slots, position = [], len(texts[0])
     for i, after in zip(order, texts[1:], strict=True):

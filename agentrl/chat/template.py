@@ -212,7 +212,7 @@ class ChatTemplate:
         """
         key: Any = tuple([m.role for m in messages])
         if self._positional:
-            history = [*_drop_repeated_rounds(history[:-1]), history[-1]]
+            history = [*self.delta_history(history[:-1]), history[-1]]
             key = (key, _roles_of(history))
         delta = self._deltas.get(key)
         if delta is None:
@@ -225,7 +225,7 @@ class ChatTemplate:
             results = [m for m in messages if m.role == "tool"]
             for i, result in enumerate(results):
                 call = by_id.get(result.tool_call_id) or (calls[i] if i < len(calls) else None)
-                name, id = (call.name, call.id) if call else ("", "")
+                name, id = (call.name, call.id) if call else ("", result.tool_call_id)
                 contents += [name or "tool", id or f"{i:09d}"]
         ids = delta.parts.fill(contents, self._encode_region)
         if not delta.names and any(m.role == "user" for m in messages):
@@ -238,6 +238,14 @@ class ChatTemplate:
         if space and last_id >= 0 and self.decode([last_id]).endswith(space):
             space = ""
         return self.encoder.encode_plain(space) + ids if space else ids
+
+    def delta_history(self, history: Sequence[Message]) -> list[Message]:
+        """Return the messages on which a later `delta` depends, apart from its last turn.
+
+        Args:
+            history: the conversation, which does not end with an assistant turn.
+        """
+        return _drop_repeated_rounds(history) if self._positional else []
 
     def conversation(
         self,
@@ -267,11 +275,16 @@ class ChatTemplate:
         indices = [i for i, m in enumerate(messages) if m.role == "assistant" and i in turn_ids]
         if not indices:
             return self.prompt(messages, schemas, is_from_row, exact=False)
-        ids = self.prompt(messages[: indices[0]], schemas, is_from_row, exact=False)
+        history: Sequence[Message] = messages[: indices[0]]
+        ids = self.prompt(history, schemas, is_from_row, exact=False)
+        last = {(m.role, bool(m.tool_calls)): i for i, m in enumerate(messages)}
+        last_user, last_answer = last.get(("user", False), -1), last.get(("assistant", False), -1)
         for i, end in zip(indices, [*indices[1:], len(messages)], strict=True):
             turn, start = turn_ids[i], len(ids)
             calls = bool(messages[i].tool_calls)
-            if strip and self.thinking.drops(turn, calls, messages[i + 1 :]):
+            if strip and self.thinking.drops(
+                turn, calls, later_user=i < last_user, later_answer=i < last_answer
+            ):
                 start = self.thinking.strip(ids, turn, calls)
             elif i in foreign:
                 start = self.append_foreign(ids, turn)
@@ -279,7 +292,9 @@ class ChatTemplate:
                 ids.extend(turn)
             # An empty turn: the last token of the prompt may be an EOS (Phi's `<|assistant|>`).
             last_id = ids[-1] if len(ids) > start else -1
-            ids.extend(self.delta(messages[: i + 1], messages[i + 1 : end], last_id))
+            history, new = [*history, messages[i]], messages[i + 1 : end]
+            ids.extend(self.delta(history, new, last_id))
+            history = self.delta_history([*history, *new])
         return ids
 
     def foreign_turn(self, content: str, calls: Sequence[ToolCall] = ()) -> array[int]:
@@ -336,7 +351,11 @@ class ChatTemplate:
         return start
 
     def trace(
-        self, messages: Sequence[Message], schemas: Schemas = (), stop: str = REACT_STOP
+        self,
+        messages: Sequence[Message],
+        schemas: Schemas = (),
+        stop: str = REACT_STOP,
+        trained: Sequence[bool] | None = None,
     ) -> tuple[array[int], array[int]]:
         """Encode a finished conversation as a training row.
 
@@ -345,10 +364,11 @@ class ChatTemplate:
             schemas: the schemas of the tools in the prompt.
             stop: a stop string. If an assistant text ends with it, the token that closes the turn
                 is the template's, not the assistant's.
+            trained: whether each message is trained, if it is the assistant's; None: all are.
 
         Returns:
-            Token ids and a mask of the same length: 1 on the tokens of assistant turns, including
-            their closing tokens.
+            Token ids and a mask of the same length: 1 on the tokens of trained assistant turns,
+            including their closing tokens.
         """
         ids, mask = token_array(), token_array()
 
@@ -356,22 +376,24 @@ class ChatTemplate:
             ids.extend(new)
             mask.extend([mask_value] * len(new))
 
-        last = -1
+        last, history = -1, []
         for i, message in enumerate(messages):
             if message.role != "assistant":
                 continue
+            new = messages[last + 1 : i]
             if last < 0:
-                append(self.prompt(messages[:i], schemas), 0)
+                append(self.prompt(new, schemas), 0)
             else:
-                delta = self.delta(messages[: last + 1], messages[last + 1 : i], ids[-1])
+                delta = self.delta(history, new, ids[-1])
                 if not self.closes and ids[-1] == self.close_id != delta[0]:
                     # The turn ends with the token of the next role, which is not the usual one.
                     ids[-1], delta = delta[0], delta[1:]
                 append(delta, 0)
             is_closed = not (stop and message.content.endswith(stop))
             content = message.content + self._before_close * is_closed
-            append([*self.encoder.encode_trusted(content), *[self.close_id] * is_closed], 1)
-            last = i
+            turn = [*self.encoder.encode_trusted(content), *[self.close_id] * is_closed]
+            append(turn, trained is None or trained[i])
+            last, history = i, [*self.delta_history([*history, *new]), message]
         if last != len(messages) - 1 or not ids:
             raise ValueError("a trace must end with an assistant message")
         if ids[-1] != self.close_id:
@@ -403,9 +425,6 @@ class ChatTemplate:
         return self.encoder.count_control_tokens(
             message.content, self.encoder.tags if may_tag else frozenset()
         )
-
-    attempts = count_control_tokens
-    """The former name, until 0.2."""
 
     def decode_turn(self, ids: Sequence[int]) -> str:
         """Return the text of one sampled turn, without the token that closes it."""

@@ -22,7 +22,6 @@ from agentrl.chat.turn_delta import (
     probe_turns,
 )
 from agentrl.errors import TemplateError
-from agentrl.trajectory import Message
 
 PROBE_THOUGHT = f"zq{SALT}thoughtqz"
 _QUESTION = {"role": "user", "content": "zqaskedqz"}
@@ -65,17 +64,19 @@ class Thinking:
     begin: str = "<think>\n"
     """The text that begins the thinking."""
 
-    def drops(self, turn: Sequence[int], calls: bool, later: Sequence[Message]) -> bool:
+    def drops(
+        self, turn: Sequence[int], calls: bool, *, later_user: bool, later_answer: bool
+    ) -> bool:
         """Return whether the template drops the thinking of a turn.
 
         Args:
             turn: the sampled ids.
             calls: whether the turn calls tools.
-            later: the messages after the turn.
+            later_user: whether a message after the turn is the user's.
+            later_answer: whether a turn after it has no calls.
         """
-        later_user = any(m.role == "user" for m in later)
         if self.until_answer and calls:
-            return any(m.role == "assistant" and not m.tool_calls for m in later)
+            return later_answer
         if self.always or (self.after_user and later_user):
             return True
         return self.drops_empty_tags and not self._thought(turn)

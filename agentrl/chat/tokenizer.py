@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.plural import plural
 
 _FILES = ("tokenizer.json", "tokenizer_config.json")
 _VOCABULARIES = (
@@ -15,6 +17,8 @@ _VOCABULARIES = (
 """The vocabulary files of transformers; a tokenizer has at least one of them."""
 
 
+CHATML = ("<|im_start|>", "<|im_end|>")
+"""The control tokens of ChatML."""
 HUB_SECONDS = 10.0
 """The time limit for the check whether the hub can be reached."""
 
@@ -33,8 +37,12 @@ def end_of_turn_ids(path: str | Path) -> list[int]:
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-def load_tokenizer(path: str | Path) -> Any:
+def load_tokenizer(path: str | Path, *, needs_template: bool = True) -> Any:
     """Load the fast tokenizer of a model folder or a hub name.
+
+    Args:
+        path: the folder or the hub name.
+        needs_template: True if a missing chat template is an error.
 
     Raises:
         UserError: if there is no tokenizer, or if it is not a fast one or has no chat template. If
@@ -51,7 +59,7 @@ def load_tokenizer(path: str | Path) -> Any:
     if not folder.is_dir():
         _check_hub(str(path))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as e:
         first = str(e).strip().splitlines()[0]
         raise UserError(f"no tokenizer at {str(path)!r}: {first}") from e
@@ -60,12 +68,61 @@ def load_tokenizer(path: str | Path) -> Any:
             f"the tokenizer of {str(path)!r} is not a fast tokenizer, and agentrl needs a"
             " tokenizer.json. Convert it with transformers' AutoTokenizer and save it."
         )
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"the tokenizer of {str(path)!r} has no chat template (base models have none). Use the"
-            " instruct model's tokenizer, or set tokenizer.chat_template and save it."
-        )
+    if tokenizer.chat_template:
+        _check_vocabulary(tokenizer, path)
+    elif needs_template:
+        raise UserError(_explain_missing_template(tokenizer, path))
     return tokenizer
+
+
+def has_chatml(tokenizer: Any) -> bool:
+    """Return whether a tokenizer has the control tokens of ChatML."""
+    return all(token in tokenizer.get_vocab() for token in CHATML)
+
+
+def _explain_missing_template(tokenizer: Any, path: str | Path) -> str:
+    """Return a message that says how a model without a chat template gets one."""
+    is_folder = Path(path).is_dir()
+    if is_folder and has_chatml(tokenizer):
+        how = f"`agentrl check-template {path} --with-tools hermes` writes one into its folder"
+    else:
+        download = "" if is_folder else "download the model, and "
+        how = (
+            f"{download}write a chat_template.jinja into its folder (the template of the instruct"
+            " model fits if both have the same vocabulary)"
+        )
+    return (
+        f"the tokenizer of {str(path)!r} has no chat template (base models have none). Use an"
+        f" instruct model. Or give this one a template: {how}. Then train it with `agentrl sft`:"
+        " a base model does not know yet how to write turns in this template"
+    )
+
+
+def _check_vocabulary(tokenizer: Any, path: str | Path) -> None:
+    """Raise `UserError` if the model of a tokenizer has no embedding for a token that is used.
+
+    Added tokens that neither the chat template writes nor end a turn are not used: Gemma 3 has one
+    for images, also in its models for text alone.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError):  # a folder with a tokenizer alone, or with an adapter
+        return
+    size = getattr(config.get_text_config(decoder=True), "vocab_size", None) or math.inf
+    source, added = template_source(tokenizer), tokenizer.get_added_vocab()
+    beyond = {
+        i: token
+        for token, i in tokenizer.get_vocab().items()
+        if i >= size and (token not in added or token in source or token == tokenizer.eos_token)
+    }
+    if beyond:
+        raise UserError(
+            f"the tokenizer of {str(path)!r} has {plural(len(beyond), 'token')} that its model does"
+            f" not know, such as {beyond[max(beyond)]!r} (id {max(beyond)}): vocab_size is {size}."
+            " Use the model's own tokenizer, or add embeddings (model.resize_token_embeddings)"
+        )
 
 
 def _check_hub(name: str) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Annotated
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
-from typer.main import get_command
 
 from agentrl import __version__
 from agentrl.cli import (
@@ -24,6 +26,7 @@ from agentrl.cli import (
     gateway,
     generate,
     init,
+    model,
     play,
     replay,
     report,
@@ -34,6 +37,8 @@ from agentrl.cli import (
     train,
     view,
 )
+from agentrl.cli.options import Command
+from agentrl.terminal import echo
 
 app = typer.Typer(
     name="agentrl",
@@ -64,11 +69,41 @@ app.command("doctor")(doctor.doctor)
 app.add_typer(tools.app, name="tools")
 app.add_typer(gateway.app, name="gateway")
 app.add_typer(data.app, name="data")
+app.add_typer(model.app, name="model")
+
+
+def _refuse_urls(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that refuses URLs for all of its arguments and options that are paths."""
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        from agentrl.cli.options import command_words
+        from agentrl.config.section import refuse_url
+        from agentrl.errors import ConfigError
+
+        words = {word.partition("=")[0] for word in command_words.get(())}
+        home = Path(os.environ.get("AGENTRL_HOME", ""))
+        for name, value in {**arguments, "AGENTRL_HOME": home}.items():
+            for path in value if isinstance(value, list) else [value]:
+                try:
+                    refuse_url(str(path) if isinstance(path, Path) else "")
+                except ValueError as e:
+                    option = f"--{name.replace('_', '-')}"
+                    raise ConfigError(f"{option if option in words else name}: {e}") from None
+        command(**arguments)
+
+    return run
+
+
+for _typer in (app, tools.app, gateway.app, data.app, model.app):
+    for _info in _typer.registered_commands:
+        assert _info.callback
+        _info.callback, _info.cls = _refuse_urls(_info.callback), Command
 
 
 def _print_version(is_set: bool) -> None:
     if is_set:
-        typer.echo(f"agentrl {__version__}")
+        echo(f"agentrl {__version__}")
         raise typer.Exit
 
 
@@ -90,7 +125,7 @@ def main(words: Sequence[str] | None = None) -> None:
     Args:
         words: the command and its arguments; None: those of this process.
     """
-    from agentrl.cli.options import command_words, take_unknown_options, unknown_options
+    from agentrl.cli.options import command_words
     from agentrl.errors import AgentRLError
     from agentrl.torch_threads import wait_passively
 
@@ -99,19 +134,12 @@ def main(words: Sequence[str] | None = None) -> None:
     command_words.set(tuple(words))
     try:
         with _raise_on_sigterm():
-            words, mistakes = take_unknown_options(get_command(app), words)
-            token = unknown_options.set(tuple(mistakes))
-            try:
-                app(words, prog_name="agentrl")
-            finally:
-                unknown_options.reset(token)
+            app(words, prog_name="agentrl")
     except AgentRLError as e:
-        from agentrl.report.page import printable  # a message may quote a text of a dataset
-
-        print(printable(f"error: {e}"), file=sys.stderr)
+        echo(f"error: {e}", err=True)
         sys.exit(1)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        echo("interrupted", err=True)
         sys.exit(130)
 
 

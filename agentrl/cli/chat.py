@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Annotated
 
 import typer
 
 from agentrl.cli.options import ConfigFile, Files, Model, Overrides, describe_sampling
+from agentrl.terminal import echo
 
 UNLIMITED = {
     "timeout_s": 1e6, "max_turns": 10**6, "max_tool_calls": 10**6, "max_trajectory_tokens": 10**7,
@@ -24,7 +26,11 @@ def chat(
 ) -> None:
     """Talk with a policy: you are the user, and it calls the tools of --file.
 
-    For a run or a checkpoint of one, the run's config.yaml is the default of --config.
+    An answer is printed while it is sampled, with its thinking and its calls as the policy writes
+    them.
+
+    If --model is the folder of a run, its config.yaml is used without --config, and the files that
+    it names are loaded.
 
     `/reset` begins a new conversation, `/exit` or the end of the input ends it.
 
@@ -38,16 +44,17 @@ def chat(
     from agentrl import registry
     from agentrl.agent_loops.attempt import load_template
     from agentrl.agent_loops.play import play
-    from agentrl.cli.options import config_of_run, read_config, with_model_folder
+    from agentrl.cli.options import read_config, with_model_folder
     from agentrl.engine.open import open_engine
+    from agentrl.engine.pieces import SamplerInPieces
     from agentrl.errors import UserError
     from agentrl.interactions.person import Person, read_line
     from agentrl.trajectory import Message, Sample
 
-    config = config or config_of_run(model)
-    settings = read_config(config, overrides, model=model, file=file, needs_rows=False)
-    rollout = settings.rollout.model_copy(update=UNLIMITED)
-    settings = with_model_folder(settings.model_copy(update={"rollout": rollout}))
+    settings = read_config(
+        config, overrides, model=model, file=file, needs_rows=False, uses_run_config=True
+    )
+    settings = with_model_folder(settings.with_values("rollout", **UNLIMITED))
     loop = registry.agent_loops.get(agent)
     if not loop.uses_interaction:
         raise UserError(f"the loop {agent!r} ends after the policy's message: use tool_agent")
@@ -56,7 +63,7 @@ def chat(
     engine = open_engine(settings, template.tokenizer)
     names = tuple(registry.tools.user_names()) or tuple(registry.tools.names())
     sampled = describe_sampling(settings.rollout.temperature)
-    typer.echo(f"tools: {', '.join(names) or 'none'}; {sampled}. /reset, /exit")
+    echo(f"tools: {', '.join(names) or 'none'}; {sampled}. /reset, /exit")
     registry.interactions.add("person", Person)
     Person.has_left = False
     opening = (Message("system", system),) if system else ()
@@ -64,14 +71,18 @@ def chat(
         while (line := read_line()) is not None:
             if line == "/reset":
                 continue
-            sample = Sample(
-                "chat",
-                (*opening, Message("user", line)),
-                agent_name=agent,
-                tools=names,
-                interaction="person",
-            )
-            play(sample, engine, template.tokenizer, config=settings)
+            prompt = (*opening, Message("user", line))
+            sample = Sample("chat", prompt, agent, tools=names, interaction="person")
+            seed = secrets.randbits(31)  # So the same words can get another answer.
+            sampler = SamplerInPieces(engine, template, Person.show_piece)
+            played = play(sample, sampler, template.tokenizer, config=settings, seed=seed)
+            Person.show(played.messages)  # The last results, if a budget ended the conversation.
+            if played.stop_reason != "done":
+                reason = played.stop_reason
+                if reason == "turn_tokens":
+                    limit = settings.rollout.max_turn_tokens
+                    reason += f" (the answer was cut: rollout.max_turn_tokens={limit})"
+                echo(f"the conversation ended: {reason}")
             if Person.has_left:
                 return
     finally:

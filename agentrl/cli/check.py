@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,15 +26,22 @@ from agentrl.cli.options import (
     with_model_folder,
 )
 from agentrl.plural import plural
+from agentrl.terminal import echo
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from agentrl.chat import ChatTemplate, ForeignParser
     from agentrl.config import Config
+    from agentrl.config.sections import TrainerConfig
     from agentrl.plan import Plan
     from agentrl.tools import Toolbox
+    from agentrl.trainer.memory import Gpu, MemoryEstimate, ModelShape
     from agentrl.trajectory import ToolCall
+
+
+MAX_MEASURED = 3 * 10**8
+"""The parameters of the largest model whose speed on a CPU is measured. This takes seconds."""
 
 
 def check(
@@ -42,36 +52,47 @@ def check(
     file: Files = None,
     config: ConfigFile = None,
     deterministic: Deterministic = False,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(
+            help="Size the run for GPUs of so many GiB, also if none is here.", min=1, max=10**6
+        ),
+    ] = None,
 ) -> None:
     """Check config, rows, tools, rewards and the chat template, and describe the run.
 
-    Loads no weights and trains nothing. Asks the servers of rewards and interactions whether they
-    answer, estimates the memory of a GPU, and lists what was not checked. `train --dry-run` does
-    the same, and also checks the run's folder and the checkpoint of `trainer.resume`.
+    Asks the servers of rewards and interactions whether they answer, estimates the memory of a GPU
+    or of a run on the CPU, and lists what was not checked. Loads the weights of a small model on
+    the CPU, to measure how long a step takes; loads no others. `train --dry-run` does the same, and
+    also checks the run's folder and the checkpoint of `trainer.resume`.
 
     Examples:
         agentrl check --dataset rows.jsonl --model tiny -f my_tools.py
+
+        agentrl check -c run.yaml --gpu-memory 24
     """
-    check_run(
-        read_config(
-            config,
-            overrides,
-            dataset=dataset,
-            val_dataset=val_dataset,
-            model=model,
-            file=file,
-            deterministic=deterministic,
-        )
+    settings = read_config(
+        config,
+        overrides,
+        dataset=dataset,
+        val_dataset=val_dataset,
+        model=model,
+        file=file,
+        deterministic=deterministic,
     )
+    check_run(settings, gpu_memory=gpu_memory)
 
 
-def check_run(settings: Config, *, checks_start: bool = False) -> None:
+def check_run(
+    settings: Config, *, checks_start: bool = False, gpu_memory: float | None = None
+) -> None:
     """Check a run and print a description of it; see `check`.
 
     Args:
         settings: the config of the run.
         checks_start: also check that the run can start in `trainer.output`, and from the checkpoint
             of `trainer.resume`. This reads every byte of the checkpoint, and writes nothing.
+        gpu_memory: the memory of a GPU in GiB; None: the memory of this machine's first GPU.
     """
     from agentrl.agent_loops.attempt import load_template
     from agentrl.capacity import check_open_files
@@ -80,7 +101,6 @@ def check_run(settings: Config, *, checks_start: bool = False) -> None:
         check_policy_learns,
         describe_history,
         describe_run,
-        longest_prompt,
         make_plan,
         render_first_prompts,
     )
@@ -94,12 +114,12 @@ def check_run(settings: Config, *, checks_start: bool = False) -> None:
     template = load_template(settings)
     # This import takes seconds, so it comes after the checks.
     from agentrl.engine.local.decoder import check_config
-    from agentrl.engine.local.load import load_model_config
+    from agentrl.engine.local.load import load_model_config, max_row_length
     from agentrl.trainer.modes import describe_mode, find_mode
     from agentrl.trainer.policy import describe_targets
 
     model = load_model_config(settings.model.path)
-    max_length = model.get_text_config().max_position_embeddings
+    max_length = max_row_length(model)
     check_model_fits(plan, template, max_length)
     if settings.rollout.name == "local":
         check_config(model)
@@ -109,30 +129,25 @@ def check_run(settings: Config, *, checks_start: bool = False) -> None:
     _print_tool_format(settings.rollout.tool_format, template, settings.rollout.python)
     with open_toolbox(settings.tools, settings.files) as toolbox:
         _check_tools(plan, toolbox)
-        typer.echo(describe_run(plan))
-        typer.echo(_describe_rewards(plan))
-        typer.echo(describe_history(plan, template))
-        typer.echo(render_first_prompts(plan, template))
-        typer.echo(f"tools: {toolbox.where}")
+        echo(describe_run(plan))
+        echo(_describe_rewards(plan))
+        echo(describe_history(plan, template))
+        echo(render_first_prompts(plan, template))
+        echo(f"tools: {toolbox.where}")
     for line in filter(None, learning):
-        typer.echo(line)
-    row_tokens = longest_prompt(plan, template) + settings.rollout.max_trajectory_tokens
-    row_tokens = min(row_tokens, max_length)
-    unchecked = [
-        *_ask_servers(plan),
-        *_check_gpus(plan, model, row_tokens),
-        *_list_unchecked(plan),
-    ]
-    typer.echo("config keys that differ from the defaults:")
-    for line in settings.diff():
-        typer.echo(f"  {line}")
-    for line in start:
-        typer.echo(line)
+        echo(line)
+    unchecked = _ask_servers(plan)
+    unknown, problem = _check_machine(plan, model, template, max_length, gpu_memory)
+    unchecked += [*unknown, *_list_unchecked(plan)]
+    changed = [f"  {line}" for line in settings.diff()]
+    echo("\n".join(["config keys that differ from the defaults:", *changed, *start]))
     print_notes(plan)
-    typer.echo("all checks passed")
-    typer.echo("Not checked here:")
-    for line in unchecked:
-        typer.echo(f"  {line}")
+    verdict = "all checks passed"
+    if problem:
+        verdict = f"no errors, but the run may end for lack of memory: {problem} (see the note)"
+    echo(verdict)
+    if unchecked:
+        echo("\n".join(["Not checked here:", *(f"  {line}" for line in unchecked)]))
 
 
 def _describe_start(settings: Config, plan: Plan) -> list[str]:
@@ -154,64 +169,214 @@ def _ask_servers(plan: Plan) -> list[str]:
     unusable = []
     for server, text, is_usable in ask_servers(plan):
         line = f"{server.key}: {server.url} {text}"
-        typer.echo(line if is_usable else f"note: {line}", err=not is_usable)
+        echo(line if is_usable else f"note: {line}", err=not is_usable)
         if not is_usable:
             unusable.append(f"replies of {server.url} ({server.key})")
     return unusable
 
 
-def _check_gpus(plan: Plan, model: PretrainedConfig, row_tokens: int) -> list[str]:
-    """Print an estimate of the memory of a GPU; return what is not known about GPUs."""
-    t, unknown = plan.config.trainer, []
-    if t.device == "cpu" or not plan.train or t.val_only:
-        return []
+def _check_machine(
+    plan: Plan,
+    model: PretrainedConfig,
+    template: ChatTemplate,
+    max_length: int,
+    gpu_memory: float | None,
+) -> tuple[list[str], str]:
+    """Print an estimate of the memory of a GPU or of RAM, and of the time of a run on the CPU.
+
+    Returns:
+        What was not checked; and what does not fit into the memory, or "".
+    """
     from agentrl.errors import ConfigError
+    from agentrl.plan import longest_prompt, longest_response
     from agentrl.trainer import memory
 
-    gpu = memory.find_gpu()
-    if gpu is None:
-        fallback = "" if t.device == "cuda" else "; trainer.device=auto would use the CPU here"
-        unknown.append(f"GPUs: torch finds none on this machine{fallback}")
-    elif not t.ray_address and gpu.count < t.n_gpus_per_node:
-        unknown.append(f"{t.n_gpus_per_node} GPUs (trainer.n_gpus_per_node): {gpu.count} here")
-    ranks = t.nnodes * t.n_gpus_per_node
-    total = gpu.total_bytes if gpu else memory.ASSUMED_GPU_BYTES
-
-    def estimate(config: Config) -> memory.MemoryEstimate:
-        return memory.estimate_memory(
-            model,
-            config,
-            ranks,
-            row_tokens=row_tokens,
-            gpu_bytes=total,
-            gpus=gpu.count if gpu else 0,
-        )
-
+    config, t, gpu = plan.config, plan.config.trainer, memory.find_gpu()
+    weights = f"weights of {config.model.path}: only its config and tokenizer were loaded"
+    has_cpu = t.device == "cpu" or (t.device == "auto" and gpu is None and not t.spread)
+    on_cpu = has_cpu and not gpu_memory
+    if not plan.train or t.val_only or (on_cpu and t.spread):
+        return [weights], ""
+    unchecked = _list_missing_gpus(t, gpu) if gpu_memory or t.device != "cpu" else []
+    if gpu_memory:
+        gpu = memory.Gpu("--gpu-memory", int(gpu_memory * memory.GIB), 0)
     try:
-        of_run = estimate(plan.config)
+        shape = memory.read_shape(model)
     except ConfigError as e:
-        return [*unknown, f"memory of a GPU: {e}"]
+        return [*unchecked, f"memory of a {'run' if on_cpu else 'GPU'}: {e}", weights], ""
+    prompt = longest_prompt(plan, template)
+    response = min(longest_response(plan), max_length - prompt)
+    if not on_cpu:
+        problem = _check_gpu(config, shape, gpu, prompt + response)
+    else:
+        problem = _check_ram(plan, shape, prompt, response)
+        if not problem and _is_measured(config, shape):
+            _measure_time(plan, template, prompt, response)
+            return unchecked, ""
+    return [*unchecked, weights], problem
+
+
+def _list_missing_gpus(trainer: TrainerConfig, gpu: Gpu | None) -> list[str]:
+    """Return a line if this machine lacks GPUs of the run."""
+    if gpu is None:
+        fallback = "; trainer.device=auto would use the CPU here" * (trainer.device == "auto")
+        return [f"GPUs: torch finds none on this machine{fallback}"]
+    needed = trainer.n_gpus_per_node
+    if trainer.ray_address or gpu.count >= needed:
+        return []
+    return [f"{needed} GPUs (trainer.n_gpus_per_node): {gpu.count} here"]
+
+
+def _measure_time(plan: Plan, template: ChatTemplate, prompt: int, response: int) -> None:
+    """Measure a few rows on this CPU, and print how long a step and the run take.
+
+    Args:
+        plan: the run's plan.
+        template: renders the prompts.
+        prompt: the tokens of the longest prompt.
+        response: the tokens of the longest response.
+    """
+    from transformers.utils import logging
+
+    from agentrl.engine.local import LocalEngine
+    from agentrl.errors import EngineError
+    from agentrl.plan import encode_prompts
+    from agentrl.trainer import speed
+
+    config, steps = plan.config, plan.total_steps
+    logging.disable_progress_bar()
+    samples = islice(plan.train, min(config.data.batch_size, speed.LEARNED_ROWS))
+    prompts = [*encode_prompts(samples, template)]
+    with closing(LocalEngine.load(config.model.path, template.tokenizer, device="cpu")) as engine:
+        try:
+            sampling = asyncio.run(speed.measure_sampling(engine, prompts))
+        except EngineError as e:  # A slow or busy machine is no mistake of the run.
+            echo(f"time on this CPU: not measured ({e})")
+            return
+    del engine  # The learner needs the memory.
+    learning = speed.measure_learning(config, prompts)
+    minutes = speed.step_seconds(config, sampling, learning, prompt, response) / 60
+    echo(
+        f"time on this CPU, from a few measured rows: the engine samples"
+        f" {sampling.tokens_per_s:.0f} tokens/s, the learner runs {learning.tokens_per_s:.0f}"
+        f" tokens/s. If all responses have {response} tokens, a step takes {minutes:.2g} minutes"
+        f" and the run of {plural(steps, 'step')} {steps * minutes:.2g} minutes, without"
+        " validations, tools and rewards"
+    )
+
+
+def _is_measured(config: Config, shape: ModelShape) -> bool:
+    """Return whether the speed of a model on this CPU is measured.
+
+    It is not for servers, for a large model, which would take more than seconds, and for one whose
+    weights are not here: nothing is downloaded.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from transformers.utils import SAFE_WEIGHTS_NAME
+
+    from agentrl.engine.local.load import base_and_adapters
+
+    if config.rollout.name != "local" or shape.parameters > MAX_MEASURED:
+        return False
+    base = config.model.path
+    if Path(base).is_dir():
+        base, _ = base_and_adapters(base)
+    if Path(base).is_dir():
+        return any(Path(base).glob("*.safetensors"))
+    return isinstance(try_to_load_from_cache(base, SAFE_WEIGHTS_NAME), str)
+
+
+def _check_ram(plan: Plan, shape: ModelShape, prompt: int, response: int) -> str:
+    """Print an estimate of the RAM of a run on the CPU; return what does not fit, or ""."""
+    from agentrl.trainer import memory
+
+    config = plan.config
+    if config.trainer.device == "auto":
+        echo("device: the CPU, as torch finds no GPU here (--gpu-memory 24 sizes a GPU of 24 GiB)")
+    estimate = partial(
+        memory.estimate_cpu_memory,
+        shape,
+        prompt_tokens=prompt,
+        response_tokens=response,
+        val_rollouts=len(plan.val) * config.val.n,
+        process_bytes=memory.find_process_bytes(),
+    )
+    ram, of_run = memory.find_ram(), estimate(config)
+    echo(f"RAM of the run, estimated: {of_run.describe(ram)}")
+    settings = memory.smaller_settings(config, on_cpu=True)
+    return _compare(of_run, estimate, settings, ram, "this machine")
+
+
+def _check_gpu(config: Config, shape: ModelShape, gpu: Gpu | None, row_tokens: int) -> str:
+    """Print an estimate of the memory of a GPU; return what does not fit, or ""."""
+    from agentrl.trainer import memory
+
+    total = gpu.total_bytes if gpu else memory.ASSUMED_GPU_BYTES
+    estimate = partial(
+        memory.estimate_memory,
+        shape,
+        row_tokens=row_tokens,
+        gpu_bytes=total,
+        gpus=gpu.count if gpu else 0,
+    )
+    of_run, ranks = estimate(config), config.trainer.ranks
     subject = f"each of {ranks} ranks" if ranks > 1 else "the learner"
     shown = of_run.describe(total if gpu else None)
     device = gpu.name if gpu else "no GPU is here; one of 80 GiB is assumed"
-    typer.echo(f"GPU memory of {subject}, estimated: {shown} ({device})")
-    limit = memory.SAFE_SHARE * total
-    if gpu and of_run.total > limit:
-        advice = next(
-            (
-                f": {keys} needs {memory.gib(smaller)}"
-                for keys, config in memory.smaller_settings(plan.config)
-                if (smaller := estimate(config).total) <= limit
-            ),
-            ". Use more GPUs, a smaller model or a lower rollout.gpu_memory_utilization",
-        )
-        is_over = "exceeds the memory of" if of_run.total > total else "is at the limit of"
-        typer.echo(f"note: the estimate {is_over} the GPU{advice}", err=True)
-    return unknown
+    echo(f"GPU memory of {subject}, estimated: {shown} ({device})")
+    echo("  in use; PyTorch's allocator reserves 8 to 85 % more than it uses (see nvidia-smi)")
+    if not gpu:
+        return ""
+    return _compare(of_run, estimate, memory.smaller_settings(config), total, "the GPU")
+
+
+def _compare(
+    of_run: MemoryEstimate,
+    estimate: Callable[[Config], MemoryEstimate],
+    settings: Iterator[tuple[str, Config]],
+    total: int,
+    device: str,
+) -> str:
+    """Print notes if a run does not fit into a device. Return the problem, or "".
+
+    Args:
+        of_run: the memory that the run needs.
+        estimate: returns the memory that a run with another config needs.
+        settings: settings that need less memory, as of `smaller_settings`.
+        total: the memory of the device, in bytes.
+        device: its name in the note.
+    """
+    from agentrl.trainer.memory import SAFE_SHARE, gib
+
+    limit, advice = SAFE_SHARE * total, []
+    if of_run.small_share:
+        echo(f"note: {of_run.small_share}", err=True)
+    if of_run.total <= limit:
+        return "a server's share of the GPU is too small" if of_run.small_share else ""
+    gpus = 1
+    for keys, other in settings:
+        smaller, gpus = estimate(other), other.trainer.n_gpus_per_node
+        if smaller.total > limit or (advice and not other.model.lora_rank):
+            continue
+        text = f"{keys} needs {gib(smaller.total)}"
+        if smaller.offloaded:
+            text += f" and {gib(smaller.offloaded)} of RAM per rank"
+        if smaller.small_share and not of_run.small_share:  # The note above names it.
+            text += f". Then {smaller.small_share}"
+        advice.append(text)
+        # Offloading is slow, and more GPUs may not be there: an adapter may need neither.
+        if other.model.lora_rank or not (smaller.offloaded or "n_gpus" in keys):
+            break
+    more = f" and {gpus} GPUs" if gpus > 1 else ""
+    no_advice = f", also with all settings that save memory{more}. Use a smaller model"
+    is_over = "exceeds the memory of" if of_run.total > total else "is at the limit of"
+    problem = f"the estimate {is_over} {device}"
+    echo(f"note: {problem}{': ' + '; '.join(advice) if advice else no_advice}", err=True)
+    return problem
 
 
 def _list_unchecked(plan: Plan) -> list[str]:
-    """Return what `check` never does: run user code, load weights, start servers or a cluster."""
+    """Return what `check` never does: run user code, start servers or a cluster."""
     from agentrl import registry
     from agentrl.engine.remote.launch import find_package
     from agentrl.errors import ConfigError
@@ -238,7 +403,6 @@ def _list_unchecked(plan: Plan) -> list[str]:
     if code:
         words = "`agentrl play` with the same options calls them in an episode"
         unchecked.append(f"what your code does when it is called ({', '.join(code)}): {words}")
-    unchecked.append(f"weights of {config.model.path}: only its config and tokenizer were loaded")
     if r.name != "local" and not r.urls:
         try:
             _, folder = find_package(r.name, r.python)
@@ -254,17 +418,14 @@ def _list_unchecked(plan: Plan) -> list[str]:
 
 def _is_on_shelf(entry: Any) -> bool:
     """Return whether an entry is a shipped tool, `shelf:NAME`."""
-    from pathlib import Path
-
     from agentrl.registry import shelf_folder
 
     module = sys.modules.get(getattr(entry, "target", entry).__module__)
     return Path(getattr(module, "__file__", None) or "?").parent == shelf_folder()
 
 
-def print_notes(plan: Plan, warn: Callable[[str], object] = partial(typer.echo, err=True)) -> None:
+def print_notes(plan: Plan, warn: Callable[[str], object] = partial(echo, err=True)) -> None:
     """Pass notes on settings that are valid but probably not intended to `warn`."""
-    from agentrl.capacity import shared_connections
     from agentrl.config import file_names, without_effect
     from agentrl.config.checks import doubtful
 
@@ -276,8 +437,6 @@ def print_notes(plan: Plan, warn: Callable[[str], object] = partial(typer.echo, 
             f" {file_names(plan.config.data.train)}:"
             " a step plays some of them more than once"
         )
-    if shared := shared_connections(plan):
-        notes.append(shared)
     for note in notes:
         warn(f"note: {note}")
 
@@ -305,12 +464,12 @@ def _print_tool_format(name: str, template: ChatTemplate, python: str) -> None:
             finally:
                 reader.close()
             if not any(map(is_rendered_call, calls)):
-                typer.echo(
+                echo(
                     f"note: rollout.tool_format={name} cannot parse a call as the chat template"
                     " writes it: calls of the model may be lost",
                     err=True,
                 )
-    typer.echo(f"tool calls are parsed as: {label}")
+    echo(f"tool calls are parsed as: {label}")
 
 
 async def _parse_all(reader: ForeignParser, turns: Sequence[str]) -> list[list[ToolCall]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from agentrl.cli.options import Files, resolve_model
+from agentrl.terminal import echo
 
 if TYPE_CHECKING:
     from agentrl.chat import ChatTemplate
@@ -35,7 +36,7 @@ _NOTHING_TO_FIX = "nothing to fix: all conversations that the template accepts a
 _CANNOT_BE_FIXED = (
     "no small change helps: all conversations that the template accepts are append-only, and it"
     " has no text for the others. Rows with tools need the loop `react`, or a model whose template"
-    " shows tools."
+    " shows tools; check-template --with-tools hermes writes one for models with ChatML's tokens."
 )
 
 
@@ -43,12 +44,21 @@ def check_template(
     model: Annotated[str, typer.Argument(help="A model folder or hub name, or `tiny`.")],
     file: Files = None,
     fix: Annotated[
-        bool,
-        typer.Option("--fix", help="Look for the smallest change that makes it append-only."),
+        bool, typer.Option("--fix", help="Look for the smallest change that makes it append-only.")
     ] = False,
+    with_tools: Annotated[
+        Literal["hermes"] | None,
+        typer.Option(
+            help="Replace a template that shows no tools, or write a missing one, for models with"
+            " the control tokens of ChatML; then verify it."
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="With --fix: the file for the changed template; default: print it."),
+        typer.Option(
+            help="The file for the changed template. Default: --fix prints it, --with-tools writes"
+            " chat_template.jinja into the model's folder."
+        ),
     ] = None,
 ) -> None:
     """Verify a model's chat template with conversations of many shapes.
@@ -66,6 +76,8 @@ def check_template(
         agentrl check-template models/mine -f my_tools.py
 
         agentrl check-template models/mine --fix --output models/mine/chat_template.jinja
+
+        agentrl check-template models/mine --with-tools hermes
     """
     from agentrl.chat import ChatTemplate, load_tokenizer
     from agentrl.chat.formats.detect import detect_format, explain_unknown_format
@@ -73,37 +85,43 @@ def check_template(
     from agentrl.chat.verify_template import verify_tokenizer
     from agentrl.errors import UserError
 
-    if output and not fix:
-        raise UserError("--output needs --fix")
+    if fix and with_tools:
+        raise UserError(
+            "--fix and --with-tools: use one of them. --fix changes the template of the model,"
+            " --with-tools replaces it"
+        )
+    if output and not (fix or with_tools):
+        raise UserError("--output needs --fix or --with-tools")
     if output:
         _check_output(output)
     schemas = _schemas(file or [])
     folder = Path(model).expanduser()
     try:
         # The folder needs no weights: do not check for them.
-        path = str(folder) if folder.is_dir() else resolve_model(model, say=typer.echo)
-        tokenizer, ends = load_tokenizer(path), end_of_turn_ids(path)
+        path = str(folder) if folder.is_dir() else resolve_model(model, say=echo)
+        tokenizer = load_tokenizer(path, needs_template=not with_tools)
+        ends = end_of_turn_ids(path)
     except UserError as e:
-        typer.echo(f"error: {e}", err=True)
+        echo(f"error: {e}", err=True)
         raise typer.Exit(2) from None
+    if with_tools:
+        _add_tools(tokenizer, output or Path(path) / "chat_template.jinja")
     template = ChatTemplate(tokenizer, ends)
     verdicts = verify_tokenizer(tokenizer, ends, schemas)
     for line in report(verdicts):
-        typer.echo(line)
+        echo(line)
     tool_format = detect_format(template)
     if tool_format:
-        typer.echo(f"tool calls are parsed as: {tool_format} (rollout.tool_format)")
+        echo(f"tool calls are parsed as: {tool_format} (rollout.tool_format)")
     else:
         reason = explain_unknown_format(template)
-        typer.echo(f"rows with tools are refused, because tool calls cannot be parsed: {reason}")
+        echo(f"rows with tools are refused, because tool calls cannot be parsed: {reason}")
     stops = ", ".join(f"{template.decode([i])!r} ({i})" for i in template.stop_ids)
-    typer.echo(f"a turn ends with: {stops}")
+    echo(f"a turn ends with: {stops}")
     if template.encoder.cache is None:
-        typer.echo(
-            "word cache: off, because this tokenizer does not split text into words (slower)"
-        )
+        echo("word cache: off, because this tokenizer does not split text into words (slower)")
     if note := _compare_ids(template):
-        typer.echo(note)
+        echo(note)
     if fix:
         _fix(tokenizer, ends, schemas, verdicts, output)
     if not tool_format or any(v.fails for v in verdicts):
@@ -131,6 +149,26 @@ def report(verdicts: Sequence[Verdict]) -> list[str]:
     usable = "training is possible on all shapes that the template accepts"
     lines.append(f"training is not possible on: {', '.join(bad)}" if bad else usable)
     return lines
+
+
+def _add_tools(tokenizer: Any, output: Path) -> None:
+    """Set a template that shows tools in a tokenizer, and write it to a file."""
+    from agentrl.chat.hermes import hermes_template
+    from agentrl.errors import UserError
+
+    has_template = bool(tokenizer.chat_template)
+    try:
+        tokenizer.chat_template = hermes_template(tokenizer)
+    except UserError as e:
+        raise UserError(f"--with-tools hermes: {e}") from None
+    try:
+        output.write_text(tokenizer.chat_template, encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"{output} cannot be written: {e.strerror}. Use --output FILE") from e
+    same = ": conversations without tools have the same text as before" if has_template else ""
+    echo(f"wrote {output}{same}\n")
+    if not has_template:
+        echo("A base model must first imitate conversations in this template: agentrl sft\n")
 
 
 def _check_output(output: Path) -> None:
@@ -197,21 +235,21 @@ def _fix(
 
     if all(v.status in ("append-only", "unsupported") for v in verdicts):
         fails = any(v.fails for v in verdicts)
-        typer.echo(_CANNOT_BE_FIXED if fails else _NOTHING_TO_FIX)
+        echo(_CANNOT_BE_FIXED if fails else _NOTHING_TO_FIX)
         return
     if not isinstance(tokenizer.chat_template, str):
         names = ", ".join(tokenizer.chat_template)
-        typer.echo(f"--fix does not support tokenizers with several chat templates ({names})")
+        echo(f"--fix does not support tokenizers with several chat templates ({names})")
         return
     changed = repair_template(tokenizer, ends, schemas)
     if changed is None:
-        typer.echo("found no small change that makes the template append-only")
+        echo("found no small change that makes the template append-only")
         return
-    typer.echo("the smallest change that makes all these shapes append-only:\n")
-    typer.echo(template_diff(tokenizer.chat_template, changed), nl=False)
+    echo("the smallest change that makes all these shapes append-only:\n")
+    echo(template_diff(tokenizer.chat_template, changed), nl=False)
     if output:
         try:
             output.write_text(changed, encoding="utf-8")
         except OSError as e:
             raise UserError(f"--output {output} cannot be written: {e.strerror}") from e
-        typer.echo(f"\nwrote the changed template to {output}")
+        echo(f"\nwrote the changed template to {output}")

@@ -10,6 +10,7 @@ import typer
 
 from agentrl.errors import UserError
 from agentrl.plural import plural
+from agentrl.terminal import echo
 
 
 class Split(StrEnum):
@@ -60,7 +61,7 @@ def convert(
         raise UserError("--rename: a column is renamed twice")
     renamed = {old: new for old, _, new in pairs}
     count = convert_rows(source, output, rename=renamed, split=split, name=name)
-    typer.echo(f"saved {plural(count, 'row')} to {output}")
+    echo(f"saved {plural(count, 'row')} to {output}")
 
 
 @app.command("dump")
@@ -88,4 +89,4 @@ def dump(
     from agentrl.report import load_run
 
     count = dump_rollouts(load_run(run), output, split.value)
-    typer.echo(f"saved {plural(count, 'file')} to {output}")
+    echo(f"saved {plural(count, 'file')} to {output}")

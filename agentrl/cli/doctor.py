@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from agentrl.terminal import echo
+
 if TYPE_CHECKING:
     from agentrl.config import SandboxConfig
 
@@ -38,14 +40,19 @@ class Finding(NamedTuple):
 
 def doctor(
     sandbox: Annotated[
-        str, typer.Option(help="Where model-written programs run (sandbox.backend).")
-    ] = "bubblewrap",
+        str,
+        typer.Option(
+            help="Where model-written programs run (sandbox.backend). It must work then; by default"
+            " bubblewrap is tried, which only tools and rewards that run programs need."
+        ),
+    ] = "",
     output: Annotated[str, typer.Option(help="The folder for runs.")] = "runs",
 ) -> None:
     """Report what works on this machine, and how to fix what does not.
 
-    Runs a program in the sandbox that tries to leave it. Exit code 1 if something fails that a run
-    needs.
+    Runs a program in the sandbox that tries to leave it. Exit code 1 if something fails that every
+    run needs, or that --sandbox names. `agentrl check` fails if the rows need a sandbox that does
+    not work.
 
     Examples:
         agentrl doctor
@@ -54,11 +61,17 @@ def doctor(
     """
     from agentrl.config import load_config
 
-    config = load_config(flags={"sandbox.backend": sandbox}).sandbox
+    config = load_config(flags={"sandbox.backend": sandbox} if sandbox else {}).sandbox
     failed = False
-    findings = (*_packages(), *_devices(), *_threads(), *_disks(output), *_sandbox(config))
+    findings = (
+        *_packages(),
+        *_devices(),
+        *_threads(),
+        *_disks(output),
+        *_sandbox(config, bool(sandbox)),
+    )
     for finding in findings:
-        typer.echo(f"{finding.state:<8}{finding.subject}: {finding.text}")
+        echo(f"{finding.state:<8}{finding.subject}: {finding.text}")
         failed = failed or finding.state == "failed"
     if failed:
         raise typer.Exit(1)
@@ -143,7 +156,7 @@ def _disks(output: str) -> Iterator[Finding]:
             yield Finding("ok", subject, text)
 
 
-def _sandbox(config: SandboxConfig) -> Iterator[Finding]:
+def _sandbox(config: SandboxConfig, is_required: bool) -> Iterator[Finding]:
     import asyncio
     import shutil
     import subprocess
@@ -155,7 +168,9 @@ def _sandbox(config: SandboxConfig) -> Iterator[Finding]:
         completed = subprocess.run([bwrap, "--version"], capture_output=True, text=True, timeout=4)
         yield Finding("ok", "bwrap", completed.stdout.strip().removeprefix("bubblewrap "))
     if problem := probe(config):
-        yield Finding("failed", subject, problem)
+        if not is_required:
+            problem = f"needed by tools and rewards that run programs, no others. {problem}"
+        yield Finding("failed" if is_required else "missing", subject, problem)
         return
     *reached, uid = asyncio.run(_probe_sandbox(config)).splitlines()
     if not reached:

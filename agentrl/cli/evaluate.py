@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,10 +21,12 @@ from agentrl.cli.options import (
 )
 from agentrl.errors import UserError
 from agentrl.plural import plural
+from agentrl.terminal import echo, printable
 
 if TYPE_CHECKING:
     from agentrl.config import Config
-    from agentrl.trajectory import Group
+    from agentrl.evaluate import Validation
+    from agentrl.trajectory import Group, Scored
 
 
 def eval_(
@@ -99,10 +101,10 @@ def eval_(
             agents = sorted({kind.sample.agent_name for kind in plan.kinds})
             console.note("\n".join(table(result.metrics, agents, val.n)))
         if output is not None:
-            from agentrl.trainer.checkpoint import make_private_folder
+            from agentrl.trainer.checkpoint import make_private_folder, replace_file
 
             make_private_folder(output)
-            (output / "metrics.json").write_text(json.dumps(result.metrics, indent=2) + "\n")
+            replace_file(output / "metrics.json", json.dumps(result.metrics, indent=2) + "\n")
             store = TrajectoryStore(output / "trajectories")
             store.write(0, result.groups, split="val")
             if result.greedy_groups:
@@ -120,7 +122,7 @@ def _score_stored(
     from agentrl import sandbox
     from agentrl.data import ColumnNames
     from agentrl.evaluate import accuracy, read_responses, score_responses
-    from agentrl.metrics import mean, standard_error, t_quantile
+    from agentrl.metrics import grader_metrics, mean, standard_error, t_quantile
     from agentrl.registry import load_file
     from agentrl.rewards import Scorer, check_graders
 
@@ -135,7 +137,7 @@ def _score_stored(
     several = [s for s in samples if s.tools or s.interaction]
     graders = [g for source in {s.data_source for s in several} for g in scorer.graders(source)]
     if names_of_rewards := sorted({g.name for g in graders if not g.is_compute_score}):
-        typer.echo(
+        echo(
             f"note: {plural(len(several), 'row')} may have responses of several turns. Each is one"
             " message here, so these rewards see the text of all turns as final_text:"
             f" {', '.join(names_of_rewards)}",
@@ -158,7 +160,7 @@ def _score_stored(
         raise UserError(f"{path}: no row has a response in {response_key!r}")
     if len(groups) < len(rows):
         missing = plural(len(rows) - len(groups), "row")
-        typer.echo(f"note: {missing} without responses: left out", err=True)
+        echo(f"note: {missing} without responses: left out", err=True)
     by_source: dict[str, list[Group]] = {}
     for group in groups:
         by_source.setdefault(group.sample.data_source or "none", []).append(group)
@@ -182,13 +184,15 @@ def _score_stored(
         metrics |= {f"test_score_rows/{source}": len(part)}
         if len(part) > 1:
             metrics[f"test_score_se/{source}"] = error
-    typer.echo("\n".join(aligned(lines, 1)))
+        scored = [s for group in part for s in group.scored]
+        metrics |= {f"test_{name}/{source}": x for name, x in grader_metrics(scored).items()}
+    echo("\n".join(aligned(lines, 1)))
     if output is not None:
-        from agentrl.trainer.checkpoint import make_private_folder
+        from agentrl.trainer.checkpoint import make_private_folder, replace_file
 
         make_private_folder(output)
-        (output / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-        typer.echo(f"saved the scores to {output / 'metrics.json'}")
+        replace_file(output / "metrics.json", json.dumps(metrics, indent=2) + "\n")
+        echo(f"saved the scores to {output / 'metrics.json'}")
 
 
 def table(metrics: Mapping[str, float], agents: Sequence[str], n: int) -> list[str]:
@@ -246,13 +250,15 @@ def compare(
     of the rows cancels out. The interval of 95 % is that of the paired t-test over the rows. If it
     does not contain 0, the rows and rollouts alone hardly explain the difference.
 
+    Runs whose configs differ in trainer.seed alone are one line: a row's value is its mean over the
+    seeds, and the column "seeds" has the mean reward of each.
+
     Examples:
         agentrl compare runs/grpo runs/ppo
 
         agentrl compare evals/base evals/trained --output base_and_trained.svg
     """
-    from agentrl.errors import DataError
-    from agentrl.evaluate import accuracy, paired_difference, read_validation
+    from agentrl.evaluate import accuracy, merge_seeds, read_validation
     from agentrl.metrics import mean, standard_error
     from agentrl.record import METRICS
     from agentrl.trainer.curve import validation_points, write_comparison
@@ -267,10 +273,23 @@ def compare(
     ]
     if len(set(labels)) < len(labels):
         raise UserError(f"a folder is named twice: {', '.join(map(str, runs))}")
-    validations = [read_validation(run, step) for run in runs]
-    values = {"reward": lambda s: s.reward, "acc": accuracy}
-    lines = [["", "step", "rows", *values]]
-    for label, validation in zip(labels, validations, strict=True):
+    of_runs = [read_validation(run, step) for run in runs]
+    rewards = [mean([s.reward for g in v.groups.values() for s in g.scored]) for v in of_runs]
+    families: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        families.setdefault(_config_without_seed(run), []).append(i)
+    if len(families) == 1:  # the seeds themselves are compared
+        families = {label: [i] for i, label in enumerate(labels)}
+    validations = [merge_seeds([of_runs[i] for i in family]) for family in families.values()]
+    run_labels, sizes = labels, [len(family) for family in families.values()]
+    has_seeds = max(sizes) > 1
+    labels = [
+        labels[family[0]] + f" ({n} seeds)" * (n > 1)
+        for family, n in zip(families.values(), sizes, strict=True)
+    ]
+    values: dict[str, Callable[[Scored], float]] = {"reward": lambda s: s.reward, "acc": accuracy}
+    lines = [["", "step", "rows", *values, *["seeds"] * has_seeds]]
+    for label, validation, family in zip(labels, validations, families.values(), strict=True):
         groups = validation.groups.values()
         cells = []
         for value in values.values():
@@ -280,42 +299,75 @@ def compare(
             cells.append(
                 f"{center:.3f} ± {standard_error(rows):.3f}" if has_error else f"{center:.3f}"
             )
+        if has_seeds:
+            cells.append(" ".join(f"{rewards[i]:.3f}" for i in family))
         lines.append([label, str(validation.step), str(len(groups)), *cells])
-    typer.echo("\n".join(aligned(lines, 1)))
+    echo("\n".join(aligned(lines, 1)))
+    _print_differences(labels, validations, values)
+    curves = {}
+    for label, run, validation, reward in zip(run_labels, runs, of_runs, rewards, strict=True):
+        # The folder of `agentrl eval` has no metrics of steps.
+        curves[label] = validation_points(run / METRICS) or [(float(validation.step), reward)]
+    write_comparison(curves, output)
+    echo(f"\nvalidation rewards over steps: {output}")
+
+
+def _print_differences(
+    labels: Sequence[str],
+    validations: Sequence[Validation],
+    values: Mapping[str, Callable[[Scored], float]],
+) -> None:
+    """Print the paired difference between each run and the first one.
+
+    Args:
+        labels: the names of the runs.
+        validations: the validation of each run.
+        values: functions of the values to compare, by the names of the values.
+
+    Raises:
+        UserError: a run shares no rows with the first one.
+    """
+    from agentrl.errors import DataError
+    from agentrl.evaluate import paired_difference
+
     differences = [["", "rows", *(f"{name} [95 % interval]" for name in values)]]
     for label, validation in zip(labels[1:], validations[1:], strict=True):
         try:
             paired = [paired_difference(validations[0], validation, v) for v in values.values()]
         except DataError:
             raise UserError(
-                f"{runs[0]} and {label} share no rows: no id with the same prompt, loop and ground"
-                " truth is in both. Evaluate both on one file: agentrl eval --dataset FILE --model"
-                " RUN --output FOLDER"
+                f"{labels[0]} and {label} share no rows: no id with the same prompt, loop and"
+                " ground truth is in both. Evaluate both on one file: agentrl eval --dataset FILE"
+                " --model RUN --output FOLDER"
             ) from None
         cells = [
             f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]" if d.rows > 1 else f"{d.mean:+.3f}"
             for d in paired
         ]
         differences.append([f"{label} - {labels[0]}", str(paired[0].rows), *cells])
-    typer.echo("\npaired differences on the rows that both have:")
-    typer.echo("\n".join(aligned(differences, 1)))
+    echo("\npaired differences on the rows that both have:")
+    echo("\n".join(aligned(differences, 1)))
     for label, validation, (_, shared, *_) in zip(
         labels[1:], validations[1:], differences[1:], strict=True
     ):
         sizes = [len(v.groups) for v in (validations[0], validation)]
         if max(sizes) > int(shared):
-            typer.echo(
+            echo(
                 f"note: {labels[0]} has {plural(sizes[0], 'row')}, {label} has {sizes[1]};"
                 f" {shared} are in both",
                 err=True,
             )
-    curves = {}
-    for label, run, validation in zip(labels, runs, validations, strict=True):
-        reward = mean([s.reward for g in validation.groups.values() for s in g.scored])
-        # The folder of `agentrl eval` has no metrics of steps.
-        curves[label] = validation_points(run / METRICS) or [(float(validation.step), reward)]
-    write_comparison(curves, output)
-    typer.echo(f"\nvalidation rewards over steps: {output}")
+
+
+def _config_without_seed(run: Path) -> str:
+    """Return a run's config without its seed and folder, as text; the path if it has no config."""
+    from agentrl.report.run import Run
+
+    config = Run(run).config
+    trainer = dict(config.get("trainer") or {})
+    for key in ("seed", "output"):
+        trainer.pop(key, None)
+    return repr(config | {"trainer": trainer}) if config else str(run.resolve())
 
 
 def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
@@ -323,8 +375,6 @@ def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
 
     Each cell stays on its line, and its characters that are not printable are escaped.
     """
-    from agentrl.report.page import printable
-
     lines = [[" ".join(printable(cell).split()) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from agentrl.plural import plural
+from agentrl.terminal import echo
 
 
 def export(
@@ -24,7 +25,7 @@ def export(
     ] = False,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        typer.Option(help="Precision of the weights; auto: that of the base model."),
+        typer.Option(help="Precision of the weights; auto: that in which the run sampled."),
     ] = "auto",
     model: Annotated[
         str, typer.Option(help="The base model of the training, if it was moved (model.path).")
@@ -47,13 +48,15 @@ def export(
     logging.disable_progress_bar()
     result = make(checkpoint, out, merge=merge, dtype=dtype, model=model)
     for line in result.checkpoint.skipped:
-        typer.echo(f"skipped: {line}")
+        echo(f"skipped: {line}")
+    if result.rounding_note:
+        echo(f"note: {result.rounding_note}", err=True)
     if merge and not result.lora:
-        typer.echo("note: --merge has no effect: there is no adapter", err=True)
+        echo("note: --merge has no effect: there is no adapter", err=True)
     if result.adapter and dtype != "auto":
-        typer.echo(
+        echo(
             f"note: --dtype {dtype} has no effect without --merge: an adapter keeps its precision",
             err=True,
         )
     kind = f"an adapter for {result.base}" if result.adapter else "a model"
-    typer.echo(f"{out}: {kind}, trained for {plural(result.checkpoint.step, 'step')}")
+    echo(f"{out}: {kind}, trained for {plural(result.checkpoint.step, 'step')}")

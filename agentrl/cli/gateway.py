@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import typer
 
 from agentrl.cli.options import ConfigFile, PlayedDataset
+from agentrl.terminal import echo
 
 app = typer.Typer(help="Check agents of your own, which play rows with agent_name: external.")
 
 QUESTION = "How much is 3*4?"
+OVERRIDE = re.compile(r"\w+(\.\w+)+=")
+"""The beginning of a config key with its value."""
 
 
 @app.callback()
@@ -21,7 +25,11 @@ def _group() -> None:
 @app.command("check")
 def check(
     command: Annotated[
-        list[str] | None, typer.Argument(help="After `--`: the command of the agent.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]... [-- COMMAND...]",
+            help="Config keys, e.g. rollout.timeout_s=60; after `--` the command of the agent.",
+        ),
     ] = None,
     python: Annotated[
         str, typer.Option(help="Instead of a command: path.py:function (agent.python).")
@@ -58,6 +66,8 @@ def check(
         agentrl gateway check -- python my_agent.py
 
         agentrl gateway check --dataset rows.jsonl -n 3 --model Qwen/Qwen3-8B -- python my_agent.py
+
+        agentrl gateway check rollout.max_turns=4 -- python my_agent.py
     """
     import asyncio
     import shlex
@@ -73,11 +83,16 @@ def check(
     from agentrl.testing import byte_tokenizer
     from agentrl.trajectory import Message, Sample
 
-    overrides = [f"agent.reward={reward}"] if reward else []
-    if timeout is not None or not config:
+    words = command or []
+    # click removes the `--`. No command begins with a word such as `rollout.n=2`.
+    keys_end = next((i for i, word in enumerate(words) if not OVERRIDE.match(word)), len(words))
+    command, overrides = words[keys_end:], words[:keys_end]
+    overrides += [f"agent.reward={reward}"] if reward else []
+    has_limit = any(word.startswith("rollout.timeout_s=") for word in overrides)
+    if timeout is not None or not (config or has_limit):
         overrides.append(f"rollout.timeout_s={30.0 if timeout is None else timeout}")
     keys = {
-        "agent.command": shlex.join(command or []),
+        "agent.command": shlex.join(command),
         "agent.python": python,
         "agent.env": env or [],
         "model.path": resolve_model(model) if model else "",
@@ -94,5 +109,5 @@ def check(
     samples = [replace(s, agent_name="external", tools=(), interaction="") for s in samples]
     report = asyncio.run(check_agent_against_script(settings, tokenizer, samples, rollouts))
     for line in report.lines():
-        typer.echo(line)
+        echo(line)
     raise typer.Exit(0 if report.is_clean else 1)

@@ -29,6 +29,8 @@ from agentrl.cli.options import (
 )
 from agentrl.errors import RunStopped, UserError
 from agentrl.plural import plural
+from agentrl.regular_files import open_lock
+from agentrl.terminal import echo
 
 if TYPE_CHECKING:
     from agentrl.config import Config
@@ -38,15 +40,8 @@ PER_ENGINE = 256
 SYNC_SECONDS = 2.0
 """How often the record is flushed to disk. A killed process loses nothing; a power cut, this."""
 SETTINGS = (
-    *(
-        "data.agent_name",
-        "data.prompt_key",
-        "data.untrusted",
-        "files",
-        "interaction.kwargs",
-        "model.path",
-        "model.template_kwargs",
-    ),
+    *("data.agent_name", "data.prompt_key", "data.tools", "data.untrusted", "files"),
+    *("interaction.kwargs", "model.path", "model.template_kwargs"),
     *("rollout.budget_policy", "rollout.history_thinking", "rollout.max_tool_calls"),
     *("rollout.max_trajectory_tokens", "rollout.max_turn_tokens", "rollout.max_turns"),
     *("rollout.name", "rollout.tool_format", "tools.max_result_tokens", "tools.truncate"),
@@ -82,9 +77,7 @@ def generate(
         if not _is_complete(output):
             raise UserError(f"--output {output} already exists: choose a new file")
         _record_path(output).unlink()
-        typer.echo(
-            f"{output} is complete: the last command was killed after it had written the file"
-        )
+        echo(f"{output} is complete: the last command was killed after it had written the file")
         return
 
     from agentrl.cli.session import open_session
@@ -100,29 +93,25 @@ def generate(
         assert isinstance(rows, Rows)  # `make_plan` reads them from files
         header = {"rows": rows.fingerprint, "n": n, **_settings(plan.config)}
         with _open_record(output, header) as (record, texts):
-            typer.echo(
+            echo(
                 f"{file_names(settings.data.train)}: {plural(len(rows), 'row')} x {n}"
                 f" ({describe_sampling(val.temperature)})"
             )
             if texts:
-                typer.echo(f"{plural(len(texts), 'row')} are in {_record_path(output)} already")
+                echo(f"{plural(len(texts), 'row')} are in {_record_path(output)} already")
             engines = max(plan.config.rollout.engines, len(plan.config.rollout.urls))
-            groups = rollouts.stream(
-                (rows[i] for i in range(len(rows)) if i not in texts),
-                n=n,
-                sampling=sampling,
-                in_flight=PER_ENGINE * engines,
-            )
-            for group in groups:
+            rest = (rows[i] for i in range(len(rows)) if i not in texts)
+            in_flight = PER_ENGINE * engines
+            for group in rollouts.stream(rest, n=n, sampling=sampling, in_flight=in_flight):
                 responses = [s.trajectory.assistant_text for s in group.scored]
                 record.append(group.sample.row, responses)
                 texts[group.sample.row] = responses
             incomplete = sum(len(responses) < n for responses in texts.values())
             write_rows(output, [{**row, "responses": texts[i]} for i, row in enumerate(rows.raw())])
             _record_path(output).unlink()
-    typer.echo(f"saved {plural(len(texts), 'row')} with {plural(n, 'response')} each to {output}")
+    echo(f"saved {plural(len(texts), 'row')} with {plural(n, 'response')} each to {output}")
     if incomplete:
-        typer.echo(
+        echo(
             f"note: {plural(incomplete, 'row')} of them have fewer responses: the others were"
             " dropped, for the reasons above",
             err=True,
@@ -180,7 +169,9 @@ def _is_complete(output: Path) -> bool:
 
 def _settings(config: Config) -> dict[str, Any]:
     """Return what the responses depend on, as JSON has it."""
-    return orjson.loads(orjson.dumps({key: config.value(key) for key in SETTINGS}, default=str))
+    return orjson.loads(
+        orjson.dumps({key: config.stored_value(key) for key in SETTINGS}, default=str)
+    )
 
 
 @contextmanager
@@ -196,7 +187,7 @@ def _open_record(
     path = _record_path(output)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        fd = open_lock(path, os.O_APPEND)
     except OSError as e:
         raise RunStopped(f"cannot write {path}: {e.strerror}") from e
     try:

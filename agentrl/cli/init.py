@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from agentrl.terminal import echo
+
 
 class Template(StrEnum):
     """The starter projects: folders of `starter`."""
@@ -49,8 +51,8 @@ def init(
         _write(folder, template)
     except OSError as e:
         raise UserError(f"{folder} cannot be written ({e.strerror}): choose another folder") from e
-    typer.echo(f"created {folder}. Next:\n  cd {shlex.quote(str(folder))}")
-    typer.echo("  agentrl check -c run.yaml\n  agentrl train -c run.yaml")
+    echo(f"created {folder}. Next:\n  cd {shlex.quote(str(folder))}")
+    echo("  agentrl check -c run.yaml\n  agentrl train -c run.yaml")
 
 
 def _write(folder: Path, template: Template) -> None:

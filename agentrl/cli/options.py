@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from agentrl.registry import YAML, did_you_mean
+from agentrl.terminal import echo
 
 if TYPE_CHECKING:
     from agentrl.config import Config
@@ -77,6 +80,7 @@ def read_config(
     *,
     needs_model: bool = True,
     needs_rows: bool = True,
+    uses_run_config: bool = False,
     **flags: str | list[str] | bool | None,
 ) -> Config:
     """Read the config from the preset, a YAML file, overrides and flags.
@@ -87,29 +91,32 @@ def read_config(
             translated; the translation is printed.
         needs_model: False for a command that plays nothing.
         needs_rows: False for a command that reads no rows.
+        uses_run_config: without `config`, use that of the run that `--model` names.
         flags: values of flags: `val_dataset` sets the key with the flag `--val-dataset`.
 
     Raises:
         ConfigError: the config has mistakes, or there are no rows or no model.
     """
     from agentrl.config import FIELDS, TINY
-    from agentrl.config.load import flag_of, refuse
-    from agentrl.config.load import read_config as load_config
+    from agentrl.config.load import flag_of, load_config, refuse
     from agentrl.errors import ConfigError
-    from agentrl.plan import load_files
+    from agentrl.plan import announce_files, find_code, load_files
 
+    run_config = config_of_run(flags.get("model")) if uses_run_config and not config else None
+    config = config or run_config
     keys = {flag_of(key).removeprefix("--").replace("-", "_"): key for key in FIELDS}
-    overrides, intended, misplaced = _take_misplaced_words(overrides or [])
-    flag_values = intended | {keys[name]: value for name, value in flags.items() if value}
+    overrides = overrides or []
+    flag_values: dict[str, Any] = {keys[name]: value for name, value in flags.items() if value}
     for key in ("data.train", "data.val"):
         if isinstance(files := flag_values.get(key), list):
             flag_values[key] = _rows_of(files)
-    known_mistakes = [*unknown_options.get(), *misplaced]
-    report = ""
+    mistakes: list[str] = []
+    report, yaml_path = "", str(config) if config else None
+    load = partial(load_config, yaml_path, overrides, flag_values)
     try:
         verl_file = _verl_config(config, overrides)
     except ConfigError as e:  # The meaning of other keys depends on the file.
-        loaded, mistakes = load_config(flags=flag_values, mistakes=[*known_mistakes, str(e)])
+        loaded = load_config(flags=flag_values, mistakes=[str(e)], all_mistakes=mistakes)
         mistakes += load_files(loaded)
         if len(mistakes) > 1:
             refuse(mistakes)
@@ -123,23 +130,18 @@ def read_config(
             load_config,
             flags=flag_values,
             translated=translation.settings,
-            mistakes=[*known_mistakes, *translation.mistakes],
+            mistakes=translation.mistakes,
         )
-    else:
-        load = partial(
-            load_config,
-            str(config) if config else None,
-            overrides,
-            flag_values,
-            mistakes=known_mistakes,
-        )
-    loaded, mistakes = load()
+    loaded = load(all_mistakes=mistakes)
     if report and not mistakes:
-        typer.echo(f"{verl_file} is translated from verl's keys to agentrl's.\n{report}\n")
+        echo(f"{verl_file} is translated from verl's keys to agentrl's.\n{report}\n")
     if loaded.model.path == TINY:
         from agentrl.demo import tiny_settings
 
-        loaded, mistakes = load(preset=tiny_settings(loaded))
+        mistakes = []
+        loaded = load(preset=tiny_settings(loaded), all_mistakes=mistakes)
+    if run_config:
+        announce_files(run_config, find_code(loaded, load_config(str(run_config), all_mistakes=[])))
     _refuse_mistakes(loaded, mistakes, needs_model, needs_rows)
     return loaded
 
@@ -152,61 +154,16 @@ def _rows_of(files: list[str]) -> Any:
     """
     import yaml
 
+    from agentrl.config.sources import BoundedLoader
+
     rows: list[Any] = []
     for file in files:
         listed = None
         if file.startswith("["):
             with suppress(yaml.YAMLError):
-                listed = yaml.safe_load(file)
+                listed = yaml.load(file, BoundedLoader)
         rows += listed if isinstance(listed, list) else [file]
     return rows[0] if len(rows) == 1 and isinstance(rows[0], str) else rows
-
-
-_KEY = re.compile(r"\w+(\.\w+)+")
-
-
-def _take_misplaced_words(
-    overrides: Sequence[str],
-) -> tuple[list[str], dict[str, str | list[str]], list[str]]:
-    """Separate the words that need an option or a `=`, such as `train.jsonl` or `optim.lr 1e-5`.
-
-    Returns:
-        The other words; the values that the separated words were meant to set, by key, so that they
-        are checked too; a message for each of them.
-    """
-    from agentrl.config import TINY
-
-    kept: list[str] = []
-    intended: dict[str, str | list[str]] = {}
-    mistakes: list[str] = []
-    words = list(overrides)
-    while words:
-        word = words.pop(0)
-        key = word.removesuffix("=")
-        if "=" in key or (word.endswith(YAML) and not kept):
-            kept.append(word)
-        elif word.endswith((".jsonl", ".parquet")):
-            mistakes.append(f"{word} is a file of rows: use --dataset {word}")
-            intended.setdefault("data.train", word)
-        elif word.endswith(".py") or word.startswith("shelf:"):
-            mistakes.append(f"{word} is a file with code: use --file {word}")
-            intended["files"] = [*intended.get("files", []), word]
-        elif word.endswith(YAML):
-            mistakes.append(
-                f"{word}: use --config {word} for agentrl's keys, --file {word} for a list of"
-                " tools; a config of verl's comes before the keys"
-            )
-        elif word == TINY or ("/" in word and Path(word).is_dir()):
-            mistakes.append(f"{word} is a model: use --model {word}")
-            intended.setdefault("model.path", word)
-        elif _KEY.fullmatch(key) and words and (words[0] == "=" or "=" not in words[0]):
-            separator = f" {words.pop(0)}" if words[0] == "=" else ""
-            value = words.pop(0) if words else "VALUE"
-            mistakes.append(f"{word}{separator} {value}: write it without spaces: {key}={value}")
-            kept.append(f"{key}={value}")
-        else:
-            kept.append(word)
-    return kept, intended, mistakes
 
 
 def _verl_config(config: Path | None, overrides: Sequence[str]) -> str:
@@ -239,10 +196,11 @@ def _verl_config(config: Path | None, overrides: Sequence[str]) -> str:
     return path
 
 
-def resolve_model(path: str, say: Callable[[str], None] = print) -> str:
+def resolve_model(path: str, say: Callable[[str], None] = echo) -> str:
     """Return the model folder or hub name for a user's text.
 
-    The `tiny` model is trained if necessary. For a run or a checkpoint, the folder is that of its
+    The `tiny` model is trained if necessary, those of `agentrl.pretrained.MODELS` are downloaded,
+    and a GGUF file is written as a folder. For a run or a checkpoint, the folder is that of its
     exported policy (`agentrl.trainer.export.exported_model`). Possible misspellings of folder names
     are reported before the hub is asked.
 
@@ -256,30 +214,39 @@ def resolve_model(path: str, say: Callable[[str], None] = print) -> str:
 
         return str(tiny_model(say=say))
     from agentrl.errors import UserError
+    from agentrl.pretrained import MODELS, convert_gguf, get_model
 
     folder = Path(path).expanduser()
+    if path in MODELS and not folder.exists():
+        return str(get_model(path, say))
+    if folder.suffix == ".gguf" and folder.is_file():
+        return str(convert_gguf(folder, say=say))
     if _is_trained(folder):
         from agentrl.trainer.export import exported_model
 
         return str(exported_model(folder, say))
     if folder.is_dir():
         if not any((folder / f).is_file() for f in ("config.json", "adapter_config.json")):
+            files = ", ".join(sorted(str(f) for f in folder.glob("*.gguf")))
             raise UserError(
                 f"{path} is not a model folder: it has no config.json. It is not the folder of a"
                 " run either: it has no checkpoint"
+                + (f". Use one of its files: {files}" * bool(files))
             )
         return str(folder)
     if folder.exists():
         raise UserError(f"{path} is a file: use its folder, {folder.parent}")
-    siblings = [f.name for f in folder.parent.glob("*") if f.is_dir()]
-    if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
+    siblings = [f.name for f in folder.parent.glob("*") if f.is_dir() or f.suffix == ".gguf"]
+    is_gguf = folder.suffix == ".gguf"
+    if is_gguf or folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
         raise UserError(
-            f"no model folder at {path} (looked at {folder.resolve()})."
-            f"{did_you_mean(folder.name, siblings)} Use a folder in transformers' format, a hub"
-            f" name such as Qwen/Qwen2.5-0.5B-Instruct, or {TINY!r}"
+            f"no model {'file' if is_gguf else 'folder'} at {path} (looked at {folder.resolve()})."
+            f"{did_you_mean(folder.name, siblings)} Use a folder in transformers' format, a GGUF"
+            " file, a hub name such as Qwen/Qwen2.5-0.5B-Instruct, or"
+            f" {', '.join([TINY, *MODELS])}"
         )
-    if "/" not in path and did_you_mean(path.lower(), [TINY]):
-        raise UserError(f"no model {path!r}.{did_you_mean(path.lower(), [TINY, *siblings])}")
+    if "/" not in path and did_you_mean(path.lower(), names := [TINY, *MODELS]):
+        raise UserError(f"no model {path!r}.{did_you_mean(path.lower(), [*names, *siblings])}")
     suggestion = did_you_mean(folder.name, siblings)
     if suggestion or ("/" in path and folder.parent.is_dir()):
         # This may not be a mistake: a folder can have the name of an owner on the hub.
@@ -302,17 +269,30 @@ def with_model_folder(config: Config) -> Config:
     Raises:
         UserError: there is no such model.
     """
-    model = config.model.model_copy(update={"path": resolve_model(config.model.path)})
-    return config.model_copy(update={"model": model})
+    return config.with_values("model", path=resolve_model(config.model.path))
 
 
-def config_of_run(model: str | None) -> Path | None:
-    """Return the config of the run that a model belongs to; None if it belongs to none."""
+def config_of_run(model: Any) -> Path | None:
+    """Return the config of a run if a model is the folder of the run; else None.
+
+    A config names code and commands, so that of a checkpoint or a model is not used unless the user
+    names it. A line says so.
+    """
+    from agentrl.record import is_run
+
     folder = Path(model or "").expanduser()
-    if folder.name in ("best", "model") or folder.name.startswith("global_step_"):
-        folder = folder.parent
-    file = folder / "config.yaml"
-    return file if model and file.is_file() else None
+    if not model or is_run(folder):
+        file = folder / "config.yaml"
+        return file if model and file.is_file() else None
+    part_of_run = folder.name in ("best", "model") or folder.name.startswith("global_step_")
+    for file in (folder / "config.yaml", folder.parent / "config.yaml")[: 1 + part_of_run]:
+        if file.is_file():
+            echo(
+                f"note: {file} is not used: {model} is not the folder of a run. To use it, with the"
+                f" code and the commands that it names: -c {file}",
+                err=True,
+            )
+    return None
 
 
 def read_config_to_play(
@@ -334,8 +314,7 @@ def read_config_to_play(
 def rows_to_play(config: Config, rows: Any = "") -> Config:
     """Return a config with only these rows: by default those of data.val, else of data.train."""
     rows = rows or config.data.val or config.data.train
-    data = config.data.model_copy(update={"train": rows, "val": ""})
-    return config.model_copy(update={"data": data})
+    return config.with_values("data", train=rows, val="")
 
 
 def describe_sampling(temperature: float) -> str:
@@ -394,70 +373,39 @@ def _explain_old_run(output: str) -> str:
 
 command_words: ContextVar[tuple[str, ...]] = ContextVar("command_words")
 """The running command and its arguments."""
-unknown_options: ContextVar[tuple[str, ...]] = ContextVar("unknown_options", default=())
-"""The messages about options that the running command does not have, for `read_config`."""
 
 
-def take_unknown_options(app: Any, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate the options that a command does not have.
+class Command(TyperCommand):
+    """A command that says what to write instead of an option that it does not have."""
 
-    Args:
-        app: the click group of all commands.
-        words: the command and its arguments.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words after the command.
 
-    Returns:
-        The words without these options and their values; a message for each of the options, if the
-        command reports them with the mistakes of its config.
+        Raises:
+            ConfigError: the command does not have some of the options.
+        """
+        from agentrl.errors import ConfigError
 
-    Raises:
-        ConfigError: another command has such options, or options are missing.
-    """
-    from agentrl.errors import ConfigError
-
-    command, rest = app, list(words)
-    while rest and rest[0] in getattr(command, "commands", {}):  # `tools` has commands of its own
-        command = command.commands[rest.pop(0)]
-    if hasattr(command, "commands"):
-        return list(words), []
-    names = [name for p in command.params for name in (*p.opts, *p.secondary_opts)]
-    options = {name for name in names if name.startswith("--")}
-    kept, mistakes = list(words[: len(words) - len(rest)]), []
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if not re.fullmatch(r"--\w[\w.-]*", name) or name in {*options, "--help"}:
-            kept.append(word)
-            if word == "--":  # only arguments follow
-                return kept + rest, mistakes
-            continue
-        following = rest[0] if rest else ""
-        if not equals and following and not following.startswith("-") and "=" not in following:
-            value = rest.pop(0)
-        if "." in name:
-            key = f"{name[2:]}={value or 'VALUE'}"
-            mistakes.append(f"{name}: write config keys without dashes: {key}")
-        else:
-            advice = _advice(name, value or "VALUE", command.name, options)
-            mistakes.append(f"no option {name}. {advice}")
-    missing = [] if {"--help", "-h"} & {*kept} else _find_missing_options(command, kept)
-    mistakes += missing
-    if missing or (mistakes and "--config" not in options):
-        raise ConfigError("\n".join(mistakes))
-    return kept, mistakes
-
-
-def _find_missing_options(command: Any, words: Sequence[str]) -> list[str]:
-    """Return a message for each required option of a command that its words do not have."""
-    names = {word.partition("=")[0] for word in words}
-    return [
-        f"{p.opts[0]} is missing: {p.help}"
-        for p in command.params
-        if p.param_type_name == "option" and p.required and not names & {*p.opts}
-    ]
+        names = [name for p in self.params for name in (*p.opts, *p.secondary_opts)]
+        options = {name for name in names if name.startswith("--")}
+        mistakes = []
+        words = args[: args.index("--")] if "--" in args else args  # only arguments follow it
+        for word, following in pairwise([*words, ""]):
+            name, _, value = word.partition("=")
+            if name in {*options, "--help"} or not re.fullmatch(r"--\w[\w.-]*", name):
+                continue
+            if not value and not following.startswith("-") and "=" not in following:
+                value = following
+            mistakes.append(_advice(name, value or "VALUE", ctx.command_path, options))
+        if mistakes:
+            raise ConfigError("\n".join(mistakes))
+        return super().parse_args(ctx, args)
 
 
 def _advice(name: str, value: str, command: str, options: set[str]) -> str:
-    """Return what to write instead of an option that a command does not have."""
+    """Return the message for an option that a command does not have: what to write instead."""
+    if "." in name:
+        return f"{name}: write config keys without dashes: {name[2:]}={value}"
     from agentrl.config import FIELDS
     from agentrl.config.load import flag_of
     from agentrl.config.sources import keys_named
@@ -465,19 +413,18 @@ def _advice(name: str, value: str, command: str, options: set[str]) -> str:
     word = name.removeprefix("--").replace("-", "_")
     flags = {key: flag for key in FIELDS if (flag := flag_of(key)) in options}
     usable = FIELDS.keys() if "--config" in options else flags.keys()
-    if command == "sft":
+    if command == "agentrl sft":
         from agentrl.trainer.sft import FLAG_OF_KEY as flags
         from agentrl.trainer.sft import SFT_KEYS
 
         usable = {*flags, *SFT_KEYS}
     keys = [key for key in keys_named(word, FIELDS) if key in usable]
     if not keys and (close := difflib.get_close_matches(name, options, n=1, cutoff=0.75)):
-        return f"Did you mean {close[0]}?"
+        return f"no option {name}. Did you mean {close[0]}?"
     if not keys:
         keys = [key for key in keys_named(word, FIELDS, cutoff=0.75) if key in usable]
     if keys:
         texts = [f"{flags[key]} {value}" if key in flags else f"{key}={value}" for key in keys]
-        return f"Use {' or '.join(texts)}"
-    if "--config" in options:
-        return "`--help` lists the options; docs/config.md lists the config keys"
-    return f"Its options: {', '.join(sorted(options)) or 'none'}"
+        return f"no option {name}. Use {' or '.join(texts)}"
+    advice = "; docs/config.md lists the config keys" if "--config" in options else ""
+    return f"no option {name}. `{command} --help` lists the options{advice}"

@@ -17,6 +17,7 @@ from agentrl.cli.options import (
     read_config_to_play,
 )
 from agentrl.plural import plural
+from agentrl.terminal import echo
 
 if TYPE_CHECKING:
     from agentrl.chat import ChatTemplate
@@ -53,14 +54,14 @@ def play(
         if not rows:
             raise DataError(f"no row of {files} has the agent loop {agent!r}")
         temperature = settings.rollout.temperature
-        typer.echo(
+        echo(
             f"{files}: {len(rows)} of {plural(len(plan.train), 'row')}"
             f" ({describe_sampling(temperature)})\n"
         )
         sampling = Sampling(temperature=temperature)
         for group in rollouts.collect(rows, n=1, sampling=sampling, step=0, tag="play"):
             for scored in group.scored:
-                typer.echo(transcript(scored, rollouts.runtime.template))
+                echo(transcript(scored, rollouts.runtime.template))
 
 
 def transcript(scored: Scored, template: ChatTemplate) -> str:

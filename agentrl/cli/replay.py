@@ -15,6 +15,7 @@ from agentrl.cli.session import silence_training_warnings
 from agentrl.errors import UserError
 from agentrl.metrics import mean
 from agentrl.plural import plural
+from agentrl.terminal import echo
 
 if TYPE_CHECKING:
     from agentrl.trainer.replay import Replayer
@@ -99,10 +100,10 @@ def replay(
     if asks:
         _ask(replayer, step, overrides or [], reward, gradient)
         return
-    result = run_replay(replayer, step, tolerance, say=typer.echo)
+    result = run_replay(replayer, step, tolerance, say=echo)
     result.raise_differences()
     equal = f"within {result.tolerance:g}" if result.tolerance else "bit for bit"
-    typer.echo(f"step {step} equals the record {equal}: {', '.join(result.compared)}")
+    echo(f"step {step} equals the record {equal}: {', '.join(result.compared)}")
 
 
 def _ask(replayer: Replayer, step: int, overrides: list[str], reward: str, gradient: bool) -> None:
@@ -119,14 +120,9 @@ def _ask(replayer: Replayer, step: int, overrides: list[str], reward: str, gradi
     if not gradient:
         no_effect = "it changes the gradient and no advantage: add --gradient"
         reasons |= dict.fromkeys(LOSS_KEYS, no_effect)
-    config = change_config(
-        recorded,
-        overrides,
-        reward,
-        (*ADVANTAGE_KEYS, *(LOSS_KEYS if gradient else ())),
-        (*CLIP_KEYS, *LOSS_KEYS),
-        reasons,
-    )
+    allowed = (*ADVANTAGE_KEYS, *(LOSS_KEYS if gradient else ()))
+    by_name = (*CLIP_KEYS, *LOSS_KEYS)
+    config = change_config(recorded, overrides, reward, allowed, by_name, reasons)
     changed = config.diff(recorded)
     if not changed and not gradient:
         raise UserError(f"{' '.join(overrides)}: step {step} was made with these values")
@@ -137,7 +133,7 @@ def _ask(replayer: Replayer, step: int, overrides: list[str], reward: str, gradi
     )
     with silence_training_warnings(), scores as score:
         result = what_if(replayer, step, config, score, gradient=gradient)
-    typer.echo(f"step {step} of {replayer.run.folder}, recorded -> {' '.join(changed) or 'same'}")
+    echo(f"step {step} of {replayer.run.folder}, recorded -> {' '.join(changed) or 'same'}")
     episodes = result.episodes
     lines = [["", "recorded", "what-if"]]
     means = [mean([e.reward for e in episodes]), mean([e.new_reward for e in episodes])]
@@ -145,9 +141,9 @@ def _ask(replayer: Replayer, step: int, overrides: list[str], reward: str, gradi
     lines.append([f"dead groups, of {result.groups}", str(result.dead), f"{result.new_dead}"])
     if norms := result.gradients:
         lines.append(["norm of the gradient", *_numbers([norms.norm, norms.new_norm])])
-    typer.echo("\n".join(aligned(lines, 1)))
-    typer.echo(f"groups that become dead: {result.died}; that become alive: {result.revived}")
-    typer.echo(
+    echo("\n".join(aligned(lines, 1)))
+    echo(f"groups that become dead: {result.died}; that become alive: {result.revived}")
+    echo(
         f"the advantage changes its sign in {len(result.flipped)} of {len(episodes)} episodes"
         f" ({result.flipped_tokens} of {result.tokens} sampled tokens)"
     )
@@ -157,21 +153,21 @@ def _ask(replayer: Replayer, step: int, overrides: list[str], reward: str, gradi
         for e in moved:
             numbers = _numbers([e.reward, e.new_reward, e.advantage, e.new_advantage])
             lines.append([e.episode_id, str(e.group), str(e.rollout), *numbers])
-        typer.echo("\nthe episodes that change most:")
-        typer.echo("\n".join(aligned(lines, 1)))
+        echo("\nthe episodes that change most:")
+        echo("\n".join(aligned(lines, 1)))
     if norms is None:
         return
     if changed:
         cosine = "none: a gradient is 0" if math.isnan(norms.cosine) else f"{norms.cosine:.4f}"
-        typer.echo(f"\ncosine between the two gradients: {cosine}")
+        echo(f"\ncosine between the two gradients: {cosine}")
     lines = [["credit", "norm of the gradient", "its deviation", "norm / deviation"]]
     for name, noise in norms.credits.items():
         share = noise.norm / noise.deviation if noise.deviation > 0 else math.nan
         lines.append([name, *_numbers([noise.norm, noise.deviation, share])])
-    typer.echo("\nvariation of the gradient, by what a reward is credited to:")
-    typer.echo("\n".join(aligned(lines, 1)))
+    echo("\nvariation of the gradient, by what a reward is credited to:")
+    echo("\n".join(aligned(lines, 1)))
     if "token" not in norms.credits:
-        typer.echo("(credit for tokens needs a critic, and the run has none)")
+        echo("(credit for tokens needs a critic, and the run has none)")
 
 
 def _numbers(values: Sequence[float]) -> list[str]:
@@ -223,7 +219,7 @@ def rescore(
             for name in ("outcome", "new_outcome", "reward", "new_reward")
         ]
         lines.append([split, str(len(part)), *means[:2], str(changed), *means[2:]])
-    typer.echo("\n".join(aligned(lines, 1)))
+    echo("\n".join(aligned(lines, 1)))
     changed_rows = [row for row in rows if row.outcome != row.new_outcome]
     changed_rows.sort(key=lambda row: -abs(row.new_outcome - row.outcome))
     if changed_rows:
@@ -231,8 +227,8 @@ def rescore(
         for row in changed_rows[:MAX_LISTED]:
             cells = [str(row.step), row.split, row.sample_id]
             lines.append([row.episode_id, *cells, f"{row.outcome:.3f}", f"{row.new_outcome:.3f}"])
-        typer.echo("\nthe largest changes:")
-        typer.echo("\n".join(aligned(lines, 1)))
+        echo("\nthe largest changes:")
+        echo("\n".join(aligned(lines, 1)))
     if out is not None:
         write_rescored(rows, out)
-        typer.echo(f"\nwrote {plural(len(rows), 'episode')} to {out}")
+        echo(f"\nwrote {plural(len(rows), 'episode')} to {out}")

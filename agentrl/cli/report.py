@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from agentrl.cli.options import Files
+from agentrl.terminal import echo
 
 
 def report(
@@ -33,9 +34,10 @@ def report(
     """
     from agentrl.errors import UserError
     from agentrl.registry import load_file
+    from agentrl.regular_files import atomic_file
     from agentrl.report import diagnose, load_run
     from agentrl.report.diagnosis import describe
-    from agentrl.report.page import make_report, printable, to_html, to_markdown
+    from agentrl.report.page import make_report, to_html, to_markdown
 
     loaded = load_run(run)
     for name in file or ():
@@ -44,23 +46,23 @@ def report(
     findings = diagnose(loaded)
     content = make_report(loaded, findings)
     if markdown:
-        typer.echo(to_markdown(content), nl=False)
+        echo(to_markdown(content), nl=False)
         return
     for label, text in content.summary:
-        typer.echo(printable(f"{label + ':':10}{text}"))
+        echo(f"{label + ':':10}{text}")
     for finding in findings:
-        typer.echo("\n" + printable(describe(finding)))
+        echo("\n" + describe(finding))
         if finding.episodes:
             command = f"agentrl show {quote(str(run))} --episode {quote(finding.episodes[0])}"
-            typer.echo(printable(f"  an episode: {command}"))
+            echo(f"  an episode: {command}")
     page = output or run / "report.html"
-    staging = page.with_name(f".{page.name}.tmp")
+    html = to_html(content, _draw_curve(run))
     try:
-        staging.write_text(to_html(content, _draw_curve(run)), encoding="utf-8")
-        staging.replace(page)
+        with atomic_file(page) as staging:
+            staging.write_text(html, encoding="utf-8")
     except OSError as e:
         raise UserError(f"cannot write {page}: {e}. Choose another file: --output") from e
-    typer.echo(f"\nevidence, episodes and curves: {page}")
+    echo(f"\nevidence, episodes and curves: {page}")
 
 
 def _draw_curve(run: Path) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from agentrl.errors import AgentRLError, UserCodeError, UserError
 from agentrl.plural import plural
+from agentrl.terminal import echo
 from agentrl.workers.child_process import python_command
 from agentrl.workers.parent_watch import PR_SET_PDEATHSIG
 
@@ -55,11 +56,10 @@ def run_supervised(words: Sequence[str], folder: Path, max_restarts: int) -> int
             return 1 if code == CRASHED else code if code >= 0 else 128 - code
         restarts += 1
         end = f"signal {signal.Signals(-code).name}" if code < 0 else "an error"
-        print(
+        echo(
             f"the run ended with {end}; it is started again"
             f" ({restarts} of {plural(max_restarts, 'restart')}, trainer.max_restarts)",
-            file=sys.stderr,
-            flush=True,
+            err=True,
         )
         time.sleep(PAUSE_SECONDS)
 
@@ -92,8 +92,8 @@ def exit_code_of_crashes() -> Iterator[None]:
     except (UserError, UserCodeError):
         raise
     except AgentRLError as e:
-        print(f"error: {e}", file=sys.stderr)
+        echo(f"error: {e}", err=True)
         sys.exit(CRASHED)
     except Exception:
-        traceback.print_exc()
+        echo(traceback.format_exc(), err=True, nl=False)
         sys.exit(CRASHED)

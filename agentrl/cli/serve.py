@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentrl.cli.options import ConfigFile, Model, Overrides
+from agentrl.terminal import echo
 
 if TYPE_CHECKING:
     from agentrl.config import Config
@@ -35,8 +36,9 @@ def serve(
     """Serve a policy at an OpenAI-style URL, with the engine, template and tool parser of a run.
 
     Clients decide temperature, top_p, top_k, stop and max_tokens. Without --token-env, any API key
-    is accepted, and the server is reachable from this machine only. For a run or a checkpoint
-    of one, the run's config.yaml is the default of --config.
+    is accepted, and the server is reachable from this machine only. If
+    --model is the folder of a run, its config.yaml is used without --config, and the files that it
+    names are loaded.
 
     With --check, rows are played greedily, and their conversations are sent to the API turn by
     turn. Exit code 0 if all answers are equal, else 1; the first difference of each row is shown.
@@ -54,7 +56,6 @@ def serve(
 
     from agentrl.agent_loops.attempt import Runtime, load_template
     from agentrl.cli.options import (
-        config_of_run,
         read_config,
         rows_to_play,
         with_model_folder,
@@ -67,16 +68,14 @@ def serve(
     from agentrl.tools import LocalToolbox
     from agentrl.tools.serving.bind import bind, host_names_of, url_of
 
-    config = config or config_of_run(model)
+    settings = read_config(config, overrides, model=model, needs_rows=False, uses_run_config=True)
     if check:
-        settings = read_config(config, overrides, model=model, needs_rows=False)
         if not settings.data.val and not settings.data.train:
             raise ConfigError(f"--check {check} needs rows: add data.val=FILE, .parquet or .jsonl")
         raise typer.Exit(_check(rows_to_play(settings), check))
     token = os.environ.get(token_env, "") if token_env else ""
     if token_env and not token:
         raise UserError(f"--token-env {token_env}: this environment variable is empty or not set")
-    settings = read_config(config, overrides, model=model, needs_rows=False)
     settings = with_model_folder(without_budgets(settings))
     logging.disable_progress_bar()
     bound = bind(host, port, token, allows="use your policy")
@@ -91,10 +90,10 @@ def serve(
             hosts=frozenset() if token else host_names_of(bound),
         )
         url = f"{url_of(bound)}/v1"
-        typer.echo(f"serving {settings.model.path} as {MODEL!r} at {url}\n")
+        echo(f"serving {settings.model.path} as {MODEL!r} at {url}\n")
         key = f"${token_env}" if token_env else "any"
-        typer.echo(f"  export OPENAI_BASE_URL={url} OPENAI_API_KEY={key}")
-        typer.echo(
+        echo(f"  export OPENAI_BASE_URL={url} OPENAI_API_KEY={key}")
+        echo(
             f"  curl {url}/chat/completions -H 'content-type: application/json'"
             + (f' -H "authorization: Bearer {key}"' if token_env else "")
             + ' -d \'{"messages": [{"role": "user", "content": "Hi"}]}\''
@@ -116,10 +115,10 @@ def _check(settings: Config, n: int) -> int:
     with open_session(settings) as (plan, rollouts):
         rows, greedy = [*islice(plan.train, n)], Sampling(temperature=0.0)
         files = file_names(settings.data.train)
-        typer.echo(f"{files}: the first {len(rows)} of {len(plan.train)} rows, greedy")
+        echo(f"{files}: the first {len(rows)} of {len(plan.train)} rows, greedy")
         groups = rollouts.collect(rows, n=1, sampling=greedy, step=0, tag="greedy")
         trajectories = [s.trajectory for group in groups for s in group.scored]
         comparison = rollouts.run(compare_served(rollouts.runtime, trajectories))
     for line in comparison.lines():
-        typer.echo(line)
+        echo(line)
     return 0 if comparison.is_equal else 1

@@ -10,6 +10,7 @@ import typer
 
 from agentrl.cli.options import Files, resolve_model
 from agentrl.plural import plural
+from agentrl.terminal import echo
 
 FEW_STEPS = 20
 """With fewer steps, the default learning rates hardly change a model."""
@@ -24,8 +25,7 @@ def sft(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...",
-            help="Config keys of the learner, e.g. optim.recompute=true.",
+            metavar="[KEY=VALUE]...", help="Config keys of the learner, e.g. optim.recompute=true."
         ),
     ] = None,
     column: Annotated[
@@ -53,20 +53,20 @@ def sft(
         int, typer.Option(help="Maximum number of tokens per forward pass.", min=1)
     ] = 16384,
     fresh: Annotated[
-        bool,
-        typer.Option("--fresh", help="Start with random weights of the model's shape."),
+        bool, typer.Option("--fresh", help="Start with random weights of the model's shape.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the order of rows and of random weights.")] = 0,
 ) -> None:
     """Fine-tune a model on the assistant messages of conversations.
 
     If a conversation starts with an assistant message, it continues the row's prompt, as the row's
-    agent loop shows it. A text is such a message. Other conversations are complete. The tools of
-    the row are shown too.
+    agent loop shows it. A text is such a message, but in the column `messages` it is a conversation
+    in JSON. Other conversations are complete. The tools of the row are shown too.
 
     A tool call is text in the assistant's content, in the format of the model: for Qwen2.5
     <tool_call>, {"name": "add", "arguments": {"a": 1}} and </tool_call>, on a line each. Structured
-    `tool_calls` are refused. `agentrl check-template MODEL` prints the model's format.
+    `tool_calls` are refused. `agentrl check-template MODEL` prints the model's format. Assistant
+    messages with `weight` 0 or `train` false are not trained.
 
     Examples:
         agentrl sft --dataset chats.jsonl --model models/base --output models/chat
@@ -87,14 +87,14 @@ def sft(
         raise UserError(f"--output {output} already exists: choose a new folder")
     for name in file or []:
         load_file(name)
-    path = resolve_model(model, say=typer.echo)
+    path = resolve_model(model, say=echo)
 
     from transformers.utils import logging
 
     from agentrl.chat import ChatTemplate
     from agentrl.cluster import open_placement
     from agentrl.config import TINY, without_effect
-    from agentrl.engine.local.load import load_model_config
+    from agentrl.engine.local.load import load_model_config, max_row_length
     from agentrl.trainer.sft import (
         ProgressPrinter,
         SFTLearner,
@@ -105,7 +105,7 @@ def sft(
 
     logging.disable_progress_bar()
     template = ChatTemplate.load(path)
-    max_length: int = load_model_config(path).get_text_config().max_position_embeddings
+    max_length = max_row_length(load_model_config(path))
     examples = load_examples(dataset, column, template, max_length, prompt_key)
     steps = steps or -(-len(examples) // batch_size)
     config = make_sft_config(
@@ -128,16 +128,16 @@ def sft(
             f" changes the model very little. {advice}"
         )
     for note in notes:
-        typer.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     with open_placement(config) if config.trainer.spread else nullcontext() as placement:
         learner = SFTLearner(config, fresh=fresh, placement=placement)
         trained, tokens = (sum(sum(e.mask) for e in examples), sum(len(e.ids) for e in examples))
-        typer.echo(
+        echo(
             f"{plural(len(examples), 'conversation')} with {tokens:,} tokens, {trained:,} of them"
             f" from the assistant; {plural(steps, 'step')} of {batch_size}"
         )
-        learner.fit(batches(examples, batch_size, seed), ProgressPrinter(steps, typer.echo))
+        learner.fit(batches(examples, batch_size, seed), ProgressPrinter(steps, echo))
         output.mkdir(parents=True, exist_ok=True)
         learner.ranks.save_pretrained(output)
     template.tokenizer.save_pretrained(output)
-    typer.echo(f"saved to {output}")
+    echo(f"saved to {output}")

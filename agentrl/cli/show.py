@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentrl.plural import plural
+from agentrl.terminal import echo
 
 if TYPE_CHECKING:
     from agentrl.report.run import Run
@@ -45,21 +46,20 @@ def show(
 
         agentrl show runs/demo --episode train-11-96-0-4c5265d9-7
     """
-    from agentrl.report.page import printable
     from agentrl.report.run import load_run
     from agentrl.view.query import find_episodes, parse_query
 
     loaded = load_run(run, None if step is None else [step])
     if episode is not None:
-        typer.echo(printable(_describe_episode(loaded, episode)))
+        echo(_describe_episode(loaded, episode))
         return
     found = find_episodes(loaded, parse_query(query), after, n)
     if not loaded.store.all_steps():
-        typer.echo(f"{run} has no recorded episodes: its folder trajectories is empty or missing")
+        echo(f"{run} has no recorded episodes: its folder trajectories is empty or missing")
         return
-    typer.echo(printable(_describe_found(found, after)))
+    echo(_describe_found(found, after))
     if step is not None and found.total:
-        typer.echo(printable(_describe_gap(loaded, step)))
+        echo(_describe_gap(loaded, step))
 
 
 def _describe_found(found: Found, after: int) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentrl.plural import plural
+from agentrl.terminal import echo
 
 if TYPE_CHECKING:
     from agentrl.tools import Tool
@@ -17,12 +18,10 @@ app = typer.Typer(
 )
 
 FilesArgument = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[FILE]...", help="The same as --file."),
+    list[str] | None, typer.Argument(metavar="[FILE]...", help="The same as --file.")
 ]
 FilesOption = Annotated[
-    list[str] | None,
-    typer.Option("--file", "-f", help="Python files with @tool, or shelf:NAME."),
+    list[str] | None, typer.Option("--file", "-f", help="Python files with @tool, or shelf:NAME.")
 ]
 Name = Annotated[str, typer.Argument(help="A tool, or one of the functions it offers.")]
 
@@ -138,10 +137,10 @@ def list_(files: FilesArgument = None, file: FilesOption = None) -> None:
         limit = f", at most {calls} at once" if tool.max_concurrency else ""
         rate = f", rate limit {tool.rate_limit:g} per second" if tool.rate_limit else ""
         injected = f", gets {', '.join(sorted(tool.injected))}" if tool.injected else ""
-        typer.echo(f"{name}  ({kind}, {tool.timeout:g} s{limit}{rate}{injected})")
+        echo(f"{name}  ({kind}, {tool.timeout:g} s{limit}{rate}{injected})")
         for function in tool.functions:
             about = function.schema["function"].get("description", "").partition("\n")[0]
-            typer.echo(f"  {function.parameters.usage}  {about}")
+            echo(f"  {function.parameters.usage}  {about}")
 
 
 @app.command()
@@ -156,9 +155,7 @@ def show(name: Name, file: FilesOption = None) -> None:
     _load(file or [])
     tool = _find_tool(name)
     schemas = [f.schema for f in tool.functions if name in (tool.name, f.name)]
-    typer.echo(
-        json.dumps(schemas[0] if len(schemas) == 1 else schemas, indent=2, ensure_ascii=False)
-    )
+    echo(json.dumps(schemas[0] if len(schemas) == 1 else schemas, indent=2, ensure_ascii=False))
 
 
 @app.command()
@@ -215,7 +212,7 @@ def call(
             await toolbox.aclose()
 
     result = asyncio.run(run())
-    typer.echo(result.content)
+    echo(result.content)
     if not result.ok:
         sys.exit(1)
 
@@ -229,13 +226,13 @@ def _print_address(url: str, names: list[str], missing_token: str) -> None:
         missing_token: the environment variable that should contain a token; "" if there is one.
     """
     if missing_token:
-        typer.echo(
+        echo(
             f"warning: {url} needs no token: every user and program of this machine can run these"
             f" tools. Set the environment variable {missing_token} to a token",
             err=True,
         )
-    typer.echo(f"{plural(len(names), 'tool')} at {url}: {', '.join(names)}")
-    typer.echo(f"use them with: agentrl train ... tools.transport={url}")
+    echo(f"{plural(len(names), 'tool')} at {url}: {', '.join(names)}")
+    echo(f"use them with: agentrl train ... tools.transport={url}")
 
 
 def _load(files: list[str]) -> None:

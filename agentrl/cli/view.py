@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from agentrl.errors import UserError
+from agentrl.terminal import echo
 
 
 def view(
@@ -17,8 +18,7 @@ def view(
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 chooses a free port.", min=0, max=65535)] = 0,
     token_env: Annotated[
-        str,
-        typer.Option(help="Environment variable with the token; if empty, one is made."),
+        str, typer.Option(help="Environment variable with the token; if empty, one is made.")
     ] = "AGENTRL_VIEW_TOKEN",
     export: Annotated[
         Path | None, typer.Option(help="Write one HTML file instead; it opens without a server.")
@@ -57,8 +57,8 @@ def view(
     token = os.environ.get(token_env) or secrets.token_urlsafe(16)
     server = ViewServer(runs, host, port, token)
     if tunnel := describe_tunnel(server.port):
-        typer.echo(f"on your machine: {tunnel}")
-    typer.echo(f"open {server.address}")
+        echo(f"on your machine: {tunnel}")
+    echo(f"open {server.address}")
     server.serve_forever()
 
 
@@ -70,4 +70,4 @@ def _write(file: Path, runs: list[Path], query: str) -> None:
         file.write_bytes(page)
     except OSError as e:
         raise UserError(f"cannot write {file}: {e.strerror}") from e
-    typer.echo(f"wrote {file} ({len(page) / 1e6:.1f} MB); open it in a browser")
+    echo(f"wrote {file} ({len(page) / 1e6:.1f} MB); open it in a browser")

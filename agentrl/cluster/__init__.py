@@ -19,7 +19,7 @@ from agentrl.errors import ConfigError
 from agentrl.plural import plural
 from agentrl.torch_threads import choose_threads
 
-__all__ = ["RayPlacement", "open_placement", "open_site"]
+__all__ = ["RayPlacement", "open_placement"]
 
 if TYPE_CHECKING:
     from agentrl.cluster.group import WorkerGroup
@@ -48,20 +48,14 @@ def open_placement(config: Config) -> Iterator[RayPlacement]:
         from agentrl.cluster.pool import ResourcePool
 
         request = f"trainer.nnodes={t.nnodes}, trainer.n_gpus_per_node={t.n_gpus_per_node}"
-        count = t.nnodes * t.n_gpus_per_node
         cpu = t.device == "cpu" or (t.device == "auto" and not ray.cluster_resources().get("GPU"))
-        if cpu and t.device == "auto" and count > 1:
+        if cpu and t.device == "auto" and t.ranks > 1:
             raise ConfigError(
-                f"{request}: the run needs {count} GPUs, but the cluster has none. With"
+                f"{request}: the run needs {t.ranks} GPUs, but the cluster has none. With"
                 " trainer.device=cpu the keys count CPU processes instead"
             )
         with ExitStack() as stack:
-            pool = ResourcePool(
-                t.nnodes,
-                t.n_gpus_per_node,
-                gpu=not cpu,
-                request=request,
-            )
+            pool = ResourcePool(t.nnodes, t.n_gpus_per_node, gpu=not cpu, request=request)
             stack.callback(pool.close)
             yield RayPlacement(config, pool, stack)
 
@@ -167,7 +161,3 @@ class RayPlacement:
         assert self._group is not None, "start_ranks first: colocated servers use the GPUs of ranks"
         slots = colocated_slots(self._group.workers, self._config.rollout, cpu=False)
         return slots[index].run(start)
-
-
-open_site = open_placement
-"""The former name, until 0.2."""

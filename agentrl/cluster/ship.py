@@ -94,10 +94,7 @@ def user_registrations() -> dict[str, frozenset[str]]:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that must be the same everywhere."""
-    result = {
-        "python": f"{sys.version_info[0]}.{sys.version_info[1]}",
-        "agentrl": __version__,
-    }
+    result = {"python": f"{sys.version_info[0]}.{sys.version_info[1]}", "agentrl": __version__}
     for package in PACKAGES:
         try:
             result[package] = version(package)
@@ -124,7 +121,7 @@ def local_copy(path: Path, contents: Mapping[str, bytes]) -> Path:
     # The folder is named by the contents, so all ranks of a machine write the same files.
     folder = Path(gettempdir()) / f"agentrl-files-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
+    if folder.lstat().st_uid != os.getuid():
         raise ConfigError(f"{folder} belongs to another user: files cannot be written there")
     digest = sha256(repr(sorted(contents.items())).encode()).hexdigest()
     copy_folder = folder / digest[:32]

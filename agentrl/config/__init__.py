@@ -28,24 +28,8 @@ from agentrl.config.sections import (
 )
 
 __all__ = [
-    "FIELDS",
-    "TINY",
-    "TINY_SETTINGS",
-    "AgentConfig",
-    "AlgorithmConfig",
-    "Config",
-    "DataConfig",
-    "InteractionConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "SandboxConfig",
-    "ToolsConfig",
-    "TrainerConfig",
-    "ValConfig",
-    "file_names",
-    "load_config",
-    "row_files",
-    "without_effect",
-]
+    "FIELDS", "TINY", "TINY_SETTINGS", "AgentConfig", "AlgorithmConfig", "Config", "DataConfig",
+    "InteractionConfig", "ModelConfig", "OptimConfig", "RewardConfig", "RolloutConfig",
+    "SandboxConfig", "ToolsConfig", "TrainerConfig", "ValConfig", "file_names", "load_config",
+    "row_files", "without_effect",
+]  # fmt: skip

@@ -73,6 +73,7 @@ def without_effect(c: Config) -> list[str]:
     own_servers = local or ("rollout.urls names servers that run already" if c.rollout.urls else "")
     reasons = {
         "agent.reward": agent,
+        "agent.on_error": agent,
         "agent.env": "" if c.agent.command else agent or "a function has all variables",
         "agent.slots": agent,
         "rollout.urls": local,
@@ -114,6 +115,7 @@ def without_effect(c: Config) -> list[str]:
         "reward.overlong_penalty": "" if r.overlong_buffer else "reward.overlong_buffer is 0",
         "reward.overlong_buffer": "" if r.overlong_penalty else "reward.overlong_penalty is 0",
         "trainer.placement": own_servers or on_cpu,
+        "data.drop_last": "trainer.total_steps is set" if t.total_steps else "",
         "trainer.total_epochs": "trainer.total_steps is set" if t.total_steps else "",
         "trainer.profile_steps": "trainer.val_only is true" if t.val_only else "",
         "trainer.patience": "trainer.test_freq is 0" if not t.test_freq else "",
@@ -122,7 +124,7 @@ def without_effect(c: Config) -> list[str]:
         paths = [f"val.{leaf}" for leaf in type(c.val).model_fields]
         reasons |= dict.fromkeys([*paths, *VALIDATION_KEYS], "data.val is empty")
     return [
-        f"{assignment(path, c.value(path))} has no effect: {reason}"
+        f"{assignment(path, c.stored_value(path))} has no effect: {reason}"
         for path, reason in reasons.items()
         if reason and c.value(path) != defaults.value(path)
     ]

@@ -10,6 +10,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.config.environment import find_secret, hide_secrets
+from agentrl.config.section import types_in
 from agentrl.config.sections import FIELDS, Config, file_names
 from agentrl.config.sources import Setting, merge, read_overrides, read_yaml, verl_keys
 from agentrl.errors import ConfigError
@@ -25,6 +27,7 @@ def load_config(
     *,
     translated: Sequence[Setting] = (),
     mistakes: Sequence[str] = (),
+    all_mistakes: list[str] | None = None,
 ) -> Config:
     """Build a run's config.
 
@@ -35,50 +38,39 @@ def load_config(
         preset: values by dotted key, which replace defaults: the settings of a model preset.
         translated: settings from a config of another project, which the overrides override.
         mistakes: mistakes that are known already, to be reported with the others.
+        all_mistakes: a list to which all mistakes are appended; the config of the valid values is
+            returned. None: raise an error that lists them.
 
     Raises:
-        ConfigError: it lists all mistakes, each with its source, its value and the allowed values.
+        ConfigError: there are mistakes, and `all_mistakes` is None. It lists all of them, each with
+            its source, its value and the allowed values.
     """
-    config, mistakes = read_config(
-        yaml_path, overrides, flags, preset, translated=translated, mistakes=mistakes
-    )
-    refuse(mistakes)
-    return config
-
-
-def refuse(mistakes: Sequence[str]) -> None:
-    """Raise a `ConfigError` that lists the mistakes; do nothing if there are none."""
-    if mistakes:
-        lines = "".join(f"\n  - {mistake}" for mistake in mistakes)
-        raise ConfigError(f"{plural(len(mistakes), 'mistake')} in the configuration:{lines}")
-
-
-def read_config(
-    yaml_path: str | None = None,
-    overrides: Sequence[str] = (),
-    flags: Mapping[str, Any] | None = None,
-    preset: Mapping[str, Any] | None = None,
-    *,
-    translated: Sequence[Setting] = (),
-    mistakes: Sequence[str] = (),
-) -> tuple[Config, list[str]]:
-    """Return the config of all valid values, and the mistakes. See `load_config`."""
     mistakes = [*mistakes]
     types: dict[str, type] = {p: get_origin(i.annotation) or object for p, i in FIELDS.items()}
-    settings = read_yaml(yaml_path, FIELDS, mistakes) if yaml_path else []
-    settings += [*translated, *read_overrides(overrides, mistakes, _allowed_of)]
+    settings = read_yaml(yaml_path, FIELDS, mistakes, _TEXT_KEYS) if yaml_path else []
+    settings += [*translated, *read_overrides(overrides, mistakes, _allowed_of, _TEXT_KEYS)]
     for path, value in (flags or {}).items():
         settings.append(Setting(path, value, flag_of(path) or "argument"))
     settings = _without_other_algorithm(settings)
     defaults = [Setting(path, value, "preset") for path, value in (preset or {}).items()]
     merged = merge(defaults, types, mistakes) | merge(settings, types, mistakes)
     config = _validate(merged, mistakes)
+    if all_mistakes is None:
+        refuse(mistakes)
+    else:
+        all_mistakes += mistakes
     if config.trainer.output:
-        return config, mistakes
+        return config
     files = file_names(config.data.train or config.data.val).partition(", ")[0]
     name = Path(files or "run").stem
-    trainer = config.trainer.model_copy(update={"output": f"runs/{name}"})
-    return config.model_copy(update={"trainer": trainer}), mistakes
+    return config.with_values("trainer", output=f"runs/{name}")
+
+
+def refuse(mistakes: Sequence[str]) -> None:
+    """Raise a `ConfigError` that lists the mistakes; do nothing if there are none."""
+    if mistakes:
+        lines = hide_secrets("".join(f"\n  - {mistake}" for mistake in mistakes))
+        raise ConfigError(f"{plural(len(mistakes), 'mistake')} in the configuration:{lines}")
 
 
 def _without_other_algorithm(settings: list[Setting]) -> list[Setting]:
@@ -108,9 +100,16 @@ def _without_other_algorithm(settings: list[Setting]) -> list[Setting]:
 
 _KEYS_OF_FILES = (
     "files", "model.path", "data.train", "data.val", "data.agent_name", "data.prompt_key",
-    "data.reward_fn_key", "interaction.kwargs",
+    "data.reward_fn_key", "data.tools", "interaction.kwargs",
 )  # fmt: skip
 """The keys that a check of the run's files needs. They do not contradict each other."""
+
+
+_TEXT_KEYS = {
+    path
+    for path, info in FIELDS.items()
+    if types_in(info.annotation) & {str, float, bool, Any} == {str}
+}
 
 
 def flag_of(path: str) -> str:
@@ -163,7 +162,9 @@ def _validate(merged: Mapping[str, Setting], mistakes: list[str]) -> Config:
     settings = dict(merged)
     while True:
         try:
-            return Config.model_validate(_tree(settings.values()))
+            config = Config.model_validate(_tree(settings.values()))
+            mistakes.extend(filter(None, map(_describe_secret, settings.values())))
+            return config
         except ValidationError as e:
             errors = e.errors(include_url=False)
         if not errors[0]["loc"]:
@@ -179,6 +180,16 @@ def _validate(merged: Mapping[str, Setting], mistakes: list[str]) -> Config:
             if path in settings:  # pydantic reports a union once for each of its types
                 problem = str(error.get("ctx", {}).get("error", ""))
                 mistakes.append(_invalid_value(settings.pop(path), FIELDS[path], problem))
+
+
+def _describe_secret(setting: Setting) -> str:
+    """Return the message for a value that contains a key of a service, or ""."""
+    where = find_secret(setting.value, setting.path)
+    return where and (
+        f"{where} ({setting.source}): this looks like a key or a password, and the run would store"
+        " it in its config.yaml. Export it as an environment variable, and write"
+        f" {where}='${{oc.env:NAME}}'"
+    )
 
 
 def _tree(settings: Iterable[Setting]) -> dict[str, Any]:

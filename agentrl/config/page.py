@@ -28,10 +28,17 @@ rollout:
 
     agentrl train --config run.yaml optim.lr=1e-5 rollout.budget_policy.turns=zero
 
-Paths are relative to the folder in which the command runs, also in a YAML file. `a.b=null` sets
-the default again. Lists are written `files=[a.py,b.py]`; a list of one item can be written without
-brackets. The run's folder contains the resolved config, `config.yaml`, which `--config` accepts.
-One error reports all mistakes, before anything is loaded.
+Paths are relative to the folder in which the command runs, also in a YAML file; URLs such as
+`s3://bucket/run` are refused. `${oc.env:NAME}` in a value or a mapping's key is an environment
+variable (`${oc.env:NAME,DEFAULT}`). The run stores this reference and not its value, and reads the
+variable again when it is resumed. A value that looks like a key or a password
+([run_folder.md](run_folder.md#keys-and-passwords)) is refused: write it as such a reference.
+`a.b=null` sets the default again. Lists are written `files=[a.py,b.py]`; a list of one item can be
+written without brackets. The value of an override is null, true, false, a number, or YAML in
+brackets or quotation marks; anything else is a text, of which `#` and `: ` are part:
+`reward.kwargs.marker=####`. A text such as 5 or true is quoted, `reward.kwargs.marker="'5'"`,
+unless the key wants a text. The run's folder contains the resolved config, `config.yaml`, which
+`--config` accepts. One error reports all mistakes, before anything is loaded.
 """
 
 PRESET = """\

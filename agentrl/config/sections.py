@@ -8,16 +8,24 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from agentrl.config.algorithm import AlgorithmConfig
-from agentrl.config.section import Section, key
+from agentrl.config.environment import REFERENCE, expand, map_leaves
+from agentrl.config.section import LocalPath, Section, key, refuse_url
 from agentrl.config.sources import assignment, dump_yaml
 from agentrl.registry import did_you_mean
 
@@ -82,8 +90,15 @@ class DataConfig(Section):
     learning signal. 0: batch_size."""
     shuffle: bool = True
     """Shuffle the rows in every epoch. false: the order of the file."""
+    drop_last: bool = False
+    """Round the batches of each epoch down when trainer.total_epochs is turned into steps, as verl
+    does. The run is shorter; batches still continue into the next epoch. false: rows x epochs are
+    rounded up once."""
     agent_name: str = "single_turn"
     """The agent loop of rows without an `agent_name`."""
+    tools: Literal["row", "all"] = "row"
+    """The tools of rows without the column `tools` (or verl's `tool_selection`), if their loop uses
+    tools. row: those of `tools_kwargs`. all: all tools that `files` define, as in verl."""
     prompt_key: str = key("prompt", min_length=1)
     """The column with the prompts."""
     reward_fn_key: str = key("data_source", min_length=1)
@@ -96,6 +111,8 @@ class DataConfig(Section):
     @classmethod
     def _check_names(cls, value: Any) -> Any:
         items = [i for i in value if isinstance(i, dict)] if isinstance(value, list) else []
+        for item in value if isinstance(value, list) else [value]:
+            refuse_url(str(item.get("path") if isinstance(item, dict) else item))
         names = RowFile.model_fields
         if unknown := [str(name) for item in items for name in item if name not in names]:
             raise ValueError(f"unknown name {unknown[0]!r}.{did_you_mean(unknown[0], names)}")
@@ -116,7 +133,7 @@ class DataConfig(Section):
 class ModelConfig(Section):
     """The policy."""
 
-    path: str = key("", flag="--model")
+    path: LocalPath = key("", flag="--model")
     """A model folder or hub name, or `tiny` for a small model that is trained on this machine on
     first use."""
     lora_rank: int = key(0, ge=0)
@@ -150,6 +167,8 @@ BUDGETS = {
 }
 """The key of each budget, by the stop reason of an episode that has used it up."""
 POLICIES = ("keep", "zero", "mask")
+MAX_UNCORRECTED_MISMATCH = 0.2
+"""The mean difference of logprobs, in nats, above which a run must correct its updates."""
 TOOL_FORMATS = (
     "auto", "hermes", "qwen3_coder", "glm", "llama_json", "llama_pythonic", "mistral", "deepseek",
     "gpt_oss", "gemma", "kimi_k2", "minimax_m1", "minimax_m2", "deepseek_v32", "deepseek_v4",
@@ -188,7 +207,7 @@ class RolloutConfig(Section):
     """The number of servers that the run starts."""
     tensor_parallel_size: int = key(1, ge=1)
     """GPUs per server (tensor parallelism)."""
-    python: str = ""
+    python: LocalPath = ""
     """The Python interpreter of an environment with the server's package. Empty: the interpreter
     that runs agentrl."""
     launch: list[str] = key([], allowed="a list of arguments, as its command line has them")
@@ -210,6 +229,10 @@ class RolloutConfig(Section):
     """Reproducible rollouts: the server's output depends only on the run's seeds, not on other
     requests, and its logprobs are as close to the trainer's as possible. The local engine always
     does this on a CPU, unless trainer.max_staleness is set."""
+    max_mismatch: float = key(MAX_UNCORRECTED_MISMATCH, gt=0)
+    """The largest mean difference of the logprobs of engine and trainer at the start of a run, in
+    nats. The limit is smaller if rounding explains less. Above 0.2, algorithm.tis_cap must be
+    set."""
     n: int = key(8, ge=1)
     """Rollouts per prompt."""
     temperature: float = key(1.0, gt=0)
@@ -375,7 +398,7 @@ class SandboxConfig(Section):
     """Time limit of a program, in seconds."""
     memory_mb: int = key(2048, ge=64)
     """Memory limit of each process of a program, in MiB."""
-    python: str = "/usr/bin/python3"
+    python: LocalPath = "/usr/bin/python3"
     """The Python interpreter for programs."""
 
     @field_validator("backend")
@@ -392,19 +415,26 @@ class AgentConfig(Section):
     command: str = ""
     """The command that starts an agent, one process per episode. The environment variables
     OPENAI_BASE_URL and OPENAI_API_KEY contain the address of the policy and the key for it,
-    AGENTRL_SAMPLE contains the row."""
-    python: str = key("", allowed="path.py:function")
+    AGENTRL_SAMPLE contains the row, without its ground truth."""
+    python: LocalPath = key("", allowed="path.py:function")
     """Instead of a command: a function, which may be async, with any of the parameters sample,
     base_url, api_key and model."""
     reward: Literal["grader", "post", "exit"] = "grader"
     """Where the reward of the outcome comes from. grader: from `reward.function` or the grader of
     the row. post: the agent sends it to AGENTRL_REWARD_URL, or its function returns it. exit: 1 if
     the command exits with code 0, and 0 if it exits with code 1."""
+    on_error: Literal["zero", "drop"] = "zero"
+    """The effect of an error that ends an agent after an answer of the policy. zero: the episode
+    trains, with the outcome 0. drop: it is dropped. Episodes with other failures are always
+    dropped (docs/agents.md)."""
     env: list[str] = key([], allowed="a list of names of environment variables")
     """Environment variables of this process that agents get in addition to PATH, HOME and a few
     others (docs/agents.md)."""
+    extra_info: list[str] = key([], allowed="a list of keys of the rows' extra_info")
+    """The keys of the row's extra_info that agents get, in addition to its id, number, data source
+    and prompt. Name no key that tells the ground truth."""
     slots: int = key(16, ge=1)
-    """The largest number of agents that run at the same time. Async functions have no limit."""
+    """The largest number of agents that run at the same time. Async functions are not limited."""
 
     @field_validator("command")
     @classmethod
@@ -433,9 +463,11 @@ class InteractionConfig(Section):
 class RewardConfig(Section):
     """Settings for scoring rollouts."""
 
-    function: str = key("", allowed="the name of a registered reward, or path.py:function")
+    function: LocalPath = key("", allowed="the name of a registered reward, or path.py:function")
     """The reward function. Empty: the grader for the row's data_source."""
-    functions: dict[str, float] = key({}, allowed="a mapping from reward functions to weights")
+    functions: dict[LocalPath, float] = key(
+        {}, allowed="a mapping from reward functions to weights"
+    )
     """Several reward functions with weights, for example `{exact: 1.0, format: 0.1}`. The name
     `grader` stands for the grader of the row's data_source."""
     kwargs: dict[str, Any] = key({}, allowed="a mapping")
@@ -510,8 +542,8 @@ class OptimConfig(Section):
     updates. all: parameters, gradients and optimizer state."""
 
 
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
-"""The trackers that agentrl supports itself."""
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab", "clearml", "aim", "comet_ml")
+"""The trackers that agentrl supports itself, through accelerate."""
 
 
 def other_trackers() -> dict[str, EntryPoint]:
@@ -527,7 +559,7 @@ def other_trackers() -> dict[str, EntryPoint]:
 class TrainerConfig(Section):
     """Settings of the run as a whole."""
 
-    output: str = key("", flag="--output")
+    output: LocalPath = key("", flag="--output")
     """The run's folder. Empty: `runs/` and the name of the dataset."""
     total_steps: int = key(0, ge=0)
     """Steps of the run. 0: total_epochs sets the number."""
@@ -536,17 +568,17 @@ class TrainerConfig(Section):
     rollouts and updates take turns. From 1 on, rollouts go on while the learner computes; 1 is
     enough if their times are similar, 2 if some take much longer than others."""
     total_epochs: int = key(1, ge=1)
-    """Passes over the dataset, counted as data.batch_size rows per step. With
-    algorithm.filter_groups a step plays more rows, so that the same number of steps makes more
-    passes."""
+    """Passes over the dataset: rows x total_epochs / data.batch_size steps, rounded up (a batch may
+    begin in one epoch and end in the next). With algorithm.filter_groups a step plays more rows, so
+    that the same number of steps makes more passes."""
     test_freq: int = key(0, ge=0)
     """The number of steps between two validations. 0: validate only after the last step."""
-    save_freq: Literal["auto"] | Annotated[int, Field(ge=0)] = key(
-        "auto", allowed="auto, or a whole number >= 0"
+    save_freq: Literal["auto", "never"] | Annotated[int, Field(ge=0)] = key(
+        "auto", allowed="auto, never, or a whole number >= 0"
     )
     """The number of steps between two checkpoints. auto: save one at each validation, and at least
     every 30 minutes; one that cannot be written is a warning. 0: save one only after the last step.
-    """
+    never: save none. Only the trained model is written, and the run cannot be resumed."""
     keep: int = key(2, ge=0)
     """The number of newest checkpoints to keep. 0: all."""
     keep_best: str = ""
@@ -563,7 +595,7 @@ class TrainerConfig(Section):
     """Validate before the first step."""
     val_only: bool = False
     """Validate only, do not train."""
-    resume: str = key(
+    resume: LocalPath = key(
         "auto", allowed="auto, never, or the path of a checkpoint or a run, or RUN/best"
     )
     """auto: resume from the newest checkpoint in the run's folder. never: start from the beginning,
@@ -587,18 +619,16 @@ class TrainerConfig(Section):
     ray_address: str = ""
     """The Ray cluster to join, as `ray start` prints it. Empty: the run starts one if the learner
     has more than one process."""
-    logger: list[str] = key(
-        [], allowed="a list of tensorboard, wandb, mlflow, trackio and installed trackers"
-    )
+    logger: list[str] = key([], allowed=f"a list of {', '.join(TRACKERS)} and installed trackers")
     """Trackers of metrics, in addition to the console and metrics.jsonl, which are always on.
     Packages can add some (entry points `agentrl.trackers`)."""
     project_name: str = ""
-    """The project of wandb and trackio, and the experiment of mlflow. Empty: agentrl, or what the
+    """The project in trackers, and the experiment in mlflow and aim. Empty: agentrl, or what the
     tracker's environment variable says."""
     experiment_name: str = ""
     """The name of the run in trackers. Empty: the name of the run's folder."""
     tags: list[str] = key([])
-    """Tags of the run in wandb and mlflow; trackio has them in its config."""
+    """Tags of the run in wandb, mlflow, swanlab and clearml; others have them in the config."""
     watchdog_s: float = key(300.0, gt=0)
     """Seconds without progress after which the run prints what each episode is waiting for."""
     profile_steps: list[Annotated[int, Field(ge=1)]] = key(
@@ -614,13 +644,6 @@ class TrainerConfig(Section):
             raise ValueError
         return names
 
-    @field_validator("save_freq", mode="before")
-    @classmethod
-    def _check_save_freq(cls, value: Any) -> Any:
-        if isinstance(value, bool):
-            raise ValueError
-        return value
-
     @field_validator("keep_trajectories")
     @classmethod
     def _check_keep(cls, value: str) -> str:
@@ -629,9 +652,14 @@ class TrainerConfig(Section):
         return value
 
     @property
+    def ranks(self) -> int:
+        """The number of processes of the learner."""
+        return self.nnodes * self.n_gpus_per_node
+
+    @property
     def spread(self) -> bool:
         """True if the learner runs on a Ray cluster, False if it runs in this process."""
-        return self.nnodes * self.n_gpus_per_node > 1 or bool(self.ray_address)
+        return self.ranks > 1 or bool(self.ray_address)
 
 
 class Config(Section):
@@ -659,7 +687,7 @@ class Config(Section):
         trainer: steps, output, devices.
     """
 
-    files: list[str] = key([], flag="--file")
+    files: list[LocalPath] = key([], flag="--file", allowed="a list of texts")
     """Python files that define tools, interactions, rewards and loops: paths, or `shelf:NAME` for a
     tool that is shipped."""
     data: DataConfig = DataConfig()
@@ -675,11 +703,45 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     trainer: TrainerConfig = TrainerConfig()
 
+    _references: dict[str, tuple[Any, Any]] = PrivateAttr(default_factory=dict)
+    """For each key with a reference to an environment variable: its value, and the reference."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _expand(cls, tree: Any, handler: Callable[[Any], Config]) -> Config:
+        """Replace references to environment variables by their values, and keep the references."""
+        config = handler(map_leaves(expand, tree))
+        for path in FIELDS if REFERENCE.search(str(tree)) else ():
+            section, _, leaf = path.rpartition(".")
+            part = tree.get(section, {}) if section else tree
+            if isinstance(part, dict) and REFERENCE.search(str(part.get(leaf))):
+                config._references[path] = config.value(path), part[leaf]
+        return config
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: Callable[[Config], dict[str, Any]]) -> dict[str, Any]:
+        """Return all keys, with references to environment variables instead of their values."""
+        tree = handler(self)
+        for path in self._references:
+            section, _, leaf = path.rpartition(".")
+            (tree[section] if section else tree)[leaf] = self.stored_value(path)
+        return tree
+
     @model_validator(mode="after")
     def _check_combinations(self) -> Config:
         if problems := list(contradictions(self)):
             raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def rollouts_of_step(self) -> int:
+        """The number of rollouts of a training step."""
+        return self.data.batch_size * self.rollout.n
+
+    @property
+    def rollouts_of_update(self) -> int:
+        """The number of rollouts of an optimizer step: a mini-batch."""
+        return min(self.rollouts_of_step, self.algorithm.mini_batch_size or self.rollouts_of_step)
 
     def value(self, path: str) -> Any:
         """Return the value of a dotted key, for example "optim.lr".
@@ -691,6 +753,25 @@ class Config(Section):
             AttributeError: there is no such key.
         """
         return attrgetter(path)(self)
+
+    def stored_value(self, path: str) -> Any:
+        """Return the value of a key as it is stored: `${oc.env:NAME}` instead of its value.
+
+        Args:
+            path: the dotted path of the key.
+        """
+        value = self.value(path)
+        before, reference = self._references.get(path, (None, None))
+        return reference if path in self._references and before == value else value
+
+    def with_values(self, section: str, **values: Any) -> Config:
+        """Return a copy with other values of some keys of a section. The values are not checked.
+
+        Args:
+            section: the name of the section, for example "rollout".
+            values: the values by the names of the keys, for example `n=4`.
+        """
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     def resolved_yaml(self) -> str:
         """Return all keys with their values as YAML, which `load_config` can read."""
@@ -704,7 +785,7 @@ class Config(Section):
         """
         base = base or Config()
         return [
-            assignment(path, self.value(path))
+            assignment(path, self.stored_value(path))
             for path in FIELDS
             if self.value(path) != base.value(path)
         ]
@@ -756,7 +837,7 @@ def contradictions(c: Config) -> Iterator[str]:
             f" algorithm.kl_loss_coef={a.kl_loss_coef} would only add noise. Set"
             " algorithm.kl_type=k2 or k3, or penalize the reward with algorithm.kl_reward_coef"
         )
-    rollouts = c.data.batch_size * c.rollout.n
+    rollouts = c.rollouts_of_step
     if a.kl_target and rollouts >= 5 * a.kl_horizon:
         yield (
             f"algorithm.kl_horizon={a.kl_horizon} is so small compared with the {rollouts} rollouts"
@@ -770,7 +851,7 @@ def contradictions(c: Config) -> Iterator[str]:
             f"rollout.n=1: algorithm.adv_estimator={a.adv_estimator} compares the rollouts of a"
             " prompt, so that every advantage would be 0. Set rollout.n to 2 or more"
         )
-    if a.mini_batch_size > c.data.batch_size * c.rollout.n:
+    if a.mini_batch_size > rollouts:
         yield (
             f"algorithm.mini_batch_size={a.mini_batch_size} is more than the rollouts of a batch:"
             f" data.batch_size={c.data.batch_size} times rollout.n={c.rollout.n}. Set it to 0 for"
@@ -794,10 +875,15 @@ def contradictions(c: Config) -> Iterator[str]:
             f"trainer.profile_steps={late}: the run ends after step {t.total_steps}"
             " (trainer.total_steps). Choose earlier steps"
         )
-    if t.max_restarts and t.save_freq == 0:
+    if t.keep_best and t.save_freq == "never":
         yield (
-            f"trainer.max_restarts={t.max_restarts} with trainer.save_freq=0: a run that crashed"
-            " would start from the beginning. Set trainer.save_freq=auto"
+            f"trainer.keep_best={t.keep_best} with trainer.save_freq=never: no checkpoint is saved."
+            " Set trainer.save_freq=0"
+        )
+    if t.max_restarts and t.save_freq in (0, "never"):
+        yield (
+            f"trainer.max_restarts={t.max_restarts} with trainer.save_freq={t.save_freq}: a run"
+            " that crashed would start from the beginning. Set trainer.save_freq=auto"
         )
     yield from _engine_contradictions(c)
     yield from _staleness_contradictions(c)
@@ -896,6 +982,12 @@ def _staleness_contradictions(c: Config) -> Iterator[str]:
 
 def _engine_contradictions(c: Config) -> Iterator[str]:
     r = c.rollout
+    if r.max_mismatch > MAX_UNCORRECTED_MISMATCH and not c.algorithm.tis_cap:
+        yield (
+            f"algorithm.tis_cap=0 with rollout.max_mismatch={r.max_mismatch:g}: above"
+            f" {MAX_UNCORRECTED_MISMATCH:g} nats only importance weights correct the updates. Set"
+            " algorithm.tis_cap=2"
+        )
     if r.urls and r.sync in ("ipc", "nccl"):
         yield (
             f"rollout.sync={r.sync} works only with servers that the run starts. Servers of"

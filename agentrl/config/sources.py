@@ -10,15 +10,62 @@ import difflib
 import importlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel
 
+from agentrl.regular_files import read_regular
 
-class _Loader(yaml.SafeLoader):
+MAX_NODES = 100_000
+"""The most values of a YAML document, with its aliases expanded."""
+
+
+class BoundedLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a small document that expands to a huge one."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        """Return the document.
+
+        Raises:
+            YAMLError: it has too many values, or is nested too deeply.
+        """
+        try:
+            node = super().get_single_node()
+            if node is not None and _count_nodes(node, {}) > MAX_NODES:
+                raise yaml.YAMLError(f"it has more than {MAX_NODES:,} values, aliases expanded")
+        except RecursionError:
+            raise yaml.YAMLError("it is nested too deeply") from None
+        return node
+
+
+def _count_nodes(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Return the number of values in a node, with its aliases expanded."""
+    if id(node) not in counts:
+        counts[id(node)] = MAX_NODES  # It counts as too many if it contains itself.
+        inner = [*node.value] if isinstance(node, yaml.SequenceNode) else []
+        inner += chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else []
+        counts[id(node)] = 1 + sum(_count_nodes(child, counts) for child in inner)
+    return counts[id(node)]
+
+
+def load_yaml(path: Path) -> Any:
+    """Return the content of a YAML 1.1 file.
+
+    Raises:
+        YAMLError: it is not YAML, or has too many values.
+        OSError: it cannot be read.
+    """
+    try:
+        return yaml.load(read_regular(path), BoundedLoader)
+    except (ValueError, RecursionError) as e:  # such as a date with month 13
+        raise yaml.YAMLError(str(e)) from None
+
+
+class _Loader(BoundedLoader):
     """SafeLoader with the scalars of YAML 1.2."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (PyYAML's own way)
@@ -87,22 +134,60 @@ class Setting:
     value: Any
     source: str
     """The source for messages: file and line, flag, or command line."""
+    references: Mapping[str, str] = field(default_factory=dict)
+    """The reference `${oc.env:NAME}` of each text in `value` that is an environment variable's."""
 
     def __str__(self) -> str:
         return f"{assignment(self.path, self.value)} ({self.source})"
 
 
-def parse_value(text: str) -> Any:
-    """Return the value of the right-hand side of `a.b.c=text`: read as YAML, else the text."""
+def parse_value(text: str, is_text: bool = False, repeated: list[str] | None = None) -> Any:
+    """Return the value of the right-hand side of `a.b.c=text`.
+
+    Null, booleans and numbers, and lists, mappings and texts in brackets or quotation marks are
+    read as in YAML. Anything else is the text itself: `#`, `: ` and line breaks are part of it.
+
+    Args:
+        text: the right-hand side.
+        is_text: whether a number or a boolean is the text itself, too.
+        repeated: a list to which a message is appended for each key that a mapping contains twice.
+    """
+    bare = text.strip()
     try:
-        return yaml.load(text, _Loader)
+        loader = _Loader(bare)
+        node = loader.get_single_node()
+        is_marked = bare.startswith(("[", "{", '"', "'")) and not _has_template(node)
+        if node and (is_marked or node.value == bare) and node.end_mark.index == len(bare):
+            if repeated is not None:
+                repeated.extend(m.partition(";")[0] for _, m in _repeated_keys(node))
+            value = _construct(loader, node, is_text)
+            return value if is_marked or not isinstance(value, str) else text
     except (yaml.YAMLError, RecursionError, ValueError):
-        return text
+        pass
+    return text
+
+
+def _has_template(node: yaml.Node | None) -> bool:
+    """Return whether a node contains `{answer}`, which YAML reads as a mapping to null."""
+    if isinstance(node, yaml.MappingNode):
+        values = [value for _, value in node.value]
+        is_template = any(v.start_mark.index == v.end_mark.index for v in values)
+        return is_template or any(map(_has_template, values))
+    return isinstance(node, yaml.SequenceNode) and any(map(_has_template, node.value))
+
+
+def _construct(loader: _Loader, node: yaml.Node, is_text: bool) -> Any:
+    """Return the value of a node; if `is_text`, numbers and booleans in it are texts."""
+    for scalar in [node, *node.value] if isinstance(node, yaml.SequenceNode) else [node]:
+        if is_text and scalar.tag.endswith((":int", ":float", ":bool")):
+            scalar.tag = "tag:yaml.org,2002:str"
+    return loader.construct_object(node, deep=True)
 
 
 def assignment(path: str, value: Any) -> str:
     """Return `path=value` as a user would type it; `parse_value` reads the same value back."""
-    if isinstance(value, str) and value.strip() and parse_value(value) == value:
+    is_bare = isinstance(value, str) and value.isprintable() and value == value.strip() != ""
+    if is_bare and parse_value(value) == value:
         return f"{path}={value}"
     text = dump_yaml(value, flow=True).removesuffix("...\n")  # a bare scalar ends its document
     return f"{path}={text.strip()}"
@@ -112,6 +197,7 @@ def read_overrides(
     texts: Iterable[str],
     mistakes: list[str],
     allowed: Callable[[str], str] = lambda path: "",
+    text_keys: Collection[str] = (),
 ) -> list[Setting]:
     """Return the settings of texts `a.b.c=1`, in order; a leading `+` is ignored.
 
@@ -119,6 +205,7 @@ def read_overrides(
         texts: the texts.
         mistakes: the list to which mistakes are appended.
         allowed: returns the values that a key accepts, for messages, or "".
+        text_keys: the keys whose values are texts or lists of texts, never numbers or booleans.
     """
     settings = []
     for text in texts:
@@ -129,7 +216,10 @@ def read_overrides(
                 f"{text}: keys cannot be removed. Write {path[1:]}=null for the default"
             )
         elif not equals or not re.fullmatch(r"[^\s.=]+(\.[^\s.=]+)*", path):
-            mistakes.append(f"{text!r} is not of the form section.key=value")
+            mistakes.append(
+                f"{text!r} is not of the form section.key=value, without spaces. Files and models"
+                " need an option: --dataset, --model, --file or --config"
+            )
         elif not value.strip():
             # In a shell this is usually a variable that is not set.
             mistakes.append(
@@ -137,20 +227,26 @@ def read_overrides(
                 f" {path}={allowed(path) or 'VALUE'}"
             )
         else:
-            settings.append(Setting(path, parse_value(value), "command line"))
+            repeated: list[str] = []
+            value = parse_value(value, path in text_keys, repeated)
+            mistakes.extend(f"{text}: {message}" for message in repeated)
+            settings.append(Setting(path, value, "command line"))
     return settings
 
 
-def read_yaml(file: str, fields: Collection[str], mistakes: list[str]) -> list[Setting]:
+def read_yaml(
+    file: str, fields: Collection[str], mistakes: list[str], text_keys: Collection[str] = ()
+) -> list[Setting]:
     """Return the settings of a YAML file, in order.
 
     Args:
         file: the path of the file.
         fields: the dotted paths of all keys; mappings above them are sections.
         mistakes: the list to which mistakes are appended: the file, its syntax, repeated keys.
+        text_keys: the keys whose values are texts or lists of texts, never numbers or booleans.
     """
     try:
-        text = Path(file).expanduser().read_text(encoding="utf-8")
+        text = read_regular(Path(file).expanduser()).decode()
         loader = _Loader(text)
         root = loader.get_single_node()
         if root is None:
@@ -161,7 +257,10 @@ def read_yaml(file: str, fields: Collection[str], mistakes: list[str]) -> list[S
             )
             return []
         mistakes.extend(f"{file}:{line}: {message}" for line, message in _repeated_keys(root))
-        return list(_walk(loader, root, "", file, fields))
+        return [
+            Setting(path, _construct(loader, value, path in text_keys), f"{file}:{line}")
+            for path, value, line in _walk(loader, root, "", fields)
+        ]
     except OSError as e:
         mistakes.append(f"{file}: cannot be read ({e.strerror})")
     except (ValueError, RecursionError) as e:
@@ -191,17 +290,16 @@ def _repeated_keys(node: yaml.Node, prefix: str = "") -> Iterator[tuple[int, str
 
 
 def _walk(
-    loader: _Loader, node: yaml.MappingNode, prefix: str, file: str, fields: Collection[str]
-) -> Iterator[Setting]:
-    """Yield the settings below a section."""
+    loader: _Loader, node: yaml.MappingNode, prefix: str, fields: Collection[str]
+) -> Iterator[tuple[str, yaml.Node, int]]:
+    """Yield path, value and line of the settings below a section."""
     loader.flatten_mapping(node)
     for key, value in node.value:
         path = f"{prefix}{key.value}"
         if isinstance(value, yaml.MappingNode) and value.value and path not in fields:
-            yield from _walk(loader, value, f"{path}.", file, fields)
+            yield from _walk(loader, value, f"{path}.", fields)
         else:
-            source = f"{file}:{key.start_mark.line + 1}"
-            yield Setting(path, loader.construct_object(value, deep=True), source)
+            yield path, value, key.start_mark.line + 1
 
 
 def merge(
@@ -269,49 +367,27 @@ def verl_keys() -> Any:
 
 
 ALIASES = {
-    "learning_rate": "optim.lr",
-    "per_device_train_batch_size": "data.batch_size",
-    "warmup_steps": "optim.lr_warmup_steps",
-    "gradient_clipping": "optim.max_grad_norm",
-    "max_tokens": "rollout.max_turn_tokens",
-    "max_new_tokens": "rollout.max_turn_tokens",
-    "group_size": "rollout.n",
-    "num_samples": "rollout.n",
-    "algo": "algorithm.name",
-    "loss_type": "algorithm.loss_agg_mode",
-    "scale_rewards": "algorithm.norm_adv_by_std",
-    "num_iterations": "algorithm.ppo_epochs",
-    "epsilon": "algorithm.clip_low",
-    "epsilon_high": "algorithm.clip_high",
-    "kl_coef": "algorithm.kl_loss_coef",
-    "reward_funcs": "reward.function",
-    "reward_fn": "reward.function",
-    "resume_from_checkpoint": "trainer.resume",
-    "epochs": "trainer.total_epochs",
-    "num_train_epochs": "trainer.total_epochs",
-    "steps": "trainer.total_steps",
-    "max_steps": "trainer.total_steps",
-    "save_steps": "trainer.save_freq",
-    "save_total_limit": "trainer.keep",
-    "metric_for_best_model": "trainer.keep_best",
-    "early_stopping_patience": "trainer.patience",
-    "eval_steps": "trainer.test_freq",
-    "output_dir": "trainer.output",
-    "report_to": "trainer.logger",
-    "model_name": "model.path",
-    "model_name_or_path": "model.path",
-    "dataset_name": "data.train",
-    "train_files": "data.train",
-    "val_files": "data.val",
-    "num_generations": "rollout.n",
+    "learning_rate": "optim.lr", "per_device_train_batch_size": "data.batch_size",
+    "warmup_steps": "optim.lr_warmup_steps", "gradient_clipping": "optim.max_grad_norm",
+    "max_tokens": "rollout.max_turn_tokens", "max_new_tokens": "rollout.max_turn_tokens",
+    "group_size": "rollout.n", "num_samples": "rollout.n", "algo": "algorithm.name",
+    "loss_type": "algorithm.loss_agg_mode", "scale_rewards": "algorithm.norm_adv_by_std",
+    "num_iterations": "algorithm.ppo_epochs", "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high", "kl_coef": "algorithm.kl_loss_coef",
+    "reward_funcs": "reward.function", "reward_fn": "reward.function",
+    "resume_from_checkpoint": "trainer.resume", "epochs": "trainer.total_epochs",
+    "num_train_epochs": "trainer.total_epochs", "steps": "trainer.total_steps",
+    "max_steps": "trainer.total_steps", "save_steps": "trainer.save_freq",
+    "save_total_limit": "trainer.keep", "metric_for_best_model": "trainer.keep_best",
+    "early_stopping_patience": "trainer.patience", "eval_steps": "trainer.test_freq",
+    "output_dir": "trainer.output", "report_to": "trainer.logger", "model_name": "model.path",
+    "model_name_or_path": "model.path", "dataset_name": "data.train", "train_files": "data.train",
+    "val_files": "data.val", "num_generations": "rollout.n",
     "max_completion_length": "rollout.max_trajectory_tokens",
-    "max_response_length": "rollout.max_trajectory_tokens",
-    "beta": "algorithm.kl_loss_coef",
-    "lora_r": "model.lora_rank",
-    "gradient_checkpointing": "optim.recompute",
-    "gpus": "trainer.n_gpus_per_node",
-    "num_gpus": "trainer.n_gpus_per_node",
-}
+    "max_response_length": "rollout.max_trajectory_tokens", "beta": "algorithm.kl_loss_coef",
+    "lora_r": "model.lora_rank", "gradient_checkpointing": "optim.recompute",
+    "gpus": "trainer.n_gpus_per_node", "num_gpus": "trainer.n_gpus_per_node",
+}  # fmt: skip
 """agentrl's key for common options of TRL, transformers and others. The table of verl's keys is in
 `agentrl.compat.verl`."""
 

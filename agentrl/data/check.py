@@ -11,7 +11,7 @@ from agentrl import registry
 from agentrl.data.dataset import Rows, Source, draw, open_rows, sample_rows
 from agentrl.data.rows import COLUMN_NAMES, ColumnNames, Mistakes
 from agentrl.signatures import INJECTED_INTO_INTERACTIONS, find_argument_problems, merge_arguments
-from agentrl.trajectory import Sample
+from agentrl.trajectory import Sample, copy_value
 
 PROMPT_NAMES = ("messages", "question", "problem", "query", "instruction", "input", "conversations")
 """Names of the column of prompts in datasets of other projects."""
@@ -46,6 +46,7 @@ def load_checked(
     names: ColumnNames = COLUMN_NAMES,
     *,
     are_files_loaded: bool = True,
+    tools: str = "row",
 ) -> Rows:
     """Open a dataset's rows and check them, as `open_rows` and `check_samples` do.
 
@@ -63,7 +64,7 @@ def load_checked(
         samples = (sample for sample in draw(rows, sample_rows(rows)) if sample.row not in wrong)
         _check_all(samples, mistakes, configured or {}, are_files_loaded)
 
-    return open_rows(source, default_agent_name, names, check)
+    return open_rows(source, default_agent_name, names, check, tools)
 
 
 def _check_columns(rows: Rows, known: set[int], mistakes: Mistakes) -> set[int]:
@@ -147,6 +148,7 @@ def _check_loop(sample: Sample) -> Problems:
 
 def _check_tools(sample: Sample) -> Problems:
     counts: Counter[str] = Counter()
+    wants_row = False
     for name in sample.tools:
         if name not in registry.tools:
             yield "tools", f"{registry.tools.explain_unknown(name)}. {registry.where_to_load(name)}"
@@ -161,6 +163,13 @@ def _check_tools(sample: Sample) -> Problems:
                 yield "tools_kwargs", f"tool {name!r}: {problem}"
         elif kwargs:
             yield "tools_kwargs", f"tool {name!r} is a function; only a class takes create_kwargs"
+        wants_row = wants_row or tool.spec.wants_row
+    for path, value in sample.find_non_json(*([] if wants_row else ["tools_kwargs"])):
+        yield (
+            path,
+            f"is {value!r:.60}, which JSON cannot hold, so it cannot be sent to the row's tools."
+            " Write it as a text, a number or a list, or remove it",
+        )
     for function, count in counts.items():
         if count > 1:
             yield "tools", f"several of {list(sample.tools)} define {function!r}. Keep one of them"
@@ -178,12 +187,8 @@ def _check_interaction(sample: Sample, configured: Configured) -> Problems:
         )
         return
     cls = registry.interactions.get(name)
-    kwargs, problems = merge_arguments(
-        f"interaction.kwargs.{name}",
-        sample.interaction_kwargs,
-        configured.get(name, {}),
-        cls.config_only,
-    )
+    key, others = f"interaction.kwargs.{name}", configured.get(name, {})
+    kwargs, problems = merge_arguments(key, sample.interaction_kwargs, others, cls.config_only)
     problems += find_argument_problems(cls, kwargs, injected=INJECTED_INTO_INTERACTIONS)
-    for problem in problems or cls.problems(kwargs):
+    for problem in problems or cls.problems(copy_value(kwargs)):
         yield "interaction_kwargs", f"interaction {name!r}: {problem}"

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pyarrow as pa
 
-from agentrl.data.files import Row, read_rows, write_rows
+from agentrl.data.files import Row, load_json, read_rows, write_rows
 from agentrl.errors import DataError
 from agentrl.installation import install_command
 from agentrl.registry import did_you_mean
@@ -180,9 +180,10 @@ def _read_csv(path: Path) -> Sequence[Row]:
 def _read_json(path: Path) -> Sequence[Row]:
     """Read a JSON file: a list of objects, or an object with one list of them."""
     try:
-        content = orjson.loads(path.read_bytes())
-    except orjson.JSONDecodeError as e:
-        raise DataError(f"{path}: not JSON: {e}. One object per line is a .jsonl file") from None
+        content = load_json(path.read_bytes())
+    except ValueError as e:
+        hint = ". One object per line is a .jsonl file" if "not JSON" in str(e) else ""
+        raise DataError(f"{path}: {e}{hint}") from None
     if isinstance(content, dict):
         lists = [value for value in content.values() if isinstance(value, list)]
         content = lists[0] if len(lists) == 1 else content

@@ -27,6 +27,7 @@ from agentrl.data.rows import (
     Origins,
     RowReader,
     find_unnamed_interaction,
+    tools_of_files,
 )
 from agentrl.data.table import DEFAULT_LOOP, UNNAMED, Table, kind_of, load_table
 from agentrl.errors import DataError
@@ -68,6 +69,7 @@ class Rows(Sequence[Sample]):
         weights: Sequence[float],
         names: ColumnNames = COLUMN_NAMES,
         agent_name: str = "single_turn",
+        tools: str = "row",
     ):
         """Concatenate the rows of tables.
 
@@ -76,6 +78,7 @@ class Rows(Sequence[Sample]):
             weights: how often the rows of each file are played in an epoch.
             names: the names of columns.
             agent_name: the loop of rows without one.
+            tools: `data.tools`.
         """
         self._tables = list(tables)
         self.weights = list(weights)
@@ -84,7 +87,8 @@ class Rows(Sequence[Sample]):
         for table, start in zip(tables, self._starts, strict=False):
             self._origins.append(table.path, int(start))
         unnamed, _ = find_unnamed_interaction()
-        self._reader = RowReader(Mistakes(), names, agent_name, unnamed)
+        defaults = {"default_tools": tools_of_files} if tools == "all" else {}
+        self._reader = RowReader(Mistakes(), names, agent_name, unnamed, **defaults)
         self._lock = threading.Lock()  # the reader holds the row that it reads
         self.names = names
 
@@ -258,6 +262,7 @@ def open_rows(
     agent_name: str = "single_turn",
     names: ColumnNames = COLUMN_NAMES,
     check: Callable[[Rows, Mistakes], None] | None = None,
+    tools: str = "row",
 ) -> Rows:
     """Open the rows of one file or several.
 
@@ -267,6 +272,7 @@ def open_rows(
         agent_name: the loop of rows without `agent_name`.
         names: the names of columns.
         check: a function that checks the rows and adds their mistakes.
+        tools: `data.tools`: with "all", rows that do not name their tools have all tools.
 
     Raises:
         DataError: a file cannot be read, or rows have mistakes. The message has all of them.
@@ -285,7 +291,7 @@ def open_rows(
         start += len(table)
     if problems and not tables:
         raise DataError("\n".join(problems))
-    rows = Rows(tables, weights, names, agent_name)
+    rows = Rows(tables, weights, names, agent_name, tools)
     _check_ids(rows, tables, mistakes)
     _check_unnamed_interactions(rows, tables, mistakes)
     if check:

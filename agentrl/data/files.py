@@ -13,7 +13,6 @@ columns `KWARGS`, where rows usually have different keys.
 from __future__ import annotations
 
 import json
-import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -28,6 +27,7 @@ import pyarrow.parquet as pq
 from agentrl.errors import DataError
 from agentrl.plural import plural
 from agentrl.registry import did_you_mean
+from agentrl.regular_files import atomic_file
 
 KWARGS = ("extra_info", "tools_kwargs", "interaction_kwargs")
 """The columns in which keys with null values are removed."""
@@ -43,7 +43,7 @@ BATCH_BYTES = 1 << 20
 SUFFIXES = (".parquet", ".jsonl")
 ALL_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 LONG_NUMBER = b"0" * 19
-"""A line without so many digits in a row, translated by `ALL_ZEROS`, has no integer that needs more
+"""A text without so many digits in a row, translated by `ALL_ZEROS`, has no integer that needs more
 than 64 bits."""
 
 Row = dict[str, Any]
@@ -124,17 +124,79 @@ def find_file(path: str | Path) -> Path:
     return file
 
 
+def load_json(text: bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: the text is not JSON, has an integer that needs more than 64 bits, or a key
+            twice in one object. The message continues a sentence whose subject is the text.
+    """
+    try:
+        value = orjson.loads(text)
+        # orjson drops a key that occurs twice, so the value that is written again has fewer colons.
+        # It has more of them if the text writes a colon as \u003a, so the slow parser reads these.
+        is_unusual = LONG_NUMBER in text.translate(ALL_ZEROS) or b"\\u003" in text
+        if is_unusual or text.count(b":") != orjson.dumps(value).count(b":"):
+            json.loads(text, object_pairs_hook=_refuse_repeated_keys, parse_int=_refuse_long)
+    except orjson.JSONDecodeError as e:
+        raise ValueError(f"is not JSON: {e.msg}, at character {e.pos}") from None
+    except (orjson.JSONEncodeError, RecursionError):
+        raise ValueError("is nested too deeply") from None
+    return value
+
+
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> None:
+    keys: set[str] = set()
+    for key, _ in pairs:
+        if key in keys:
+            raise ValueError(f"has the key {key!r:.60} twice. Remove one")
+        keys.add(key)
+
+
+def _refuse_long(digits: str) -> None:
+    if not -(2**63) <= int(digits) < 2**64:
+        raise ValueError(
+            f"has an integer that needs more than 64 bits: {digits:.60}. Write it as a text:"
+            f' "{digits:.60}"'
+        )
+
+
+def dump_json(value: Any) -> bytes:
+    """Return JSON from which `load_json` makes the same value.
+
+    Raises:
+        ValueError: the value has an integer that needs more than 64 bits, NaN or an infinity.
+        TypeError: JSON does not have the type of a value.
+    """
+    try:
+        text = orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_DATETIME)
+        if b"null" in text:  # orjson writes NaN and infinities as null
+            json.dumps(value, default=str, allow_nan=False)
+        return text
+    except ValueError:
+        raise ValueError("JSON has neither NaN nor infinities. Write them as texts") from None
+    except orjson.JSONEncodeError:
+        json.loads(json.dumps(value, default=str), parse_int=_refuse_long)
+        raise
+
+
 def decode(values: pa.Array, metadata: Mapping[bytes, bytes]) -> list[Row]:
     """Return the rows in `Batch.array` of a batch with this metadata.
 
     Null values of a parquet row are dropped.
+
+    Raises:
+        DataError: Python has no value for a cell, such as a date of the year 60000.
     """
     if not isinstance(values, pa.StructArray):
         return [orjson.loads(line) for line in values.to_pylist()]
-    paths = metadata.get(JSON_COLUMNS)
-    clean = partial(_decode_json, orjson.loads(paths)) if paths else _without_null_kwargs
-    rows = pa.RecordBatch.from_struct_array(values).to_pylist()
-    return [clean({k: v for k, v in row.items() if v is not None}) for row in rows]
+    try:
+        paths = metadata.get(JSON_COLUMNS)
+        clean = partial(_decode_json, orjson.loads(paths)) if paths else _without_null_kwargs
+        rows = pa.RecordBatch.from_struct_array(values).to_pylist()
+        return [clean({k: v for k, v in row.items() if v is not None}) for row in rows]
+    except (pa.ArrowException, ArithmeticError, AttributeError, TypeError, ValueError) as e:
+        raise DataError(f"a cell cannot be read: {e}") from None
 
 
 def _read_jsonl(file: Path) -> Iterator[Batch]:
@@ -147,18 +209,12 @@ def _read_jsonl(file: Path) -> Iterator[Batch]:
             if not line.strip():
                 continue
             try:
-                row = orjson.loads(line)
-            except orjson.JSONDecodeError as e:
-                wrong.append(f"{file}: line {number} is not JSON: {e.msg}, at character {e.pos}")
+                row = load_json(line)
+            except ValueError as e:
+                wrong.append(f"{file}: line {number} {e}")
                 continue
             if not isinstance(row, dict):
                 wrong.append(f"{file}: line {number} is not a JSON object but {line[:40]!r}")
-                continue
-            if LONG_NUMBER in line.translate(ALL_ZEROS) and (long := _find_long_integer(line)):
-                wrong.append(
-                    f"{file}: line {number} has an integer that needs more than 64 bits, and would"
-                    f' be rounded: {long:.60}. Write it as a text: "{long:.60}"'
-                )
                 continue
             rows.append(row)
             kept.append(line)
@@ -171,19 +227,6 @@ def _read_jsonl(file: Path) -> Iterator[Batch]:
         raise DataError("\n".join([*wrong[:20], *last_line]))
     if rows:
         yield Batch(_binary_array(kept), rows, {})
-
-
-def _find_long_integer(line: bytes) -> str:
-    """Return the first integer in a line of JSON that needs more than 64 bits, or ""."""
-    found: list[str] = []
-
-    def read(digits: str) -> int:
-        if len(digits) > 20 or not -(2**63) <= int(digits) < 2**64:
-            found.append(digits)
-        return 0
-
-    json.loads(line, parse_int=read)
-    return found[0] if found else ""
 
 
 def _binary_array(values: Sequence[bytes]) -> pa.LargeBinaryArray:
@@ -205,7 +248,7 @@ def _read_parquet(
                 whole = _without_dictionaries(part).to_struct_array()
                 whole.validate(full=True)  # UTF-8 also of the columns that are not decoded here
                 yield Batch(whole, decode(select(whole) if select else whole, metadata), metadata)
-    except (pa.ArrowException, UnicodeDecodeError, orjson.JSONDecodeError) as e:
+    except (pa.ArrowException, UnicodeDecodeError, orjson.JSONDecodeError, DataError) as e:
         reason = str(e).splitlines()[0]
         raise DataError(f"{file}: damaged, or not a Parquet file ({reason})") from None
 
@@ -253,27 +296,41 @@ def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
     The file gets its name only when it is complete.
 
     Raises:
-        DataError: the file's name has another ending, or a parquet column has values of different
-            types.
+        DataError: the file's name has another ending, a parquet column has values of different
+            types, or JSON does not have a value.
     """
     file = Path(path).expanduser()
     writer = {".parquet": _write_parquet, ".jsonl": _write_jsonl}.get(file.suffix)
     if writer is None:
         raise DataError(f"{path}: a dataset is a .parquet or a .jsonl file")
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        writer(temporary, rows)
-        os.replace(temporary, file)
-    except (pa.ArrowException, TypeError) as e:
+        with atomic_file(file) as staging:
+            writer(staging, rows)
+    except (pa.ArrowException, TypeError, ValueError) as e:
         raise DataError(f"{path}: cannot be written: {e}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _write_jsonl(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     with file.open("wb") as lines:
-        lines.writelines(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows)
+        for row in rows:
+            cells = {name: orjson.Fragment(_dump_cell(name, v)) for name, v in row.items()}
+            lines.write(orjson.dumps(cells, option=orjson.OPT_APPEND_NEWLINE))
+
+
+def _dump_cell(column: str, value: Any) -> bytes:
+    """Return the JSON of a cell.
+
+    Raises:
+        TypeError: JSON has no form of the value; the message names the column.
+    """
+    try:
+        return dump_json(value)
+    except TypeError as e:
+        raise TypeError(
+            f"column {column}: {e}. Write it as a text, or in a column of its own of a .parquet"
+            " file"
+        ) from None
 
 
 def _write_parquet(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -299,11 +356,11 @@ def _column(path: tuple[str, ...], values: list[Any], encoded: list[Sequence[str
         # `repr` also compares the order of keys: that of `tools_kwargs` is the order of the tools.
         if not nested or (repr(array.to_pylist()) == repr(values) and not _has_empty_dict(present)):
             return array
-    except pa.ArrowException as e:
-        if not nested:
+    except (pa.ArrowException, OverflowError) as e:
+        if not nested and not isinstance(e, OverflowError):
             raise TypeError(f"column {'.'.join(path)}: {e}") from None
     encoded.append(path)
-    return pa.array([None if v is None else orjson.dumps(v).decode() for v in values])
+    return pa.array([None if v is None else _dump_cell(".".join(path), v).decode() for v in values])
 
 
 def _has_empty_dict(value: Any) -> bool:

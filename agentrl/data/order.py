@@ -42,8 +42,11 @@ class RowOrder:
         """
         positions = range(position, position + count)
         if self.weights:
-            pairs = (self._find(number) for number in positions)
-            return [_weighted_epoch(self, epoch)[index] for epoch, index in pairs]
+            rows: list[int] = []
+            while len(rows) < count:
+                epoch, index = self._find(position + len(rows))
+                rows += _weighted_epoch(self, epoch)[index : index + count - len(rows)]
+            return rows
         if not self.shuffle:
             return [number % self.n_rows for number in positions]
         pairs = (divmod(number, self.n_rows) for number in positions)
@@ -55,12 +58,13 @@ class RowOrder:
         # Each file's fraction is rounded down, so an epoch begins at most one row per file before
         # epoch * mean.
         limits = range(int(position / mean), int((position + len(self.weights)) / mean) + 2)
-        epoch = limits[bisect_right(limits, position, key=self._first) - 1]
-        return epoch, position - self._first(epoch)
+        epoch = limits[bisect_right(limits, position, key=self.first) - 1]
+        return epoch, position - self.first(epoch)
 
-    def _first(self, epoch: int) -> int:
-        """Return the position at which an epoch begins."""
-        return sum(epoch * n * int(w) + _taken(n, w, epoch) for n, w in self.weights)
+    def first(self, epoch: int) -> int:
+        """Return the position at which an epoch begins: the number of rows of the epochs before."""
+        files = self.weights or ((self.n_rows, 1.0),)
+        return sum(epoch * n * int(w) + _taken(n, w, epoch) for n, w in files)
 
 
 @lru_cache(maxsize=4)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import difflib
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-import orjson
-
 from agentrl import registry
-from agentrl.data.files import Row
+from agentrl.data.files import Row, load_json
 from agentrl.errors import DataError
 from agentrl.plural import plural
 from agentrl.trajectory import Message, Role, Sample
@@ -37,6 +35,10 @@ SHOWN = 20
 MAX_NEAR_MISSES = 10_000
 """The number of column names whose spelling is checked only once."""
 ROLES: tuple[str, ...] = get_args(Role)
+TOOL_KEYS = ("tool_call_id", "name")
+"""The keys of a tool message that name the call that it answers."""
+FALSE_KEYS = ("weight", "train", "prefix")
+"""The keys of a message that are accepted if they are 0 or false, as a prompt is not trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,7 @@ class RowReader:
         names: ColumnNames = COLUMN_NAMES,
         agent_name: str = "single_turn",
         unnamed_interaction: str | None = None,
+        default_tools: Callable[[str], Sequence[str]] = lambda agent_name: (),
     ):
         """Prepare for rows of the same kind of file.
 
@@ -152,11 +155,13 @@ class RowReader:
             agent_name: the loop of rows without one.
             unnamed_interaction: the interaction of verl's rows whose `interaction_kwargs` have no
                 name; None: they have no interaction (`find_unnamed_interaction`).
+            default_tools: returns the tools that rows of a loop have if they do not name theirs.
         """
         self._mistakes = mistakes
         self._names = names
         self._agent_name = agent_name
         self._unnamed_interaction = unnamed_interaction
+        self._default_tools = default_tools
         self.columns = tuple(
             {"prompt": names.prompt, "data_source": names.data_source}.get(name, name)
             for name in COLUMNS
@@ -208,7 +213,7 @@ class RowReader:
             agent_name=registry.agent_loops.canonical(agent_name),
             data_source=self.text(self._names.data_source, ""),
             ground_truth=self.same("ground_truth", row.get("ground_truth"), truth),
-            tools=self.tools(tools_kwargs),
+            tools=self.tools(tools_kwargs, agent_name),
             tools_kwargs=tools_kwargs,
             interaction=interaction,
             interaction_kwargs=interaction_kwargs,
@@ -234,31 +239,16 @@ class RowReader:
         return tuple([self.message(field, i, message) for i, message in enumerate(prompt)])
 
     def message(self, prompt: str, i: int, message: Any) -> Message:
-        if not isinstance(message, dict):
-            self.wrong(
-                f"{prompt}[{i}]", f'must be {{"role": ..., "content": ...}}, not {message!r:.60}'
-            )
-            return Message("user", "")
-        role: Any = message.get("role")
-        content = message.get("content")
-        if role not in ROLES:
-            self.wrong(f"{prompt}[{i}]", f"role {role!r} must be one of {', '.join(ROLES)}")
-            role = "user"
-        if message.get("tool_calls"):
-            self.wrong(f"{prompt}[{i}]", CALLS_ARE_TEXT)
-        if isinstance(content, list) and all(isinstance(p, dict) for p in content):
-            if any(part.get("type") != "text" for part in content):
-                self.wrong(f"{prompt}[{i}]", "agentrl trains on text only, but a part is not text")
-            content = "".join(str(part.get("text") or "") for part in content)
-        if not isinstance(content, str):
-            self.wrong(f"{prompt}[{i}]", f"content must be a string, not {content!r:.60}")
-            content = ""
-        return Message(role, content)
+        problems: list[str] = []
+        read = read_message(message, problems)
+        for problem in problems:
+            self.wrong(f"{prompt}[{i}]", problem)
+        return read
 
-    def tools(self, tools_kwargs: Row) -> tuple[str, ...]:
+    def tools(self, tools_kwargs: Row, agent_name: str) -> tuple[str, ...]:
         names = self.either("tools", "tool_selection")
         if names is None:
-            return tuple(tools_kwargs)
+            return tuple(dict.fromkeys([*self._default_tools(agent_name), *tools_kwargs]))
         if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
             self.wrong("tools", f"must be a list of strings, not {names!r:.60}")
             return ()
@@ -313,9 +303,10 @@ class RowReader:
             return {}
         if isinstance(value, str):
             try:
-                value = orjson.loads(value)
-            except orjson.JSONDecodeError as e:
-                self.wrong(field, f"is neither a mapping nor JSON ({e.msg}): {value!r:.60}")
+                value = load_json(value.encode(errors="surrogatepass"))
+            except ValueError as e:
+                problem = str(e).replace("is not JSON", "is neither a mapping nor JSON")
+                self.wrong(field, f"{problem}: {value!r:.60}")
                 return {}
         if not isinstance(value, dict):
             self.wrong(field, f"must be a mapping, not {value!r:.60}")
@@ -350,6 +341,63 @@ class RowReader:
             if len(self._near_misses) < MAX_NEAR_MISSES:
                 self._near_misses[prefix, name] = meant
         return meant
+
+
+def tools_of_files(agent_name: str) -> Sequence[str]:
+    """Return all registered tools, or none if the loop does not use tools (`data.tools=all`)."""
+    loops = registry.agent_loops
+    uses_tools = agent_name in loops and loops.get(agent_name).uses_tools
+    return [name for name, _ in registry.tools.items()] if uses_tools else []
+
+
+def read_message(message: Any, problems: list[str], other_keys: Collection[str] = ()) -> Message:
+    """Return a message of a row.
+
+    Args:
+        message: the message, as the row has it.
+        problems: gets a text for each part of the message that `Message` cannot hold.
+        other_keys: the keys that the caller reads.
+    """
+    if not isinstance(message, dict):
+        problems.append(f'must be {{"role": ..., "content": ...}}, not {message!r:.60}')
+        return Message("user", "")
+    role: Any = message.get("role")
+    content = message.get("content")
+    if role not in ROLES:
+        problems.append(f"role {role!r} must be one of {', '.join(ROLES)}")
+        role = "user"
+    for key, value in message.items():
+        # Parquet gives all messages of a column the same keys.
+        if key in ("role", "content", *other_keys) or value in (None, "", [], {}):
+            continue
+        if (key in TOOL_KEYS and role == "tool" and isinstance(value, str)) or (
+            key in FALSE_KEYS and not value
+        ):
+            continue
+        problems.append(
+            CALLS_ARE_TEXT
+            if key in ("tool_calls", "function_call")
+            else f"the key {key!r} is not read. Write what the model reads or writes into the"
+            f" content, as the chat template shows it, and remove {key!r}: {value!r:.60}"
+        )
+    if isinstance(content, list):
+        texts = [_read_text_part(part) for part in content]
+        if None in texts:
+            problems.append("agentrl trains on text only, but a part is not text")
+        content = "".join(text or "" for text in texts)
+    if not isinstance(content, str):
+        problems.append(f"content must be a string, not {content!r:.60}")
+        content = ""
+    call_id = message.get("tool_call_id") if role == "tool" else ""
+    return Message(role, content, tool_call_id=call_id if isinstance(call_id, str) else "")
+
+
+def _read_text_part(part: Any) -> str | None:
+    """Return the text of a part `{"type": "text", "text": ...}`; None if it has anything else."""
+    match {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else part:
+        case {"type": "text", "text": str(text), **others} if not others:
+            return text
+    return None
 
 
 def find_unnamed_interaction() -> tuple[str | None, str]:

@@ -31,11 +31,12 @@ from agentrl.data.files import MAX_BYTES, Row, decode, find_file, read_batches
 from agentrl.data.rows import INNER, ColumnNames, Mistakes, RowReader
 from agentrl.errors import DataError
 from agentrl.installation import home
+from agentrl.regular_files import is_trusted, open_regular, secure_folder
 from agentrl.trajectory import Sample
 
 log = logging.getLogger("agentrl")
 
-FORMAT = 1
+FORMAT = 2
 """The version of the cache files. Raise it if a table would be built differently."""
 MEMORY_BYTES = 32 << 20
 """A table with fewer bytes stays in memory. It is built in about a second."""
@@ -57,6 +58,8 @@ DEFAULT_LOOP = "\0default"
 """The `agent_name` of rows without one, in the key of a kind."""
 UNNAMED = "\0unnamed"
 """The interaction of verl's rows whose `interaction_kwargs` have no name, in the key of a kind."""
+DEFAULT_TOOLS = ("\0default",)
+"""The first of the tools of rows that do not name their tools, in the key of a kind."""
 
 
 class Stored(NamedTuple):
@@ -163,10 +166,11 @@ def load_table(path: str, names: ColumnNames, mistakes: Mistakes) -> Table:
         raise DataError(f"{path}: cannot be read ({e})") from None
     key = blake2b(f"{FORMAT} {digest} {names}".encode(), digest_size=16).hexdigest()
     folder = home() / "rows"
-    if table := _find(folder, key, path, digest):
+    is_private = secure_folder(folder)
+    if is_private and (table := _find(folder, key, path, digest)):
         return table
     start = mistakes.origins.start
-    for place in (folder, Path(tempfile.gettempdir()), None):
+    for place in (*([folder] if is_private else []), Path(tempfile.gettempdir()), None):
         own = Mistakes()
         own.origins = mistakes.origins
         sink = _Sink(place, key if place == folder else "")
@@ -224,7 +228,7 @@ def _describe(
         mistakes: gets the mistakes.
         start: the number of rows in earlier files.
     """
-    reader = RowReader(mistakes, names, DEFAULT_LOOP, UNNAMED)
+    reader = RowReader(mistakes, names, DEFAULT_LOOP, UNNAMED, lambda agent_name: DEFAULT_TOOLS)
     codes: dict[tuple[Any, ...], int] = {}
     parts: list[pa.Array] = []
     kinds: list[int] = []
@@ -358,7 +362,7 @@ class _Sink:
         self._out.close()
         stored = _map(self._file)
         if keep and self._key:
-            os.replace(self._file, self._folder / f"{self._key}-{hash_file(str(self._file))}.arrow")
+            os.replace(self._file, self._folder / f"{self._key}-{_hash(stored)}.arrow")
             _limit_size(self._folder, self._key)
         else:
             self._file.unlink()
@@ -377,8 +381,6 @@ class _Sink:
     def _open(self, folder: Path) -> None:
         if self._key:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if folder.stat().st_mode & 0o077:
-                folder.chmod(0o700)
         descriptor, name = tempfile.mkstemp(".partial", ".rows-", folder)  # mode 0600
         os.close(descriptor)
         self._file = Path(name)
@@ -402,7 +404,7 @@ def _find(folder: Path, key: str, path: str, digest: str) -> Table | None:
     for file in files:
         try:
             stored = _map(file)
-            is_whole = file.stem.partition("-")[2] == hash_file(str(file))
+            is_whole = file.stem.partition("-")[2] == _hash(stored)
             if is_whole:
                 with suppress(OSError):  # a cache that can only be read
                     os.utime(file)
@@ -414,9 +416,20 @@ def _find(folder: Path, key: str, path: str, digest: str) -> Table | None:
     return None
 
 
+def _hash(stored: Stored) -> str:
+    """Return the hash of the bytes that the batches are mapped from, as `hash_file` does."""
+    return blake2b(stored.file or b"").hexdigest()[:32]
+
+
 def _map(file: Path) -> Stored:
-    """Return the batches of an Arrow file. They stay valid if the file is removed."""
-    with file.open("rb") as opened:
+    """Return the batches of an Arrow file. They stay valid if the file is removed.
+
+    Raises:
+        OSError: the file is a link, or another user can write to it.
+    """
+    with open_regular(file) as opened:
+        if not is_trusted(os.fstat(opened.fileno())):
+            raise OSError(errno.EPERM, "another user can write to it", str(file))
         mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     reader = pa.ipc.open_file(pa.py_buffer(mapped))
     return Stored([reader.get_batch(i) for i in range(reader.num_record_batches)], mapped)

@@ -31,8 +31,7 @@ def tiny_config(
     flags = {**(flags or {}), "model.path": TINY}
     preset = tiny_settings(load_config(yaml_path, overrides, flags))
     config = load_config(yaml_path, overrides, flags, preset=preset)
-    model = config.model.model_copy(update={"path": str(tiny_model())})
-    return config.model_copy(update={"model": model})
+    return config.with_values("model", path=str(tiny_model()))
 
 
 def tiny_settings(config: Config) -> dict[str, Any]:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,8 @@ from agentrl.demo.arithmetic import TOOL, Row, questions, rows, split_rows
 from agentrl.errors import RunStopped
 from agentrl.installation import home
 from agentrl.interactions import gsm8k
+from agentrl.regular_files import staging_folder
+from agentrl.terminal import echo
 from agentrl.testing.tokenizer import SPECIAL, TAGS, chatml, fast_tokenizer
 from agentrl.trajectory import Message
 
@@ -118,12 +119,16 @@ class Recipe:
             for row in islice(self.rows(), 64)
             for messages, schemas in (conversation(row, "gold"), conversation(row, "trace"))
         ]
-        text = json.dumps([asdict(self), CHAT_TEMPLATE, texts])
+        text = json.dumps([asdict(self), CHAT_TEMPLATE, texts, DIGEST])
         return blake2b(text.encode(), digest_size=6).hexdigest()
 
 
+DIGEST = "digest"
+"""The file of a model's folder with the hash of the others."""
+
+
 def tiny_model(
-    folder: Path | None = None, recipe: Recipe | None = None, say: Callable[[str], None] = print
+    folder: Path | None = None, recipe: Recipe | None = None, say: Callable[[str], None] = echo
 ) -> Path:
     """Return the folder of the tiny model. The first call trains it: 1-2 minutes on two cores.
 
@@ -141,20 +146,27 @@ def tiny_model(
     recipe = recipe or Recipe()
     target = (folder or home()) / f"{TINY}-{recipe.key()}"
     if target.is_dir():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+        digest = target / DIGEST
+        if digest.is_file() and digest.read_text() == _hash_files(target):
+            return target
+        say(f"{target} is damaged, so the model {TINY!r} is trained again")
+        shutil.rmtree(target)
     say(f"training the model {TINY!r} (once; saved in {target})")
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        make(recipe, staging, say)
-        staging.chmod(0o755)  # mkdtemp lets only its owner read it
-        staging.rename(target)
+        with staging_folder(target) as staging:
+            make(recipe, staging, say)
+            (staging / DIGEST).write_text(_hash_files(staging))
+            staging.rename(target)
     except OSError:
         if not target.is_dir():  # otherwise another process was faster
             raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     return target
+
+
+def _hash_files(folder: Path) -> str:
+    """Return a hash of the names and contents of a model's files."""
+    files = [f for f in sorted(folder.iterdir()) if f.name != DIGEST]
+    return sha256(b"".join(f.name.encode() + f.read_bytes() for f in files)).hexdigest()
 
 
 def make(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
@@ -181,11 +193,7 @@ def make(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
     shape.save_pretrained(folder)
     # A GPU would not be faster for half a million parameters.
     config = make_sft_config(
-        folder,
-        steps=recipe.steps,
-        lr=recipe.lr,
-        seed=recipe.seed,
-        overrides=["trainer.device=cpu"],
+        folder, steps=recipe.steps, lr=recipe.lr, seed=recipe.seed, overrides=["trainer.device=cpu"]
     )
     with single_thread():
         learner = SFTLearner(config, fresh=True)

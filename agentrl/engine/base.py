@@ -6,14 +6,17 @@ temperature) over the full vocabulary, of the sampled token, as the trainer comp
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from agentrl.errors import ConfigError
 from agentrl.trajectory import Generation
+
+CONTINUATION = "continuation"
+"""The id with which `Engine.continue_row` samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +62,22 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The current policy, in the forms that engines take.
+    """The current policy.
 
-    Each form may be requested several times (by the engines of a pool), but only until the next
-    update of the policy: the tensors are not copies.
+    It may be read and sent several times (to the engines of a pool), but only until the next update
+    of the policy: the tensors are not copies.
     """
 
     version: int
     weights: Callable[[], Iterator[tuple[str, Any]]]
-    """Yields the tensors of the plain model by their names in transformers, on the learner's device
-    and in its precision, with LoRA merged into them. Tensors that never change may be missing."""
-    adapter: Callable[[Path], None] | None = None
-    """Writes the LoRA adapter into an existing folder, as PEFT does. None if the weights themselves
-    are trained."""
-    share_adapter: Callable[[int], Any] | None = None
-    """Puts the adapter into shared memory for N readers, and returns a `SharedAdapter`."""
-    send: Callable[[Any], Any] | None = None
-    """Sends the weights along a `Route`, and returns what was `Sent`. Set if the weights are in
-    other processes, which send them."""
-    published: Callable[[], Iterator[tuple[str, Any]]] | None = None
-    """Yields the same tensors by the names and in the shapes of the model's files, which servers
-    load. None: those of `weights`."""
+    """Yields the tensors of the plain model by their names in transformers, for an engine in this
+    process. They are on the learner's device and in its precision, with LoRA merged into them.
+    Tensors that never change may be missing."""
+    send: Callable[[Any], Any]
+    """Sends the policy along a `Route` to servers, and returns what was `Sent`."""
+    is_changed: bool = True
+    """False if the weights are the same as in the previous update. An engine that still has them
+    then only takes the new version."""
 
 
 class Sampler(Protocol):
@@ -172,7 +170,7 @@ class EngineControl(Protocol):
         """Load the current policy. Tokens that are sampled afterwards carry `update.version`.
 
         Returns:
-            The number of bytes that were sent.
+            The number of bytes that were sent; 0 if the engine had the weights.
 
         Raises:
             EngineError: the engine did not load the policy, or does not sample from it.
@@ -194,6 +192,23 @@ class Engine(Sampler, EngineControl, Protocol):
             EngineError: no engine answered.
         """
         return [await self.score(token_ids)]
+
+    async def continue_row(
+        self, token_ids: array[int], tokens: int, timeout_s: float
+    ) -> Generation:
+        """Sample a few tokens after a row, outside of episodes, at temperature 1.
+
+        Raises:
+            EngineError: see `generate`.
+        """
+        self.begin(CONTINUATION)
+        try:
+            sampling, deadline = Sampling(max_tokens=tokens), time.monotonic() + timeout_s
+            return await self.generate(
+                token_ids, sampling, episode_id=CONTINUATION, seed=0, deadline=deadline
+            )
+        finally:
+            self.end(CONTINUATION)
 
     def metrics(self) -> dict[str, float]:
         """Return the counts of events since the last call, for the record of a step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
@@ -13,10 +14,17 @@ from transformers import PreTrainedTokenizerBase
 from agentrl.config import Config
 from agentrl.engine.base import Engine
 from agentrl.engine.local import LocalEngine
-from agentrl.engine.local.load import base_and_adapters, load_causal_lm, resolve_device
+from agentrl.engine.local.load import (
+    base_and_adapters,
+    load_causal_lm,
+    load_model_config,
+    resolve_device,
+)
 from agentrl.engine.remote.admin import in_thread
 from agentrl.engine.remote.launch import EngineSlot
 from agentrl.workers.owned_folder import OwnedFolder
+
+log = logging.getLogger("agentrl")
 
 T = TypeVar("T")
 
@@ -28,6 +36,10 @@ class EngineStart:
     `finish`, because a server takes its share of the memory that is free when it starts. The local
     engine is loaded by `finish`, too: two models that load in one process at the same time would
     disturb each other, because torch's default dtype belongs to the process.
+
+    Attributes:
+        dtype: the precision in which the engine samples, such as "bfloat16"; known when it is open.
+            "float32" for a server that rounds a part of the weights by itself.
     """
 
     def __init__(
@@ -48,7 +60,7 @@ class EngineStart:
         """
         self._learner_loaded: Future[None] = Future()
         self._engine: Future[Engine] = Future()
-        self._load_local: Callable[[], Engine] | None = None
+        self._load_local: Callable[[], LocalEngine] | None = None
         path, device = config.model.path, config.trainer.device
         if config.rollout.name == "local":
             patience = config.rollout.timeout_s / 4
@@ -63,21 +75,26 @@ class EngineStart:
                 patience=patience,
             )
             return
-        from agentrl.engine.remote.open import make_openers
+        from agentrl.engine.remote.open import make_openers, server_dtype
         from agentrl.engine.remote.pool import EnginePool
 
+        # Slots may be on other machines, with or without GPUs.
+        cpu = not slots[0].gpus if slots else resolve_device(device) == "cpu"
         with ExitStack() as stack:
             base, adapters = base_and_adapters(path)
             if adapters:  # Servers load a plain model. It must exist while they may restart.
                 base = str(stack.enter_context(OwnedFolder("merged")))
-                load_causal_lm(path, "auto").save_pretrained(base)
+                merged = load_causal_lm(path, "float32" if cpu else "auto")
+                if merged.dtype.itemsize < 4:
+                    log.warning("%s: merged for servers in %s, which rounds it", path, merged.dtype)
+                merged.save_pretrained(base)
                 tokenizer.save_pretrained(base)
-            # Slots may be on other machines, with or without GPUs.
-            cpu = not slots[0].gpus if slots else resolve_device(device) == "cpu"
             openers = make_openers(
                 config, base, cpu=cpu, slots=slots, learner_loaded=self._learner_loaded
             )
             close = stack.pop_all().close
+        rounds_itself = config.rollout.name == "sglang" and config.rollout.deterministic
+        self.dtype = "float32" if rounds_itself else str(server_dtype(base, cpu=cpu))[6:]
         self._engine = in_thread(lambda: EnginePool(openers, close=close), "open-engines")
 
     def wait_for(self, work: Future[T]) -> T:
@@ -101,7 +118,9 @@ class EngineStart:
         """
         self._learner_loaded.set_result(None)
         if self._load_local is not None:
-            self._engine.set_result(self._load_local())
+            engine = self._load_local()
+            self.dtype = str(engine.dtype)[6:]
+            self._engine.set_result(engine)
         return self._engine.result()
 
     def close(self) -> None:
@@ -118,10 +137,20 @@ def open_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
     """
     start = EngineStart(config, tokenizer)
     try:
-        return start.finish()
+        engine = start.finish()
     except BaseException:
         start.close()
         raise
+    path = config.model.path
+    stored = str(load_model_config(path).get_text_config().dtype)
+    if not config.rollout.urls and start.dtype != "float32" and stored.endswith("float32"):
+        log.warning(
+            "%s: the engine rounds its float32 weights to %s. A model that was trained on a CPU"
+            " plays worse then; trainer.device=cpu does not round (docs/run_folder.md, Precision)",
+            path,
+            start.dtype,
+        )
+    return engine
 
 
 def _close_opened(engine: Future[Engine]) -> None:

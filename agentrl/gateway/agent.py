@@ -4,7 +4,8 @@ The agent gets the address of an OpenAI-style API whose model is the policy:
 
     OPENAI_BASE_URL     the gateway
     OPENAI_API_KEY      a random key that names the episode's session
-    AGENTRL_SAMPLE      the row as JSON, without its ground truth
+    AGENTRL_SAMPLE      the row as JSON, without its ground truth; if it is long, the file
+                        AGENTRL_SAMPLE_FILE contains it instead
     AGENTRL_REWARD_URL  where `agent.reward=post` expects {"reward": NUMBER}
 
 Only the address has to change in the agent: `agentrl.gateway.session` finds out which tokens the
@@ -18,27 +19,30 @@ import contextlib
 import inspect
 import json
 import os
-import re
 import shlex
 import shutil
-import signal
+import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from agentrl.agent_loops import Episode, agent_loop
 from agentrl.config import AgentConfig
-from agentrl.errors import ConfigError, UserCodeError
+from agentrl.config.environment import hide_secrets
+from agentrl.errors import ConfigError, DataError, Infrastructure, UserCodeError
 from agentrl.gateway.requests import MODEL
 from agentrl.gateway.session import Session
 from agentrl.http.pool import paused_time_limits
 from agentrl.plural import plural
 from agentrl.registry import load_function
+from agentrl.sandbox.box import INSIDE
 from agentrl.signatures import find_argument_problems
 from agentrl.trajectory import Sample
 from agentrl.workers import LoopThread, PerLoop, Threads
@@ -46,20 +50,40 @@ from agentrl.workers.child_process import ChildProcess
 
 OVER_SECONDS = 5.0
 """The time that an agent has to end after its episode is over. Then its process is killed."""
+STOP_SECONDS = 10.0
+"""The time to kill all processes of an agent."""
+WARDEN = INSIDE / "warden.py"
 ALLOWED_VARIABLES = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX",
     "LD_LIBRARY_PATH", "PYTHONPATH", "SSL_CERT_FILE",
 )  # fmt: skip
 """The environment variables of this process that every agent gets; `agent.env` adds others."""
+MAX_VARIABLE_BYTES = 100_000
+"""The longest AGENTRL_SAMPLE. Linux starts no program with a variable of more than 128 KiB."""
+MACHINE_CODES = (75, 137, 143)
+"""The exit codes of an agent that failed without a mistake of the policy: EX_TEMPFAIL, which the
+agent itself chooses, and those of a shell whose program was killed (SIGKILL, SIGTERM)."""
 SHOWN_LINES = 8
 """The number of last lines of a failed agent's output that a message contains."""
 
 
-def describe_sample(sample: Sample) -> dict[str, Any]:
-    """Return a row as its agent sees it: without the ground truth and its copies in `extra`."""
-    extra: Any = dict(sample.extra)
-    if sample.ground_truth is not None:
-        extra = _without(extra, str(sample.ground_truth).strip())
+def describe_sample(sample: Sample, keys: Collection[str] = ()) -> dict[str, Any]:
+    """Return a row as its agent sees it, without its ground truth.
+
+    Args:
+        sample: the row.
+        keys: the keys of its `extra` that the agent gets (`agent.extra_info`).
+
+    Raises:
+        DataError: one of them has a value that JSON cannot hold.
+    """
+    extra = {key: sample.extra[key] for key in keys if key in sample.extra}
+    for path, value in replace(sample, extra=extra).find_non_json("extra"):
+        raise DataError(
+            f"row {sample.row} (id {sample.id!r}), {path}: is {value!r:.60}, which JSON cannot"
+            " hold, so agents cannot get it. Write it as a text, or remove its key from"
+            " agent.extra_info"
+        )
     return {
         "id": sample.id,
         "row": sample.row,
@@ -67,25 +91,6 @@ def describe_sample(sample: Sample) -> dict[str, Any]:
         "prompt": [message.as_dict() for message in sample.prompt],
         "extra_info": extra,
     }
-
-
-SOLUTION = re.compile(r"^####\s|\\boxed\{[^}]", re.MULTILINE)
-"""The final answer in a worked solution, such as `extra_info.answer` of verl's rows of GSM8K."""
-
-
-def _without(value: Any, truth: str) -> Any:
-    """Return a JSON value without copies of the ground truth and worked solutions, at any depth."""
-
-    def tells(value: Any) -> bool:
-        return str(value).strip() == truth or (
-            isinstance(value, str) and SOLUTION.search(value) is not None
-        )
-
-    if isinstance(value, Mapping):
-        return {k: _without(v, truth) for k, v in value.items() if not tells(v)}
-    if isinstance(value, list | tuple):
-        return [_without(v, truth) for v in value if not tells(v)]
-    return value
 
 
 class Agent(ABC):
@@ -113,8 +118,23 @@ class Agent(ABC):
 class Command(Agent):
     """An agent in a process of its own (`agent.command`)."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]):
-        self._command, self._environment = command, environment
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        row: str,
+        hidden: Collection[str] = (),
+    ):
+        """Prepare to start the process.
+
+        Args:
+            command: the program and its arguments.
+            environment: all its environment variables but that of the row.
+            row: the row as JSON.
+            hidden: values that no message contains.
+        """
+        self._command, self._environment, self._row = command, environment, row
+        self._hidden = hidden
         self._child: ChildProcess | None = None
 
     async def run(self) -> None:
@@ -125,27 +145,25 @@ class Command(Agent):
             with contextlib.suppress(RuntimeError):  # The loop was closed.
                 loop.call_soon_threadsafe(ended.set)
 
-        try:
+        with contextlib.ExitStack() as stack:
+            row = {"AGENTRL_SAMPLE": self._row}
+            if len(self._row.encode()) > MAX_VARIABLE_BYTES:
+                folder = stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))
+                file = Path(folder, "sample.json")
+                file.write_text(self._row, encoding="utf-8")
+                row = {"AGENTRL_SAMPLE_FILE": str(file)}
+            # The warden also ends processes that have left the process group (daemons, browsers).
             self._child = child = ChildProcess(
-                self._command,
-                environment=self._environment,
+                [sys.executable, "-I", "-S", str(WARDEN), *self._command],
+                stops_at_eof=True,
+                environment={**self._environment, **row},
                 inherits_environment=False,
                 on_end=on_end,
             )
-        except OSError as e:
-            raise UserCodeError(f"agent.command: {self._command[0]!r} cannot be run: {e}") from None
-        try:
-            child.close_input()  # An agent that reads its input must not wait for it.
-            await ended.wait()
-        finally:
-            child.kill()
-            await asyncio.shield(_host.get().threads.run(self._stop))
-
-    def _stop(self) -> None:
-        """End the process, and those that have left its process group (daemons, browsers)."""
-        assert self._child
-        self._child.stop()
-        _kill_with_variable("OPENAI_API_KEY", self._environment["OPENAI_API_KEY"])
+            try:
+                await ended.wait()
+            finally:
+                await asyncio.shield(_host.get().threads.run(partial(child.stop, STOP_SECONDS)))
 
     @property
     def exit_code(self) -> int | None:
@@ -154,21 +172,7 @@ class Command(Agent):
 
     def last_lines(self) -> str:
         lines = [*self._child.tail][-SHOWN_LINES:] if self._child else []
-        return "".join(f"\n  {line}" for line in lines)
-
-
-def _kill_with_variable(name: str, value: str) -> None:
-    """Kill all processes that were started with an environment variable (Linux)."""
-    wanted = f"{name}={value}".encode()
-    killed: set[int] = set()
-    count = -1
-    while len(killed) > count:  # A process may have started another one in the meantime.
-        count = len(killed)
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # It ended, or it belongs to another user.
-                if wanted in path.read_bytes().split(b"\0"):
-                    os.kill(pid := int(path.parent.name), signal.SIGKILL)
-                    killed.add(pid)
+        return hide_secrets("".join(f"\n  {line}" for line in lines), self._hidden)
 
 
 class Function(Agent):
@@ -197,7 +201,7 @@ class Function(Agent):
                 self._returned = await asyncio.wrap_future(work)
             else:
                 self._returned = await _host.get().threads.run(self._call)
-        except UserCodeError:
+        except (UserCodeError, Infrastructure):
             raise
         except BaseException as e:
             task = asyncio.current_task()
@@ -257,8 +261,7 @@ _host: PerLoop[_Host] = PerLoop(_Host, _Host.close)
 async def external(ep: Episode) -> None:
     """Let the user's agent (`agent.command` or `agent.python`) play the episode."""
     config, host = ep.config.agent, _host.get()
-    is_async = config.python and inspect.iscoroutinefunction(_function(config))
-    slots = None if is_async else host.slots(config.slots)
+    slots = host.slots(config.slots) if has_slots(config) else None
     if slots is not None:
         with paused_time_limits():
             await slots.acquire()
@@ -266,8 +269,11 @@ async def external(ep: Episode) -> None:
         session = open_session.get()(ep)
         async with host.gateway.session(session) as (url, key):
             agent = _make_agent(config, ep.sample, url, key)
+            error = None
             try:
                 await _run(agent, session)
+            except UserCodeError as e:
+                error = e
             except asyncio.CancelledError:
                 if ep.deadline <= time.monotonic() and not session.has_requests:
                     limit = ep.config.rollout.timeout_s
@@ -279,7 +285,7 @@ async def external(ep: Episode) -> None:
             finally:
                 await session.close()
             unknown_keys = host.gateway.unknown_keys
-        _finish(ep, session, agent, config, unknown_keys)
+        _finish(ep, session, agent, unknown_keys, error)
     finally:
         if slots is not None:
             slots.release()
@@ -307,7 +313,7 @@ def _last_lines(agent: Agent) -> str:
 
 
 def _finish(
-    ep: Episode, session: Session, agent: Agent, config: AgentConfig, unknown_keys: int
+    ep: Episode, session: Session, agent: Agent, unknown_keys: int, error: UserCodeError | None
 ) -> None:
     """Set the outcome of an episode whose agent has ended.
 
@@ -315,24 +321,33 @@ def _finish(
         ep: the episode.
         session: its session.
         agent: its agent.
-        config: the config of agents.
         unknown_keys: how many requests of all agents had no session's key.
+        error: the error that its function raised, or why it was not started.
 
     Raises:
         Infrastructure: the engine failed.
-        UserCodeError: the agent failed, sent no request, or reported no reward.
+        UserCodeError: the agent failed and the episode must be dropped, or it sent no request, or
+            reported no reward.
     """
     if session.failure is not None:
         raise session.failure
-    is_over = session.is_over_budget
+    config, is_over = ep.config.agent, session.is_over_budget
     code = agent.exit_code if isinstance(agent, Command) else 0
     if code and not is_over and (config.reward != "exit" or code != 1):
         # Summaries show the first line alone.
         lines = agent.last_lines().splitlines()
         cause = f": {lines[-1].strip()}" if lines else ", and printed nothing"
-        raise UserCodeError(
+        error = UserCodeError(
             f"the agent exited with code {code}{cause}{_refusal(session)}{_last_lines(agent)}"
         )
+    if error is not None:
+        # Only an error right after an answer can be a mistake of the policy. With agent.reward=exit
+        # the exit codes are the agent's own report, and those of failures are not 1.
+        is_machines = config.reward == "exit" or (code or 0) < 0 or code in MACHINE_CODES
+        if config.on_error == "drop" or is_machines or not (ep.turns and session.is_answered):
+            raise error
+        ep.fail(str(error))
+        return
     if not ep.turns and not is_over:
         known = "a request" if not session.has_requests else "an answer"
         keys = plural(unknown_keys, "request")
@@ -399,13 +414,18 @@ def check_agent(config: AgentConfig) -> None:
         )
 
 
+def has_slots(config: AgentConfig) -> bool:
+    """Return whether `agent.slots` limits the agents: async functions are not limited."""
+    return not (config.python and inspect.iscoroutinefunction(_function(config)))
+
+
 def _function(config: AgentConfig) -> Callable[..., Any]:
     path, _, name = config.python.rpartition(":")
     return load_function(path, name, "agent.python")
 
 
 def _make_agent(config: AgentConfig, sample: Sample, url: str, key: str) -> Agent:
-    described = describe_sample(sample)
+    described = describe_sample(sample, config.extra_info)
     if config.python:
         arguments = {"sample": described, "base_url": url, "api_key": key, "model": MODEL}
         return Function(_function(config), arguments)
@@ -420,7 +440,8 @@ def _make_agent(config: AgentConfig, sample: Sample, url: str, key: str) -> Agen
             "OPENAI_API_BASE": url,  # The name in litellm, and in versions of openai before 1.
             "OPENAI_API_KEY": key,
             "OPENAI_MODEL": MODEL,
-            "AGENTRL_SAMPLE": json.dumps(described, ensure_ascii=False, default=str),
             "AGENTRL_REWARD_URL": f"{url}/reward",
         },
+        json.dumps(described, ensure_ascii=False),
+        hidden=[key, *(passed[name] for name in config.env if name in passed)],
     )

@@ -1,9 +1,9 @@
 """Play a user's agent against a scripted policy, and report what would train.
 
 No model is needed: the policy calls each tool that the agent offers once, with arguments made from
-the tool's schema, and then answers with a text. One call is malformed. So mistakes of the agent are
-found within seconds, before they waste training: history that changes, tools that change,
-unsupported fields, crashes.
+the tool's schema, and then answers with a text. One call is malformed. Further episodes play the
+mistakes that a policy makes. So mistakes of the agent are found within seconds, before they waste
+training: history that changes, tools that change, unsupported fields, crashes.
 """
 
 from __future__ import annotations
@@ -54,6 +54,15 @@ ADVICE = {
 }
 """The advice for each cause of a new row of tokens."""
 
+MISTAKES = ("an unknown tool", "bad arguments", "a tool that raises")
+"""The mistakes of a policy that the scripted policy plays, each in an episode of its own. A tool is
+likely to raise at the number 0, and at a text that is neither a name nor an expression."""
+UNKNOWN_TOOL = {"name": "no_such_tool", "parameters": {"properties": {"query": {}}}}
+FIX = (
+    "Catch the error in the agent (try/except), and return it to the policy as the result of the"
+    " call: docs/agents.md, Mistakes of the policy"
+)
+
 _request: ContextVar[Request] = ContextVar("request")
 """The request that the scripted policy answers."""
 
@@ -67,7 +76,7 @@ class CheckedEpisode:
         refusals: the errors that requests got as their answers.
         ignored: the fields that the run decides, with the number of requests.
         trajectory: the trajectory that would train; None if the episode was lost.
-        loss: why the episode was lost; "" if it was not.
+        loss: why the episode was lost, or got the reward 0 (`agent.on_error=zero`); "" if neither.
     """
 
     events: list[Event]
@@ -75,6 +84,14 @@ class CheckedEpisode:
     ignored: Counter[str]
     trajectory: Trajectory | None = None
     loss: str = ""
+
+    @property
+    def fix(self) -> str:
+        """The advice for a lost episode."""
+        if not self.events:
+            return "Let the agent send its requests to OPENAI_BASE_URL with OPENAI_API_KEY"
+        is_late = self.trajectory and self.trajectory.stop_reason == "time"
+        return "End the agent after its last answer, or raise --timeout" if is_late else FIX
 
 
 @dataclass(slots=True)
@@ -85,9 +102,12 @@ class CheckReport:
         played: the episodes, with the budgets of the config.
         over_budget: an episode whose second turn is refused, to test whether the agent ends; None
             if no agent requested a second turn.
+        mistakes: the episodes of `MISTAKES`; empty if the agent has no tools, or an episode without
+            a mistake was lost.
     """
 
     played: list[CheckedEpisode] = field(default_factory=list)
+    mistakes: dict[str, CheckedEpisode] = field(default_factory=dict)
     over_budget: CheckedEpisode | None = None
 
     @property
@@ -116,9 +136,10 @@ class CheckReport:
                 f" once; {repeated} tokens of prompts of further rows"
             )
         ignored = sum((p.ignored for p in self.played), Counter[str]())
+        del ignored["volatile"]  # the events show it
         for name, number in ignored.most_common():
             yield f"decided by the run, not by the agent: {name} ({plural(number, 'request')})"
-        for event in _distinct(e for e in events if e.kind == "realigned"):
+        for event in {e.cause: e for e in events if e.kind == "realigned"}.values():
             yield f"realigned, which costs nothing: {event.cause}"
             yield from _examples([event])
         if kinds["spawn"]:
@@ -144,8 +165,12 @@ class CheckReport:
         refusals = Counter((r.status, r.code, str(r)) for p in self.played for r in p.refusals)
         for (status, _, text), number in refusals.most_common(MAX_KINDS):
             yield f"problem: {plural(number, 'request')} refused ({status}): {text}"
-        for loss, number in Counter(p.loss for p in self.played if p.loss).most_common(MAX_KINDS):
-            yield f"problem: {plural(number, 'episode')} lost: {loss}"
+        losses = Counter((p.loss, p.fix) for p in self.played if p.loss)
+        for (loss, fix), number in losses.most_common(MAX_KINDS):
+            yield f"problem: {plural(number, 'episode')} {loss}\n  {fix}"
+        for mistake, p in self.mistakes.items():
+            if p.loss:
+                yield f"problem: {mistake}: episode {p.loss}\n  {p.fix}"
         refusals_over_budget = self.over_budget.refusals if self.over_budget else []
         after = [r for r in refusals_over_budget if r.code == "episode_over"]
         # Each conversation may have had a request on its way when the episode ended.
@@ -177,18 +202,22 @@ async def check_agent_against_script(
         *(_play(config, tokenizer, sample, f"check-{sample.row}-{k}", k) for sample, k in plays)
     )]  # fmt: skip
     if any(p.trajectory and len(p.trajectory.turns) > 1 for p in report.played):
-        limited = config.model_copy(
-            update={"rollout": config.rollout.model_copy(update={"max_turns": 1})}
-        )
+        limited = config.with_values("rollout", max_turns=1)
         report.over_budget = await _play(limited, tokenizer, samples[0], "check-over", 0)
+    has_tools = any(t.tool_calls for p in report.played if p.trajectory for t in p.trajectory.turns)
+    if has_tools and not any(p.loss for p in report.played):
+        played = await asyncio.gather(
+            *(_play(config, tokenizer, samples[0], f"check-{m}", 0, m) for m in MISTAKES)
+        )
+        report.mistakes = dict(zip(MISTAKES, played, strict=True))
     return report
 
 
 async def _play(
-    config: Config, tokenizer: Any, sample: Sample, episode_id: str, rollout: int
+    config: Config, tokenizer: Any, sample: Sample, episode_id: str, k: int, mistake: str = ""
 ) -> CheckedEpisode:
     template = make_template(tokenizer, config)
-    policy = ScriptedPolicy(template)
+    policy = ScriptedPolicy(template, mistake)
     runtime = policy.runtime = Runtime(policy, template, LocalToolbox(), config)
     sessions: list[Session] = []
 
@@ -199,13 +228,13 @@ async def _play(
     open_session.set(open_checked)
     try:
         trajectory = await play_episode(
-            runtime, sample, episode_id=episode_id, rollout=rollout, sampling=Sampling(), seed=0
+            runtime, sample, episode_id=episode_id, rollout=k, sampling=Sampling(), seed=0
         )
-        loss = ""
+        loss = trajectory.error and f"with reward 0 (agent.on_error=zero): {trajectory.error}"
         if trajectory.stop_reason == "time":
-            loss = f"the agent had not ended after {config.rollout.timeout_s:g} s"
+            loss = f"lost: the agent had not ended after {config.rollout.timeout_s:g} s"
     except AgentRLError as e:
-        trajectory, loss = None, str(e)
+        trajectory, loss = None, f"lost: {e}"
     finally:
         runtime.close()
     if not sessions:
@@ -226,8 +255,14 @@ class ScriptedPolicy(Sampler):
     max_length = 10**6
     runtime: Runtime
 
-    def __init__(self, template: ChatTemplate):
-        self._template = template
+    def __init__(self, template: ChatTemplate, mistake: str = ""):
+        """Create the policy.
+
+        Args:
+            template: the chat template.
+            mistake: the one of `MISTAKES` that it makes; "": it only writes a malformed call.
+        """
+        self._template, self._mistake = template, mistake
 
     async def generate(
         self,
@@ -240,9 +275,10 @@ class ScriptedPolicy(Sampler):
     ) -> Generation:
         """Return the tokens of the next turn, as the chat template writes it."""
         request = _request.get()
-        content, calls = next_turn(request)
+        content, calls = next_turn(request, self._mistake)
         turn = token_array([*self._thought(), *self._template.foreign_turn(content, calls)])
-        if calls and not any(message.calls for message in request.messages):
+        is_first = not any(message.calls for message in request.messages)
+        if calls and is_first and not self._mistake:
             turn += await self._malformed_call(turn, calls, request.tools)
         ids = token_array([*turn, sampling.stop_ids[0]][: sampling.max_tokens])
         return Generation(
@@ -287,19 +323,35 @@ class ScriptedPolicy(Sampler):
         return encoder.encode_trusted(f"{thinking.begin}I think.\n{thinking.end}{thinking.gap}")
 
 
-def next_turn(request: Request) -> tuple[str, list[ToolCall]]:
-    """Return the text and the calls of the scripted policy's next turn."""
+def next_turn(request: Request, mistake: str = "") -> tuple[str, list[ToolCall]]:
+    """Return the text and the calls of the scripted policy's next turn.
+
+    Args:
+        request: the request.
+        mistake: one of `MISTAKES`, or "".
+    """
     called = {call.name for message in request.messages for call in message.calls}
     functions = [tool["function"] for tool in request.tools]
+    if functions and mistake == "an unknown tool":
+        functions = [UNKNOWN_TOOL]
     uncalled = [f for f in functions[:MAX_TOOLS] if f["name"] not in called][:CALLS_PER_TURN]
     if not uncalled:
         return ANSWER, []
-    calls = [ToolCall(f["name"], example_of(f["parameters"])) for f in uncalled]
+    leaves = {"text": "1/0 (", "number": 0} if mistake == "a tool that raises" else {}
+    calls = [ToolCall(f["name"], example_of(f["parameters"], **leaves)) for f in uncalled]
+    if mistake == "bad arguments":
+        calls = [ToolCall(call.name, {"no_such_argument": 1}) for call in calls]
     return "Let me see.", calls
 
 
-def example_of(schema: Mapping[str, Any]) -> Any:
-    """Return a value that a JSON schema accepts, if the schema uses common keywords only."""
+def example_of(schema: Mapping[str, Any], text: str = "1+1", number: float = 1.5) -> Any:
+    """Return a value that a JSON schema accepts, if the schema uses common keywords only.
+
+    Args:
+        schema: the schema.
+        text: the value of a text.
+        number: the value of a number; an integer is at most that.
+    """
     if "const" in schema:
         return schema["const"]
     for key in ("enum", "examples"):
@@ -309,16 +361,17 @@ def example_of(schema: Mapping[str, Any]) -> Any:
         return schema["default"]
     for key in ("anyOf", "oneOf", "allOf"):
         if schema.get(key):
-            return example_of(schema[key][0])
+            return example_of(schema[key][0], text, number)
     kind = schema.get("type", "object" if "properties" in schema else "string")
     kind = kind[0] if isinstance(kind, list) else kind
     if kind == "object":
         properties = schema.get("properties", {})
         required = schema.get("required", properties)
-        return {name: example_of(properties.get(name, {})) for name in required}
+        return {name: example_of(properties.get(name, {}), text, number) for name in required}
     if kind == "array":
-        return [example_of(schema["items"])] if schema.get("items") else []
-    return {"integer": schema.get("minimum", 1), "number": 1.5, "boolean": True}.get(kind, "1+1")
+        return [example_of(schema["items"], text, number)] if schema.get("items") else []
+    integer = schema.get("minimum", int(number))
+    return {"integer": integer, "number": number, "boolean": True}.get(kind, text)
 
 
 class _CheckedSession(Session):
@@ -327,10 +380,6 @@ class _CheckedSession(Session):
     async def _sample(self, request: Request) -> Answer:
         _request.set(request)
         return await super()._sample(request)
-
-
-def _distinct(events: Iterator[Event]) -> list[Event]:
-    return [*{event.cause: event for event in events}.values()]
 
 
 def _examples(events: Sequence[Event]) -> Iterator[str]:

@@ -149,12 +149,7 @@ class ChatCompletions(Dialect):
         head = _head(answer, request, "chat.completion.chunk")
 
         def chunk(delta: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
-            choice = {
-                "index": 0,
-                "delta": delta,
-                "logprobs": None,
-                "finish_reason": finish_reason,
-            }
+            choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
             usage = {"usage": None} if request.stream_usage else {}
             return _event(orjson.dumps(head | {"choices": [choice]} | usage))
 
@@ -306,12 +301,7 @@ def _call(call: Call) -> dict[str, Any]:
 
 
 def _head(answer: Answer, request: Request, kind: str) -> dict[str, Any]:
-    return {
-        "id": answer.id,
-        "object": kind,
-        "created": int(time.time()),
-        "model": request.model,
-    }
+    return {"id": answer.id, "object": kind, "created": int(time.time()), "model": request.model}
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

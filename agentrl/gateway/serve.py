@@ -19,9 +19,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import orjson
-import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
@@ -32,10 +31,9 @@ from agentrl.gateway.requests import Request as ChatRequest
 from agentrl.gateway.session import Session
 from agentrl.gateway.stateless import StatelessSession
 from agentrl.tools.serving.bind import bind, url_of
-from agentrl.tools.serving.guard import host_name
+from agentrl.tools.serving.bounded import BoundedServer
+from agentrl.tools.serving.guard import MAX_LONG_BODY, RequestRefused, host_name, read_body
 
-MAX_BODY = 2**26
-"""The longest body of a request, in bytes."""
 FIRST_WAIT_SECONDS = 2.0
 """The time that a streaming request waits for its answer before the response begins. An error
 within this time has its own HTTP status."""
@@ -80,9 +78,10 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
                 session = find_session(request)
                 chat = dialect.read(await _body(request), request.headers)
                 answering = asyncio.create_task(session.answer(chat))
+                await _wait(request, answering, FIRST_WAIT_SECONDS if chat.stream else None)
                 if chat.stream:
-                    return await _stream(dialect, chat, session, answering)
-                answer = await _until_disconnect(request, answering)
+                    return _stream(dialect, chat, session, answering)
+                answer = answering.result()
                 return Response(dialect.write(answer, chat), media_type="application/json")
             except Refusal as e:
                 if session is not None:
@@ -121,9 +120,7 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
 
     routes = []
     for prefix in ("/v1", ""):
-        for dialect in DIALECTS:
-            path = prefix + dialect.path
-            routes.append(Route(path, make_endpoint(dialect), methods=["POST"]))
+        routes += [Route(prefix + d.path, make_endpoint(d), methods=["POST"]) for d in DIALECTS]
         routes.append(Route(f"{prefix}/models", list_models, methods=["GET"]))
         routes.append(Route(f"{prefix}/reward", set_reward, methods=["POST"]))
     return Starlette(routes=routes, exception_handlers={404: refuse_path, 405: refuse_path})
@@ -131,40 +128,26 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
 
 def serve_forever(app: Starlette, bound: socket.socket) -> None:
     """Serve an application on a listening socket until a signal arrives."""
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, lifespan="off"
-    )
-    uvicorn.Server(config).run(sockets=[bound])
+    BoundedServer(app).run(sockets=[bound])
 
 
 class Gateway:
-    """The server for all sessions of an event loop. It runs while there is a session.
+    """The server for all sessions of an event loop. It runs while there is a session."""
 
-    Args:
-        host: the IP address to bind.
-        port: the port to bind; 0 takes a free one.
-    """
-
-    def __init__(self, host: str = "127.0.0.1", port: int = 0):
-        self._host, self._port = host, port
+    def __init__(self):
         self._sessions: dict[str, AnySession] = {}
         self.unknown_keys = 0
         """How many requests had no session's key."""
         self._users = 0
         self._lock = asyncio.Lock()
-        self._server: uvicorn.Server | None = None
+        self._server: _EmbeddedServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._url = ""
 
     @contextlib.asynccontextmanager
-    async def session(self, session: AnySession, key: str = "") -> AsyncIterator[tuple[str, str]]:
-        """Serve a session within this block; yield the base URL and the key.
-
-        Args:
-            session: the session.
-            key: its key; "" makes a random one.
-        """
-        key = key or secrets.token_urlsafe(24)
+    async def session(self, session: AnySession) -> AsyncIterator[tuple[str, str]]:
+        """Serve a session within this block; yield the base URL and its key."""
+        key = secrets.token_urlsafe(24)
         async with self._lock:
             if not self._users:
                 await self._start()
@@ -180,18 +163,10 @@ class Gateway:
                     await self._stop()
 
     async def _start(self) -> None:
-        bound = bind(self._host, self._port, "sessions have keys")
+        bound = bind("127.0.0.1", 0, "sessions have keys")
         self._url = url_of(bound)
-        config = uvicorn.Config(
-            create_app(self._find),
-            log_level="error",
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            timeout_keep_alive=60,
-            timeout_graceful_shutdown=1,
-        )
-        self._server = _EmbeddedServer(config)
+        app = create_app(self._find)
+        self._server = _EmbeddedServer(app, log_level="error", timeout_graceful_shutdown=1)
         self._serving = asyncio.create_task(self._server.serve(sockets=[bound]))
         while not self._server.started:
             if self._serving.done():
@@ -210,7 +185,7 @@ class Gateway:
         self._server = self._serving = None
 
 
-class _EmbeddedServer(uvicorn.Server):
+class _EmbeddedServer(BoundedServer):
     """A server on the event loop of a run, which handles signals itself."""
 
     @contextlib.contextmanager
@@ -218,13 +193,10 @@ class _EmbeddedServer(uvicorn.Server):
         yield
 
 
-async def _stream(
+def _stream(
     dialect: Dialect, chat: ChatRequest, session: AnySession, answering: asyncio.Task[Answer]
 ) -> Response:
-    """Return a streaming response. An error within `FIRST_WAIT_SECONDS` is raised instead."""
-    done, _ = await asyncio.wait([answering], timeout=FIRST_WAIT_SECONDS)
-    if done:
-        answering.result()  # raises Refusal
+    """Return a streaming response."""
 
     async def events() -> AsyncIterator[bytes]:
         try:
@@ -246,19 +218,22 @@ async def _stream(
 NO_CACHE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-async def _until_disconnect(request: Request, answering: asyncio.Task[Answer]) -> Answer:
-    """Return an answer; stop waiting for it if the client disconnects.
+async def _wait(request: Request, answering: asyncio.Task[Answer], seconds: float | None) -> None:
+    """Wait for an answer, at most `seconds`; stop waiting for it if the client disconnects.
 
     Raises:
         Refusal: the request was refused, or the client disconnected.
     """
     leaving = asyncio.create_task(_disconnected(request))
     try:
-        await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if not answering.done():
+        await asyncio.wait(
+            [answering, leaving], timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        if answering.done():
+            answering.result()
+        elif leaving.done():
             answering.cancel()
-            raise _disconnected_refusal()
-        return answering.result()
+            raise Refusal(499, "disconnected", "the client has closed the connection")
     finally:
         leaving.cancel()
 
@@ -269,26 +244,19 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _body(request: Request) -> bytes:
-    """Return the body of a request, of bounded length."""
-    chunks, size = [], 0
+    """Return the body of a request, whose length and duration are limited."""
     try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > MAX_BODY:
-                raise Refusal(413, "too_long", f"the body is longer than {MAX_BODY} bytes")
-            chunks.append(chunk)
-    except ClientDisconnect:
-        raise _disconnected_refusal() from None
-    return b"".join(chunks)
-
-
-def _disconnected_refusal() -> Refusal:
-    return Refusal(499, "disconnected", "the client has closed the connection")
+        return await read_body(request.receive, dict(request.scope["headers"]), MAX_LONG_BODY)
+    except RequestRefused as e:
+        code = {400: "disconnected", 408: "too_slow", 413: "too_long"}[e.status]
+        raise Refusal(e.status, code, str(e)) from None
 
 
 def _error(dialect: Dialect, refusal: Refusal) -> Response:
+    # The rest of a body that was not read must not keep the connection open.
+    headers = NO_RETRY | ({"connection": "close"} if refusal.status in (408, 413) else {})
     return Response(
-        dialect.error(refusal), refusal.status, headers=NO_RETRY, media_type="application/json"
+        dialect.error(refusal), refusal.status, headers=headers, media_type="application/json"
     )
 
 

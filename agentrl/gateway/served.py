@@ -112,10 +112,7 @@ async def compare_served(runtime: Runtime, trajectories: Sequence[Trajectory]) -
     serving = replace(runtime, config=without_budgets(runtime.config))
     try:
         session = StatelessSession(serving, runtime.config.rollout.temperature)
-        async with (
-            Gateway().session(session) as (url, key),
-            HttpClient(url, token=key) as client,
-        ):
+        async with Gateway().session(session) as (url, key), HttpClient(url, token=key) as client:
             rows = await run_all([_compare_row(runtime, t, client) for t in trajectories])
     finally:
         serving.close()

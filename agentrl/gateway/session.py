@@ -26,8 +26,9 @@ import asyncio
 import json
 import re
 import time
+from calendar import day_abbr, day_name, month_abbr, month_name
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -41,13 +42,27 @@ from agentrl.errors import EpisodeOver, Infrastructure, TemplateError
 from agentrl.gateway.requests import Answer, Call, ChatMessage, Refusal, Request
 from agentrl.trajectory import Message, Role, ToolCall, ToolResult, Turn
 
+_WEEKDAY = f"(?:{'|'.join([*day_name, *day_abbr])})"
+_MONTH = rf"(?:{'|'.join([*month_name[1:], *month_abbr[1:]])})\.?"
+_DAY = r"\d\d?(?:st|nd|rd|th)?"
+_DATE = rf"(?:\d{{1,4}}[-/.]\d\d?[-/.]\d{{1,4}}|{_MONTH} +{_DAY}|{_DAY}(?: of)? +{_MONTH})"
+_ZONE = (
+    r"(?-i:(?:Z|UTC|GMT)?[+-]\d{1,2}(?::?\d\d)?|Z|UTC|GMT|[ECMP][SD]T|[CE]ES?T|[BIJK]ST"
+    r"|(?:Africa|America|Asia|Atlantic|Australia|Europe|Indian|Pacific)/\w+)"
+)
+_TIME = rf"(?:\d\d?(?::\d\d){{1,2}}(?:[.,]\d+)?{_ZONE}?|\d\d?(?::\d\d){{0,2}} ?[ap]\.?m\b\.?)"
 VOLATILE = re.compile(
     r"^(?:x-anthropic-billing-header:.*"
-    r"|(?:(?:the )?current|today's) (?:date|time|date and time)\b[^?\n]*\d[^?\n]*)$",
+    r"|(?:(?:the )?current|today['\u2019]s) (?:date|time|date and time|datetime)(?: is)?:? +"
+    rf"(?:{_WEEKDAY},? +)?(?:{_DATE}|{_TIME})"
+    rf"(?:(?:,? +(?:at |on )?|T| \()(?:{_DATE}|{_TIME}|{_ZONE}|{_WEEKDAY}|[12]\d{{3}})\)?)*"
+    r"\.?[ \r]*)$",
     re.IGNORECASE | re.MULTILINE,
 )
-"""Lines of system and user messages that clients change in every request. In a row of tokens, the
-policy keeps seeing the first version of such a line."""
+"""The lines of system and user messages that clients change in every request: a header for billing,
+or a date or time and nothing else. In a row of tokens, the policy keeps seeing the first version of
+such a line."""
+REPLACED = "a date, a time or a billing header changed, and the policy keeps seeing the first one"
 MAX_ANSWERS = 64
 """The number of answers that a session keeps for requests that are sent again."""
 CONTEXT = 60
@@ -173,8 +188,10 @@ class Session:
         self._conversations: list[_Conversation] = []
         self._sampled: list[_SampledTurn] = []
         self._by_call: dict[str, _SampledTurn] = {}
+        self._by_text: dict[Any, list[_SampledTurn]] = {}
         self._sent: list[_Sent] = []
         self._openings: Counter[str] = Counter()
+        self._refused_before_answer = -1
         # A request runs in a task of the server. It needs the context of the episode's task, so
         # that its waits pause the time limit of the episode.
         self._context = copy_context()
@@ -183,6 +200,14 @@ class Session:
     def has_requests(self) -> bool:
         """True if the agent has sent a request with the session's key."""
         return bool(self._sent or self.events or self.refusals)
+
+    @property
+    def is_answered(self) -> bool:
+        """True if the agent got an answer to its last request: an error of it is its own."""
+        return self._refused_before_answer == self._count_refused()
+
+    def _count_refused(self) -> int:
+        return sum(refusal.code != "reward" for refusal in self.refusals)
 
     async def answer(self, request: Request) -> Answer:
         """Return the policy's next message in the conversation of a request.
@@ -194,6 +219,7 @@ class Session:
             Refusal: the episode is over, the conversation cannot be continued, or the engine
                 failed.
         """
+        self._refused_before_answer = -1
         sent = self._find_retried(request)
         if sent is not None:
             self.events.append(Event("retry"))
@@ -208,6 +234,7 @@ class Session:
         try:
             answer = await asyncio.shield(sent.task)
             sent.is_delivered = True
+            self._refused_before_answer = self._count_refused()
             return answer
         except Refusal:
             if sent in self._sent:
@@ -265,12 +292,8 @@ class Session:
             raise _episode_over("the episode has ended")
         self.counts.update(request.ignored)
         if request.messages[-1].role == "assistant":
-            raise Refusal(
-                400,
-                "last_message",
-                "the last message must not be an assistant message: the policy begins a new turn",
-                "messages",
-            )
+            why = "the last message must not be an assistant message: the policy begins a new turn"
+            raise Refusal(400, "last_message", why, "messages")
         conversation = None
         try:
             conversation = self._match(request)
@@ -282,13 +305,10 @@ class Session:
                 )
             except EpisodeOver:
                 # If the turn was sampled before the budget ended the episode, it is answered.
-                turn = next(
-                    (t for t in self._episode.turns[turns:] if _belongs_to(t, conversation)), None
-                )
+                if not any(_belongs_to(t, conversation) for t in self._episode.turns[turns:]):
+                    raise
                 self.is_over_budget = True
                 self.over.set()
-                if turn is None:
-                    raise
                 message = conversation.episode.messages[-1]
             return self._record(conversation, message, request)
         except EpisodeOver as over:
@@ -321,7 +341,7 @@ class Session:
         if best is None or all(key.role == "system" for key in keys[:shared]):
             # At most system messages are shared. If the client removed the beginning of a
             # conversation, a later assistant message may still be a turn of it.
-            known = (self._find(k, set()) for k in reversed(keys) if k.role == "assistant")
+            known = (self._find(k) for k in reversed(keys) if k.role == "assistant")
             turn = next(filter(None, known), None)
             if turn is None:
                 return self._open(request, keys, tools, Event("spawn", "unknown conversation"))
@@ -371,12 +391,8 @@ class Session:
     def _open(self, request: Request, keys: list[Key], tools: bytes, event: Event) -> _Conversation:
         """Begin a conversation. The first one is conversation 0 of the episode."""
         if keys[0].role not in ("system", "user"):
-            raise Refusal(
-                400,
-                "first_message",
-                f"the first message must be of role system or user, not {keys[0].role!r}",
-                "messages",
-            )
+            why = f"the first message must be of role system or user, not {keys[0].role!r}"
+            raise Refusal(400, "first_message", why, "messages")
         messages = self._messages(None, request, keys, 0)
         if not self._conversations:
             self._episode.branch(messages, request.tools)
@@ -405,14 +421,14 @@ class Session:
             tools: the schemas of the request's tools as JSON.
         """
         known = conversation.keys
-        written = next((i for i in range(shared) if known[i].written != keys[i].written), -1)
+        changed = [i for i in range(shared) if known[i].written != keys[i].written]
         if shared < len(known):
             i = shared
             if i == len(keys):
                 cause = "an earlier request was sent again"
                 return Event("branch", cause, i - 1)
             role = known[i].role
-            is_answer = keys[i].role == role == "assistant" and self._find(keys[i], set())
+            is_answer = keys[i].role == role == "assistant" and self._find(keys[i])
             if is_answer and not any(key.is_same(keys[i]) for key in known[i:]):
                 cause = "the conversation goes on from another answer than its last"
                 return Event("branch", cause, i)
@@ -422,13 +438,19 @@ class Session:
         if tools != conversation.tools:
             before, after = cut_around_difference(conversation.tools.decode(), tools.decode())
             return Event("branch", "the tools changed", -1, before, after)
-        if written < 0:
+        if not changed:
             return Event("clean")
-        before, after = cut_around_difference(known[written].written, keys[written].written)
-        if known[written].role != "assistant":
+        # What the policy does not see is shown before what makes no difference.
+        i = min(changed, key=lambda i: known[i].role == "assistant")
+        before, after = known[i].written, keys[i].written
+        if known[i].role != "assistant":
             self.counts["volatile"] += 1
-            return Event("realigned", "a volatile line changed", written, before, after)
-        return Event("realigned", "a turn is written differently", written, before, after)
+            old, new = VOLATILE.findall(before), VOLATILE.findall(after)
+            before = "\n".join(line for line in old if line not in new)
+            after = "\n".join(line for line in new if line not in old)
+            return Event("realigned", REPLACED, i, before, after)
+        before, after = cut_around_difference(before, after)
+        return Event("realigned", "a turn is written differently", i, before, after)
 
     # -- messages ---------------------------------------------------------------------------------
 
@@ -457,10 +479,10 @@ class Session:
             shared: the number of messages that are the same at the beginning of both.
         """
         messages = conversation.messages[:shared] if conversation else []
-        used = set(map(id, messages))
+        used, unused = set(map(id, messages)), {}
         for message, key in zip(request.messages[shared:], keys[shared:], strict=True):
             if message.role == "assistant":
-                sampled = self._find(key, used)
+                sampled = self._find(key, used, unused)
                 messages.append(sampled.message if sampled else self._foreign(message))
                 used.add(id(messages[-1]))
             else:
@@ -470,15 +492,28 @@ class Session:
         row = {(m.role, m.content): m for m in self._episode.sample.prompt if m.role != "assistant"}
         return [row.get((m.role, m.content), m) if m.role != "tool" else m for m in messages]
 
-    def _find(self, key: Key, used: set[int]) -> _SampledTurn | None:
+    def _find(
+        self,
+        key: Key,
+        used: Container[int] = (),
+        unused: dict[Any, list[_SampledTurn]] | None = None,
+    ) -> _SampledTurn | None:
         """Return the sampled turn that an assistant message repeats; None if it is foreign.
 
         Args:
             key: the key of the message.
             used: the `id` of each message that belongs to an earlier message of the request.
+            unused: the turns that the request may still repeat, by their texts. Each turn is
+                looked at once per request. Filled and changed here.
         """
-        candidates = [self._by_call[key.ids[0]]] if key.ids else reversed(self._sampled)
-        for sampled in candidates:
+        if key.ids:
+            candidates = [self._by_call[key.ids[0]]]
+        elif unused is None:
+            candidates = self._by_text.get(key[:3], [])[-1:]
+        else:
+            candidates = unused.setdefault(key[:3], self._by_text.get(key[:3], [])[:])
+        while candidates:
+            sampled = candidates.pop()
             if sampled.key.is_same(key) and id(sampled.message) not in used:
                 return sampled
         return None
@@ -495,13 +530,11 @@ class Session:
             except (ValueError, TypeError):
                 arguments = None
             if not isinstance(arguments, dict):
-                raise Refusal(
-                    400,
-                    "arguments",
+                why = (
                     f"the arguments of the tool call {call.id!r} are not a JSON object:"
-                    f" {call.arguments[:80]!r}",
-                    "messages",
+                    f" {call.arguments[:80]!r}"
                 )
+                raise Refusal(400, "arguments", why, "messages")
             calls.append(ToolCall(call.name, arguments, id=self._own_id(call.id)))
         return self._episode.foreign(message.text, calls)
 
@@ -543,10 +576,9 @@ class Session:
 
     def _record(self, conversation: _Conversation, message: Message, request: Request) -> Answer:
         """Add the policy's turn to a conversation and return it as the client sees it."""
-        index = max(
-            i for i, turn in enumerate(self._episode.turns) if _belongs_to(turn, conversation)
-        )
-        turn, number = self._episode.turns[index], len(self._sampled)
+        turns = self._episode.turns
+        index = max(i for i, turn in enumerate(turns) if _belongs_to(turn, conversation))
+        turn, number = turns[index], len(self._sampled)
         salt = blake2b(self._episode.episode_id.encode(), digest_size=4).hexdigest()
         reasoning, text = self._episode.split_thinking(turn)
         for stop in request.stop:
@@ -572,6 +604,7 @@ class Session:
         self._by_call.update(dict.fromkeys(ids, sampled))
         sampled.key = self._key(ChatMessage("assistant", answer.text, calls, reasoning=reasoning))
         self._sampled.append(sampled)
+        self._by_text.setdefault(sampled.key[:3], []).append(sampled)
         conversation.keys.append(sampled.key)
         conversation.messages.append(message)
         conversation.turns += 1

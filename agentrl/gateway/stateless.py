@@ -41,8 +41,7 @@ class _Turn(NamedTuple):
 
 def without_budgets(config: Config) -> Config:
     """Return the config of a server for the config of a run."""
-    rollout = config.rollout.model_copy(update=UNLIMITED)
-    return config.model_copy(update={"rollout": rollout})
+    return config.with_values("rollout", **UNLIMITED)
 
 
 class StatelessSession:

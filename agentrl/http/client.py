@@ -200,11 +200,7 @@ class HttpClient:
         await self.aclose()
 
     def build_request(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        headers: Mapping[str, str] | None = None,
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> bytes:
         """Return the bytes of a request. The arguments are those of `request_json`.
 

@@ -12,12 +12,6 @@ from agentrl.interactions.gym import GymInteraction
 from agentrl.interactions.simulated_user import SimulatedUser
 
 __all__ = [
-    "Gsm8kInteraction",
-    "GymInteraction",
-    "Interaction",
-    "Reply",
-    "SimulatedUser",
-    "build_interaction",
-    "interaction",
-    "respond",
-]
+    "Gsm8kInteraction", "GymInteraction", "Interaction", "Reply", "SimulatedUser",
+    "build_interaction", "interaction", "respond",
+]  # fmt: skip

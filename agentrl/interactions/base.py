@@ -7,14 +7,12 @@ state is plain attributes.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, ClassVar, TypeVar
 
 from agentrl.errors import (
@@ -29,7 +27,7 @@ from agentrl.http.chat import Chat
 from agentrl.http.pool import TimeLimit
 from agentrl.registry import interactions
 from agentrl.signatures import INJECTED_INTO_INTERACTIONS, identify, locate, merge_arguments
-from agentrl.trajectory import Message, Sample
+from agentrl.trajectory import Message, Sample, as_number, copy_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,10 @@ class Reply:
     done: bool = False
 
 
+Opening = str | Sequence[Message] | None
+"""The value of `Interaction.opening`: a user message, messages, or nothing."""
+
+
 class Interaction(ABC):
     """The base class of interactions. A subclass must define `respond`.
 
@@ -63,7 +65,8 @@ class Interaction(ABC):
                 self.tries -= 1
                 return Reply("Not quite. Try again.") if self.tries else None  # None: the end
 
-    agentrl makes one object for each episode, and closes it at the end.
+    agentrl makes one object for each episode, and closes it at the end. If the conversation begins
+    with a text of the interaction, `opening` returns it.
 
     The constructor's arguments are the row's `interaction_kwargs` and the config's
     `interaction.kwargs.NAME`; an argument may be in only one of them. agentrl fills in two
@@ -88,6 +91,13 @@ class Interaction(ABC):
             A sentence for each problem; the run is refused with all of them.
         """
         return ()
+
+    def opening(self) -> Opening | Awaitable[Opening]:
+        """Return the text or the messages that follow the row's prompt; None if there are none.
+
+        agentrl calls this once, before the first turn. It may be `async`; if not, it must not wait.
+        """
+        return None
 
     @abstractmethod
     async def respond(self, messages: Sequence[Message]) -> Reply | None:
@@ -177,8 +187,7 @@ def build_interaction(
     )
     if problems:
         raise DataError(f"row {sample.id!r}, interaction_kwargs: {'; '.join(problems)}")
-    # A deep copy: the rollouts of one row must not share a list that one of them changes.
-    kwargs = copy.deepcopy(merged)
+    kwargs = copy_value(merged)  # All rollouts share the lists of the config.
     injected = dict(zip(INJECTED_INTO_INTERACTIONS, (sample, chat), strict=True))
     parameters = inspect.signature(cls).parameters
     kwargs |= {name: value for name, value in injected.items() if name in parameters}
@@ -207,7 +216,7 @@ async def respond(
             # Inside the time limit, so that a TimeoutError of the user's code becomes a
             # `UserCodeError`.
             with user_code(f"{label}: respond"):
-                reply = await interaction.respond(messages)
+                reply = await interaction.respond(copy_value([*messages]))
     except TimeoutError:
         raise EpisodeOver("time") from None
     if reply is None:
@@ -222,7 +231,7 @@ async def respond(
         raise UserCodeError(
             f"{label}: the content of {reply!r} must be a string{missing_await(reply.content)}"
         )
-    if not isinstance(reply.score, Real) or not math.isfinite(reply.score):
+    if not math.isfinite(as_number(reply.score)):
         raise UserCodeError(
             f"{label}: the score of {reply!r} must be a finite number{missing_await(reply.score)}"
         )

@@ -6,8 +6,11 @@ table, which is made once.
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ BEHAVIOUR_SCHEMA = pa.schema(
         ("sampled_tokens", pa.int32()),
         ("answer", pa.string()),
         ("ground_truth", pa.string()),
+        ("right", pa.bool_()),
         ("started", pa.float64()),
         ("seconds", pa.float64()),
         ("queue_seconds", pa.float64()),
@@ -48,18 +52,23 @@ BEHAVIOUR_SCHEMA = pa.schema(
         ("interaction_seconds", pa.float64()),
         ("open_seconds", pa.float64()),
         ("tool_times", pa.list_(pa.float64())),
+        ("broken_tools", pa.list_(pa.string())),
+        ("working_tools", pa.list_(pa.string())),
     ]
 )
 """The columns of `Run.behaviour`.
 
 `prompt` is the last message of the prompt and `answer` the last one of the policy, of each the last
-`MAX_TEXT` characters. `repeated_calls` counts calls that an earlier call of the same conversation
-equals in name, arguments and result, or that failed as that one did. `failed_turn` and
-`repeated_turn` are the indexes of the first turns with such calls, null if there is none.
+`MAX_TEXT` characters. `right` is true if the answer ends with the ground truth (`ends_with_truth`),
+and null if the ground truth is not a text or a number. `repeated_calls` counts calls that an
+earlier call of the same conversation equals in name, arguments and result, or that failed as that
+one did. `failed_turn` and `repeated_turn` are the indexes of the first turns with such calls, null
+if there is none.
 `generate_seconds` and `tool_seconds` are sums over turns. `queue_seconds`, `reward_seconds`,
-`interaction_seconds` and `open_seconds` are sums over spans, and null in files of older versions.
-`tool_times` are the starts and ends of tool calls and
-interactions, in seconds since `started`."""
+`interaction_seconds` and `open_seconds` are sums over spans. `tool_times` are the starts and ends
+of tool calls and interactions, in seconds since `started`. `broken_tools` has the name of the tool
+for each call that crashed or timed out, `working_tools` the names of the tools that answered a
+call."""
 
 MAX_TEXT = 2000
 """The characters of a text that are kept: a long run has hundreds of thousands of episodes."""
@@ -107,39 +116,44 @@ def _read_file(store: TrajectoryStore, path: Path) -> pa.Table:
     )
 
 
-def _derive(
-    turns_json: str, messages_json: str, sample_json: str, spans_json: str | None, truth_json: str
-) -> dict:
-    turns, truth = parse_json(turns_json), parse_json(truth_json)
-    sample = parse_json(sample_json)
-    spans = parse_json(spans_json) if spans_json else []
+def _derive(*cells: str) -> dict:
+    turns, messages, sample, spans, truth = map(parse_json, cells)  # as in `_PARSED`
     seconds: Counter[str] = Counter()
     for span in spans:
         seconds[span["name"]] += span["end"] - span["start"]
-    results = [result for turn in turns for result in turn["tool_results"]]
+    calls = [
+        (call["name"], result["error"])
+        for turn in turns
+        for call, result in zip(turn["tool_calls"], turn["tool_results"], strict=False)
+    ]
     failed = [i for i, turn in enumerate(turns) for r in turn["tool_results"] if not r["ok"]]
     repeated = _find_repeated(turns)
+    answer = _answer(turns, messages)[-MAX_TEXT:]
+    truth = str(truth)[-MAX_TEXT:] if isinstance(truth, str | int | float) else None
     return {
         "prompt": sample["prompt"][-1]["content"][-MAX_TEXT:] if sample["prompt"] else "",
         "has_tools": bool(sample["tools"]),
         "turns": len(turns),
-        "tool_calls": len(results),
+        "tool_calls": len(calls),
         "failed_calls": len(failed),
         "repeated_calls": len(repeated),
         "failed_turn": failed[0] if failed else None,
         "repeated_turn": repeated[0] if repeated else None,
         "sampled_tokens": sum(turn["end"] - turn["start"] for turn in turns),
-        "answer": _answer(turns, parse_json(messages_json))[-MAX_TEXT:],
-        "ground_truth": str(truth)[-MAX_TEXT:] if isinstance(truth, str | int | float) else None,
-        "queue_seconds": seconds["queue"] if spans else None,
+        "answer": answer,
+        "ground_truth": truth,
+        "right": ends_with_truth(answer, truth) if truth else None,
+        "queue_seconds": seconds["queue"],
         "generate_seconds": sum(turn["generate_seconds"] for turn in turns),
         "tool_seconds": sum(turn["tool_seconds"] for turn in turns),
-        "reward_seconds": seconds["reward"] if spans else None,
-        "interaction_seconds": seconds["interaction"] if spans else None,
-        "open_seconds": seconds["open"] if spans else None,
+        "reward_seconds": seconds["reward"],
+        "interaction_seconds": seconds["interaction"],
+        "open_seconds": seconds["open"],
         "tool_times": [
             time for s in spans if s["name"] in WAITS for time in (s["start"], s["end"])
         ],
+        "broken_tools": [name for name, error in calls if error in ("crash", "timeout")],
+        "working_tools": sorted({name for name, error in calls if error in ("", "tool_error")}),
     }
 
 
@@ -159,17 +173,24 @@ def _find_repeated(turns: Sequence[dict]) -> list[int]:
             content = orjson.dumps(
                 (call["name"], call["arguments"], answer), option=orjson.OPT_SORT_KEYS
             )
-            key = turn.get("thread", 0), content
+            key = turn["thread"], content
             if key in seen:
                 repeated.append(index)
             seen.add(key)
     return repeated
 
 
+def ends_with_truth(answer: str, truth: str) -> bool:
+    """Return whether the last number of an answer, or the end of its text, is the ground truth."""
+    with suppress(ValueError):
+        value = float(truth.replace(",", ""))
+        numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", answer)
+        return bool(numbers) and math.isclose(float(numbers[-1].replace(",", "")), value)
+    words, wanted = (re.findall(r"\w+", text.lower()) for text in (answer, truth))
+    return bool(wanted) and words[-len(wanted) :] == wanted
+
+
 def _answer(turns: Sequence[dict], messages: Sequence[dict]) -> str:
     """Return the policy's last message in the main conversation; see `Trajectory.final_text`."""
-    own = [turn.get("message_index", -1) for turn in turns if turn.get("thread", 0) == 0]
-    if own and own[-1] >= 0:
-        return messages[own[-1]]["content"]
-    answers = [m["content"] for m in messages if m["role"] == "assistant"] if own else []
-    return answers[-1] if answers else ""
+    own = [turn["message_index"] for turn in turns if turn["thread"] == 0]
+    return messages[own[-1]]["content"] if own else ""

@@ -230,9 +230,7 @@ class LiveDiagnosis:
         run = Run(self.folder, steps)
         # The properties that are cached: metrics of all steps, and what was parsed already.
         run.__dict__.update(
-            metrics=self._metrics,
-            behaviour=self._read_episodes(),
-            config=self._config,
+            metrics=self._metrics, behaviour=self._read_episodes(), config=self._config
         )
         for finding in diagnose(run):
             key = finding.name, finding.subject

@@ -21,6 +21,7 @@ from agentrl.plural import plural
 from agentrl.report.diagnosis import ALARMS, SEVERITIES, Finding
 from agentrl.report.run import Run
 from agentrl.report.shipped import REWARD, Series, config_value, read_series, values_by_step
+from agentrl.terminal import printable
 
 CURVES = (
     REWARD,
@@ -105,7 +106,7 @@ def _summarize(run: Run, findings: Sequence[Finding]) -> Iterable[tuple[str, str
         yield "steps", "no training step is recorded yet"
     else:
         total = value("trainer.total_steps")
-        of = f" of {total}" if isinstance(total, int) else ""
+        of = f" of {total}" if isinstance(total, int) and total else ""
         yield "steps", f"{reward.steps[-1]}{of}"
         window = reward.window
         if len(reward) < 2 * window:
@@ -215,17 +216,6 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--soft); p
 code { background: var(--soft) } figure { display: inline-block; margin: .5rem }
 figcaption { font-size: .8rem } svg { max-width: 100% } small { opacity: .75 }
 """
-
-
-def printable(text: str) -> str:
-    r"""Return a text with characters such as `\x1b` or `\u202e` escaped.
-
-    These are all that are not printable, except for line breaks and tabs: control characters, and
-    those that change the writing direction.
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def _escape(text: Any) -> str:

@@ -22,7 +22,7 @@ from agentrl.config import FIELDS, Config, load_config
 from agentrl.config.sources import Setting, assignment, read_overrides
 from agentrl.errors import ConfigError, DataError, RunStopped
 from agentrl.evaluate import score_stored
-from agentrl.plan import load_files
+from agentrl.plan import announce_files, load_files
 from agentrl.plural import plural
 from agentrl.registry import is_shipped, rewards
 from agentrl.report.run import Run
@@ -111,7 +111,7 @@ def change_config(
         if key not in (*allowed, *by_name) and changed.value(key) != config.value(key)
     ]
     if implied:
-        values = ", ".join(assignment(key, changed.value(key)) for key in implied)
+        values = ", ".join(assignment(key, changed.stored_value(key)) for key in implied)
         raise ConfigError(
             f"algorithm.name={changed.algorithm.name} sets {values}, and the record cannot be"
             " repeated with another value. Set its other keys one by one (docs/algorithms.md lists"
@@ -125,8 +125,8 @@ def changes_outcome(config: Config, changed: Config) -> bool:
     return any(config.value(key) != changed.value(key) for key in OUTCOME_KEYS)
 
 
-def open_scorer(config: Config) -> Scorer:
-    """Return the rewards of a config, for recorded episodes.
+def open_scorer(run: Run, config: Config) -> Scorer:
+    """Return the rewards of a config, for the recorded episodes of a run.
 
     Raises:
         UserError: there is no such reward, or it cannot score recorded episodes.
@@ -134,6 +134,8 @@ def open_scorer(config: Config) -> Scorer:
     names = list(config.reward.functions) or [config.reward.function]
     # The run's own files are read only if they are needed: its folder may have been copied.
     unknown = [n for n in names if n not in ("", BY_SOURCE) and ".py" not in n and n not in rewards]
+    files = [f for f in config.reward.files if f in run.config_at().reward.files]
+    announce_files(run.folder / "config.yaml", [*(config.files if unknown else []), *files])
     if unknown and (problems := load_files(config)):
         raise ConfigError("\n".join(problems))
     for name in names:
@@ -207,7 +209,7 @@ def recompute(scored: Scored, config: Config, *, trains: bool = True) -> Scored:
 @contextmanager
 def open_rescoring(run: Run, config: Config, steps: Collection[int]) -> Iterator[Rescoring]:
     """Open the rewards of a config for recorded episodes; raises as `rescore`."""
-    scorer = open_scorer(config)
+    scorer = open_scorer(run, config)
     check_rows(run, steps, scorer)
     sandbox.configure(config.sandbox)
     with asyncio.Runner() as runner:
@@ -227,13 +229,7 @@ def check_rows(run: Run, steps: Collection[int], scorer: Scorer) -> None:
         named = [f"{row} ({', '.join(paths)})" for row, paths in lossy.items()]
         raise DataError(
             f"{plural(len(lossy), 'row')} of {run.folder} have values that JSON cannot hold, so the"
-            f" record has their text only, and a reward would get other values: {_list(named)}"
-        )
-    if any(row["as_text"] is None for row in rows):
-        log.warning(
-            "%s was made by an older version: rows may have values that JSON cannot hold, such as"
-            " dates. A reward gets their text",
-            run.folder,
+            f" record has others in their place, which a reward would get: {_list(named)}"
         )
     lost = dict.fromkeys((row["sample_id"], row["step"]) for row in rows if row["dropped"])
     if lost and scorer.has_group_reward:

@@ -10,23 +10,31 @@ A table contains null where a run has not recorded a value, never a number in it
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pyarrow as pa
 import yaml
+from pydantic import ValidationError
 
 from agentrl.chat import load_tokenizer
 from agentrl.config import Config, load_config
+from agentrl.config.sources import load_yaml
 from agentrl.errors import DataError
-from agentrl.record import METRICS, read_metrics
+from agentrl.record import METRICS, is_run, read_metrics
+from agentrl.regular_files import read_regular
 from agentrl.report.behaviour import read_behaviour
 from agentrl.store import StoredRollout, TrajectoryStore
 from agentrl.trajectory import Group
+
+CHANGES_SCHEMA = pa.schema(
+    [("step", pa.int64()), ("key", pa.string()), ("old", pa.string()), ("new", pa.string())]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +66,8 @@ class Run:
         if not path.exists():
             return {}
         try:
-            config = yaml.safe_load(path.read_bytes())
-        except yaml.YAMLError as e:
+            config = load_yaml(path)
+        except (yaml.YAMLError, OSError) as e:
             raise DataError(f"{path} is not a YAML file: {e}") from e
         if not isinstance(config, dict):
             raise DataError(f"{path} is not the config of a run: it must be a mapping of sections")
@@ -106,25 +114,30 @@ class Run:
         """The tokenizer of the run, a fast tokenizer of transformers.
 
         Raises:
-            DataError: the run has not stored it, because an older version recorded it.
+            DataError: the folder has none. `agentrl eval` writes none.
         """
         folder = self.folder / "tokenizer"
         if not folder.is_dir():
             model = self.config.get("model", {}).get("path", "the model")
             raise DataError(
-                f"{folder} does not exist: an older version recorded this run. Load the tokenizer"
-                f" of {model} instead (transformers.AutoTokenizer)"
+                f"{folder} does not exist. Load the tokenizer of {model} instead"
+                " (transformers.AutoTokenizer)"
             )
         return load_tokenizer(folder)
 
     @cached_property
     def changes(self) -> pa.Table:
-        """One row per config key that was changed during the run: step, key, old, new."""
+        """One row per config key that was changed during the run: step, key, and old, new as JSON.
+
+        The values of keys have different types, which a column cannot have.
+        """
         path = self.folder / "changes.jsonl"
-        lines = path.read_bytes().splitlines() if path.exists() else []
         try:
-            return pa.Table.from_pylist([orjson.loads(line) for line in lines])
-        except (ValueError, TypeError, AttributeError, pa.ArrowException) as e:
+            lines = read_regular(path).splitlines() if path.exists() else []
+            rows = [json.loads(line) for line in lines]
+            rows = [row | {name: json.dumps(row[name]) for name in ("old", "new")} for row in rows]
+            return pa.Table.from_pylist(rows, CHANGES_SCHEMA)
+        except (OSError, ValueError, TypeError, KeyError, RecursionError, pa.ArrowException) as e:
             raise DataError(f"{path} is not a record of changed config keys: {e}") from e
 
     @cached_property
@@ -165,8 +178,15 @@ class Run:
         tree = config.model_dump(mode="json")
         for change in reversed(self.changes.to_pylist()):
             if change["step"] >= step and change["key"] != "rows":
-                _set(tree, change["key"], change["old"])
-        return Config.model_validate(tree)
+                _set(tree, change["key"], json.loads(change["old"]))
+        try:
+            return Config.model_validate(tree)
+        except ValidationError as e:
+            wrong = ", ".join(".".join(map(str, error["loc"])) for error in e.errors())
+            raise DataError(
+                f"{self.folder}: this version of agentrl does not read the config of step {step}:"
+                f" {wrong}"
+            ) from e
 
     def read_step(self, step: int) -> StepGroups:
         """Return the stored groups of a training step, with their greedy rollouts.
@@ -200,21 +220,13 @@ class Run:
         Raises:
             DataError: a file is damaged.
         """
-        parts: list[list[StoredRollout]] = []
-        for rollout in self.store.read(step, split):
-            if parts and _is_same_group(parts[-1][-1], rollout):
-                parts[-1].append(rollout)
-            else:
-                parts.append([rollout])
-        return [
-            Group(
-                p[0].scored.trajectory.sample,
-                tuple(r.scored for r in p),
-                p[0].dropped,
-                drop_causes=tuple(p[0].drop_causes),
-            )
-            for p in parts
-        ]
+        groups = []
+        for _, part in groupby(self.store.read(step, split), key=lambda rollout: rollout.group):
+            rollouts = list(part)
+            scored, causes = tuple(r.scored for r in rollouts), tuple(rollouts[0].drop_causes)
+            sample = scored[0].trajectory.sample
+            groups.append(Group(sample, scored, rollouts[0].dropped, drop_causes=causes))
+        return groups
 
     @cached_property
     def store(self) -> TrajectoryStore:
@@ -252,23 +264,12 @@ def load_run(path: str | Path, steps: Collection[int] | None = None) -> Run:
     folder = Path(path)
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder} (looked at {folder.absolute()})")
-    if not (folder / METRICS).exists() and not (folder / "trajectories").is_dir():
+    if not is_run(folder):
         raise DataError(
-            f"{folder} is not the folder of a run: it has neither {METRICS} nor trajectories"
+            f"{folder} is not the folder of a run: it has neither {METRICS} nor trajectories, or it"
+            " is the folder of a model"
         )
     return Run(folder, steps)
-
-
-def _is_same_group(last: StoredRollout, rollout: StoredRollout) -> bool:
-    """Return whether a rollout belongs to the group of the one before it.
-
-    Files of older versions have no index of the group. In them a group ends with its row, or when
-    the index of the rollout starts again.
-    """
-    if rollout.group is not None or last.group is not None:
-        return rollout.group == last.group
-    before, now = last.scored.trajectory, rollout.scored.trajectory
-    return before.sample.id == now.sample.id and before.rollout < now.rollout
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:

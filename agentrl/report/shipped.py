@@ -15,7 +15,6 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ import pyarrow as pa
 
 from agentrl.config.checks import doubtful
 from agentrl.config.sections import BUDGETS, Config
-from agentrl.metrics import DEAD_GROUPS, DEAD_STEP, standard_error
+from agentrl.metrics import DEAD_GROUPS, DEAD_STEP, is_close, standard_error
 from agentrl.plural import plural
 from agentrl.report.diagnosis import Finding, diagnosis
 from agentrl.report.run import Run
@@ -183,16 +182,87 @@ def examples(table: pa.Table, mask: np.ndarray, turn: str = "") -> dict[str, Any
 
 
 def group_keys(episodes: pa.Table) -> list[str]:
-    """Return a key of each episode's group: its step and number, or (in older files) row."""
-    names = ("step", "group", "sample_id")
+    """Return a key of each episode's group: its step, split and number."""
+    names = ("step", "split", "group")
     values = zip(*(episodes.column(name).to_pylist() for name in names), strict=True)
-    return [f"{step}/{row if group is None else group}" for step, group, row in values]
+    return ["/".join(map(str, key)) for key in values]
 
 
 def config_value(run: Run, key: str) -> object:
     """Return the value of a config key; None if the run's config lacks it."""
     section, _, name = key.partition(".")
     return (run.config.get(section) or {}).get(name)
+
+
+# --- broken tools, and wrong calls ---------------------------------------------------------------
+
+BROKEN_CALLS = {"timeout": 0.03, "crash": 0.03}
+"""The share of calls with such an error that is a warning. A working tool has none."""
+WRONG_CALLS = {"bad_call": 0.5, "schema": 0.5, "unknown_tool": 0.5, "tool_error": 0.5}
+"""The share of calls that the policy writes wrongly, or that the tool refuses. A policy that learns
+a format begins with many, so only a majority in the last steps counts."""
+MIN_BROKEN_CALLS = 5
+"""A tool is broken if it had at least this many calls and every one crashed or timed out."""
+
+
+@diagnosis("tool_errors")
+def tool_errors(run: Run) -> Iterator[Finding]:
+    """Tool calls fail, or every call of one tool does."""
+    episodes = training_episodes(run)
+    broken, working = (
+        Counter(itertools.chain.from_iterable(filter(None, episodes.column(name).to_pylist())))
+        for name in ("broken_tools", "working_tools")
+    )
+    for tool in [t for t, n in broken.items() if n >= MIN_BROKEN_CALLS and t not in working]:
+        is_shown = np.array(
+            [tool in (t or ()) for t in episodes.column("broken_tools").to_pylist()]
+        )
+        yield Finding(
+            int(column(episodes, "step")[is_shown].min()),
+            f"every valid call of the tool {tool!r} crashes or times out ({broken[tool]} of"
+            f" {broken[tool]})",
+            {"calls": float(broken[tool])},
+            **examples(episodes, is_shown, "failed_turn"),
+            causes=["the tool has a bug, or what it needs is missing"],
+            tries=[
+                "read the log for the call and its traceback",
+                f"call it yourself: agentrl tools call {tool} ARGUMENTS --file FILE",
+            ],
+            severity="error",
+            subject=tool,
+        )
+    for error, limit in (BROKEN_CALLS | WRONG_CALLS).items():
+        share = _filled_series(run, f"tool_error/{error}")
+        if len(share) < MIN_WINDOW or not (holds := share.means >= limit)[-1]:
+            continue
+        mean, start = float(share.last.mean()), share.since(holds)
+        is_broken = error in BROKEN_CALLS
+        is_harmless = not is_broken and is_solved(run)  # It earns its rewards without these calls.
+        episodes = training_episodes(run, share.window)
+        yield Finding(
+            start,
+            f"since step {start} {mean:.0%} of the tool calls fail ({error})",
+            {"share": mean},
+            **examples(episodes, column(episodes, "failed_calls") > 0, "failed_turn"),
+            causes=[
+                "the tool is slow or has a bug"
+                if is_broken
+                else "the policy does not know the tool's name, arguments or format of calls"
+            ],
+            tries=[
+                "read the log for the call and its traceback",
+                "more processes of the tool server: tools.workers",
+            ]
+            if is_broken
+            else [
+                f"agentrl check-template {config_value(run, 'model.path') or 'MODEL'}",
+                "a clearer docstring and clearer parameter names of the tool: the model reads them",
+                "rollout.tool_format",
+                "imitate first: docs/debugging.md",
+            ],
+            severity="note" if is_harmless else "warning",
+            subject=error,
+        )
 
 
 # --- engine and trainer --------------------------------------------------------------------------
@@ -224,6 +294,10 @@ def mismatch(run: Run) -> Iterator[Finding]:
     turns = {turn: s for turn, s in turns.items() if len(s) >= MIN_WINDOW}
     after = read_series(run, f"{MISMATCH}/after_observation")
     mean = float(overall.last.mean())
+    # Rounding changes uncertain tokens most, so a turn or a position with many of them may differ
+    # by as much as uncertain tokens do.
+    measured = read_series(run, "canary/rounding").last
+    rounding = max(MIN_MISMATCH, float(measured.mean()) if len(measured) else 0.0)
     evidence = {"all": mean} | {turn: float(s.last.mean()) for turn, s in turns.items()}
     common = [
         "agentrl check-template " + str(config_value(run, "model.path") or "MODEL"),
@@ -235,7 +309,7 @@ def mismatch(run: Run) -> Iterator[Finding]:
     )
     first = turns.get("turn_1")
     if first is not None:
-        limit = max(MIN_MISMATCH, TURN_GROWTH * float(first.last.mean()))
+        limit = max(rounding, TURN_GROWTH * float(first.last.mean()))
         for s in list(turns.values())[1:]:
             if s.last.mean() > limit and z_score(first.last, s.last) > Z:
                 yield Finding(
@@ -253,7 +327,7 @@ def mismatch(run: Run) -> Iterator[Finding]:
                 )
                 return
     if len(after) >= MIN_WINDOW:
-        limit = max(MIN_MISMATCH, TURN_GROWTH * mean)
+        limit = max(rounding, TURN_GROWTH * mean)
         if after.last.mean() > limit and z_score(overall.last, after.last) > Z:
             yield Finding(
                 after.since(after.means > limit),
@@ -265,12 +339,13 @@ def mismatch(run: Run) -> Iterator[Finding]:
                 subject="after_observation",
             )
             return
-    growth = max(MIN_MISMATCH, RUN_GROWTH * float(overall.first.mean()))
+    growth = max(rounding, RUN_GROWTH * float(overall.first.mean()))
     has_grown = (
         len(overall) >= MIN_STEPS and mean > growth and z_score(overall.first, overall.last) > Z
     )
-    if has_grown or mean > MAX_MISMATCH:
-        limit = growth if has_grown else MAX_MISMATCH
+    largest = max(rounding, MAX_MISMATCH)
+    if has_grown or mean > largest:
+        limit = growth if has_grown else largest
         yield Finding(
             overall.since(overall.means > limit),
             f"the logprobs of engine and trainer differ by {mean:.2g} nats on average"
@@ -315,7 +390,7 @@ def reward_outliers(run: Run) -> Iterator[Finding]:
     size = max(spread, float(np.abs(others).max()))
     if number < MIN_OUTLIERS or number > OUTLIERS * total or distance < OUTLIER_GAP * size:
         return
-    if spread == 0.0:  # A rare success next to failures, all of which are equal.
+    if is_close(others[0], others[-1]):  # A rare success next to failures, all of which are equal.
         return
     mask = reward <= levels[gap] if is_low else reward >= levels[gap + 1]
     outlier = float(np.median(reward[mask]))
@@ -635,19 +710,11 @@ def _explain_failures(
     clauses, evidence, causes, tries = [], {}, [], []
     if episodes.num_rows < MIN_FAILED:
         return "", evidence, causes, tries
-    pairs = [
-        (answer, truth)
-        for answer, truth in zip(
-            episodes.column("answer").to_pylist(),
-            episodes.column("ground_truth").to_pylist(),
-            strict=True,
-        )
-        if truth
-    ]
-    right = [pair for pair in pairs if ends_with_truth(*pair)]
-    if pairs and len(right) >= RIGHT * len(pairs):
-        answer, truth = right[-1]
-        evidence["right"] = len(right) / len(pairs)
+    right = episodes.filter(episodes.column("right"))
+    compared = episodes.num_rows - episodes.column("right").null_count
+    if compared and right.num_rows >= RIGHT * compared:
+        answer, truth = (right.column(name)[-1].as_py() for name in ("answer", "ground_truth"))
+        evidence["right"] = right.num_rows / compared
         clauses.append(
             f"{evidence['right']:.0%} of them end with the ground truth (the answer"
             f" {shorten(answer)!r}, the ground truth {shorten(truth)!r})"
@@ -670,16 +737,6 @@ def _explain_failures(
         causes.append("the tools of these rows do not work")
         tries.append(f"read the error that the model gets: agentrl show {run.folder} 'failed>0'")
     return "".join(f", {clause}" for clause in clauses), evidence, causes, tries
-
-
-def ends_with_truth(answer: str, truth: str) -> bool:
-    """Return whether the last number of an answer, or the end of its text, is the ground truth."""
-    with suppress(ValueError):
-        value = float(truth.replace(",", ""))
-        numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", answer)
-        return bool(numbers) and math.isclose(float(numbers[-1].replace(",", "")), value)
-    words, wanted = (re.findall(r"\w+", text.lower()) for text in (answer, truth))
-    return bool(wanted) and words[-len(wanted) :] == wanted
 
 
 def shorten(text: str) -> str:
@@ -713,7 +770,7 @@ def equal_rewards(run: Run) -> Iterator[Finding]:
         for subset, groups in sorted(by_subset.items()):
             # A right answer in another notation looks wrong here. Then the group is a solved one.
             failing = [group for group in groups if reward[group].min() < solved]
-            equal = [group for group in failing if np.ptp(reward[group]) == 0]
+            equal = [g for g in failing if is_close(reward[g].min(), reward[g].max())]
             if len(failing) < MIXED_GROUPS or len(equal) < EQUAL_SHARE * len(failing):
                 continue
             # If no group has a high reward, the reward may be for something else than the answer.
@@ -761,14 +818,9 @@ def rejected_answers(run: Run) -> Iterator[Finding]:
     low, high = reward_range(run)
     if not episodes.num_rows or (high <= low and low > 0):
         return
-    reward, masked = column(episodes, "reward"), episodes.column("masked").to_pylist()
-    answers, truths, stops = (
-        episodes.column(name).to_pylist() for name in ("answer", "ground_truth", "stop_reason")
-    )
-    right, wrong = np.zeros((2, len(reward)), bool)
-    for i, truth in enumerate(truths):
-        if truth and not masked[i] and stops[i] not in BUDGETS:
-            (right if ends_with_truth(answers[i], truth) else wrong)[i] = True
+    reward, masked = column(episodes, "reward"), column(episodes, "masked")
+    ended = ~masked & ~np.isin(column(episodes, "stop_reason"), [*BUDGETS])
+    right, wrong = ((column(episodes, "right") == is_right) & ended for is_right in (True, False))
     rejected = right & (reward <= low + NOTHING * (high - low))
     by_group: dict[str, list[bool]] = defaultdict(list)
     keys = group_keys(episodes)
@@ -786,12 +838,13 @@ def rejected_answers(run: Run) -> Iterator[Finding]:
         if solved[right].mean() < MIN_ACCEPTED or accepted_wrong > MAX_WRONG_ACCEPTED:
             return  # the reward is for something else than the answer
     last = int(np.flatnonzero(rejected)[-1])
+    answer, truth = (episodes.column(name)[last].as_py() for name in ("answer", "ground_truth"))
     share = float(rejected.sum() / right.sum())
     yield Finding(
         int(column(episodes, "step").min()),
         f"{share:.0%} of the rollouts that end with the ground truth ({rejected.sum()} of"
-        f" {right.sum()}) fail: the answer {shorten(answers[last])!r} to the ground truth"
-        f" {shorten(truths[last])!r} has the reward {reward[last]:.3g}",
+        f" {right.sum()}) fail: the answer {shorten(answer)!r} to the ground truth"
+        f" {shorten(truth)!r} has the reward {reward[last]:.3g}",
         {"share": share, "rollouts": float(rejected.sum())},
         **examples(episodes, rejected, "last"),
         causes=[
@@ -803,24 +856,21 @@ def rejected_answers(run: Run) -> Iterator[Finding]:
             "compare the reward function with the column of the ground truth and the prompt",
             f"score them with a corrected reward: agentrl rescore {run.folder}",
         ],
-        severity="error" if high == low else "warning",
+        severity="error" if is_close(low, high) else "warning",
     )
 
 
 def _find_mixed_groups(episodes: pa.Table) -> list[list[int]]:
-    """Return the groups with right and wrong answers, each as the indexes of its episodes.
-
-    An answer is right if it ends with the ground truth.
-    """
-    names = ("answer", "ground_truth", "reward")
+    """Return the groups with right and wrong answers, each as the indexes of its episodes."""
+    names = ("right", "reward")
     known: dict[str, list[int]] = defaultdict(list)
     right: dict[str, set[bool]] = defaultdict(set)
     cells = zip(*(episodes.column(name).to_pylist() for name in names), strict=True)
     keys = group_keys(episodes)
-    for index, (answer, truth, reward) in enumerate(cells):
-        if truth is not None and reward is not None and not math.isnan(reward):
+    for index, (is_right, reward) in enumerate(cells):
+        if is_right is not None and reward is not None and not math.isnan(reward):
             known[keys[index]].append(index)
-            right[keys[index]].add(ends_with_truth(answer, truth))
+            right[keys[index]].add(is_right)
     return [known[key] for key in known if len(right[key]) > 1]
 
 
@@ -1023,6 +1073,25 @@ DROPPED_SHARE = 0.02
 """The share of dropped rollouts that is a warning. The run itself stops at 5 % in one step."""
 
 
+AGENT_ERRORS = 0.2
+"""The share of episodes that end with an error of the agent that is a warning."""
+
+
+@diagnosis("agent_error")
+def agent_error(run: Run) -> Iterator[Finding]:
+    """An external agent raises where it could return an error to the policy."""
+    errors = read_series(run, f"{STOP}agent_error")
+    if len(errors) >= MIN_WINDOW and (share := float(errors.last.mean())) >= AGENT_ERRORS:
+        yield Finding(
+            errors.since(errors.means >= AGENT_ERRORS),
+            f"{share:.0%} of the episodes end with an error of the agent: their outcome is 0, or"
+            " the reward that the agent had posted (agent.on_error=zero)",
+            {"agent_errors": share},
+            causes=["the agent raises if the policy calls a tool wrongly; the log has an error"],
+            tries=["agentrl gateway check", "docs/agents.md, Mistakes of the policy"],
+        )
+
+
 @diagnosis("dropped")
 def dropped(run: Run) -> Iterator[Finding]:
     """Infrastructure or code errors lose rollouts."""
@@ -1205,50 +1274,6 @@ def _reward_of_cut(episodes: pa.Table, is_cut: np.ndarray) -> tuple[bool | None,
 
 # --- tools ---------------------------------------------------------------------------------------
 
-BROKEN_CALLS = {"timeout": 0.03, "crash": 0.03}
-"""The share of calls with such an error that is a warning. A working tool has none."""
-WRONG_CALLS = {"bad_call": 0.5, "schema": 0.5, "unknown_tool": 0.5, "tool_error": 0.5}
-"""The share of calls that the policy writes wrongly, or that the tool refuses. A policy that learns
-a format begins with many, so only a majority in the last steps counts."""
-
-
-@diagnosis("tool_errors")
-def tool_errors(run: Run) -> Iterator[Finding]:
-    """Tool calls fail."""
-    for error, limit in (BROKEN_CALLS | WRONG_CALLS).items():
-        share = _filled_series(run, f"tool_error/{error}")
-        if len(share) < MIN_WINDOW or not (holds := share.means >= limit)[-1]:
-            continue
-        mean, start = float(share.last.mean()), share.since(holds)
-        is_broken = error in BROKEN_CALLS
-        is_harmless = not is_broken and is_solved(run)  # It earns its rewards without these calls.
-        episodes = training_episodes(run, share.window)
-        yield Finding(
-            start,
-            f"since step {start} {mean:.0%} of the tool calls fail ({error})",
-            {"share": mean},
-            **examples(episodes, column(episodes, "failed_calls") > 0, "failed_turn"),
-            causes=[
-                "the tool is slow or has a bug"
-                if is_broken
-                else "the policy does not know the tool's name, arguments or format of calls"
-            ],
-            tries=[
-                "read the log for the call and its traceback",
-                "more processes of the tool server: tools.workers",
-            ]
-            if is_broken
-            else [
-                f"agentrl check-template {config_value(run, 'model.path') or 'MODEL'}",
-                "a clearer docstring and clearer parameter names of the tool: the model reads them",
-                "rollout.tool_format",
-                "imitate first: docs/debugging.md",
-            ],
-            severity="note" if is_harmless else "warning",
-            subject=error,
-        )
-
-
 TOOL_DROP = 0.5
 """The share of its best rate of calls below which a loop's tool use dies out."""
 FAST = 2
@@ -1269,7 +1294,7 @@ def settings(run: Run) -> Iterator[Finding]:
     """The notes on the run's settings that it printed when it began."""
     try:
         config = Config.model_validate(run.config)
-    except ValueError:  # A run of an older version.
+    except ValueError:  # A number refers to an environment variable that is not set here.
         return
     for note in doubtful(config):
         yield Finding(0, note, severity="note", subject=note.partition("=")[0])
@@ -2241,7 +2266,8 @@ def without_group_means(episodes: pa.Table, name: str) -> np.ndarray:
     """Return a column minus its mean over the episode's group."""
     values = column(episodes, name).astype(float)
     _, group = np.unique(group_keys(episodes), return_inverse=True)
-    return values - (np.bincount(group, values) / np.bincount(group))[group]
+    means = (np.bincount(group, values) / np.bincount(group))[group]
+    return np.where(is_close(values, means), 0.0, values - means)
 
 
 def correlation_within_rows(episodes: pa.Table, name: str) -> float:
@@ -2338,11 +2364,17 @@ def step_time(run: Run) -> Iterator[Finding]:
         return
     largest = next(iter(shares))
     parts = ", ".join(f"{label} {share:.0%}" for label, share in shares.items())
+    tries = list(_FASTER.get(largest, ()))
+    if config_value(run, "rollout.name") == "local":  # It is always one, in this process.
+        tries = [SERVER if text == MORE_ENGINES else text for text in tries]
+    passes = read_series(run, "perf/micro_batches")
+    if len(passes) and passes.last.max() <= 1:  # A larger limit changes nothing.
+        tries = [text for text in tries if text != LARGER_PASSES]
     yield Finding(
         int(steps[0]),
         f"a step takes {total:.3g} s: {parts}",
         {"seconds": total, **shares},
-        tries=list(_FASTER.get(largest, ())),
+        tries=tries,
         severity="note",
     )
     yield from _find_time_between_steps(run, step)
@@ -2369,14 +2401,17 @@ def _find_time_between_steps(run: Run, step: Series) -> Iterator[Finding]:
             )
 
 
+MORE_ENGINES = "more engines: rollout.engines"
+SERVER = "a server on a GPU: rollout.name=sglang"
+LARGER_PASSES = "a larger optim.micro_batch_tokens"
 _FASTER: Mapping[str, Sequence[str]] = {
-    "generation": ["more engines: rollout.engines", "a smaller rollout.max_turn_tokens"],
+    "generation": [MORE_ENGINES, "a smaller rollout.max_turn_tokens"],
     "generation and tools": [
-        "more engines: rollout.engines",
+        MORE_ENGINES,
         "more processes of the tool server: tools.workers",
         "a smaller rollout.timeout_s",
     ],
-    "waiting for the engine": ["more engines: rollout.engines"],
+    "waiting for the engine": [MORE_ENGINES],
     "tools": ["more processes of the tool server: tools.workers", "a smaller rollout.timeout_s"],
     "interactions": ["a faster `respond` of the interaction: it answers every turn"],
     "opening tools": ["less work in the constructors of class tools"],
@@ -2386,7 +2421,7 @@ _FASTER: Mapping[str, Sequence[str]] = {
         " long rollouts",
         "a smaller rollout.max_turns",
     ],
-    "the update": ["a larger optim.micro_batch_tokens", "docs/scaling.md"],
+    "the update": [LARGER_PASSES, "docs/scaling.md"],
     "sending the weights": ["an adapter instead of all weights: model.lora_rank", "docs/gpu.md"],
 }
 
@@ -2400,12 +2435,11 @@ def _time_of_rollouts(run: Run, steps: np.ndarray) -> dict[str, float]:
     """
     episodes = training_episodes(run)
     episodes = episodes.filter(pa.array(np.isin(column(episodes, "step"), steps)))
-    started = column(episodes, "started").astype(float)
-    if not len(started) or np.isnan(started).any():
+    if not len(episodes):
         return {}
+    started = column(episodes, "started")
     # `seconds` begins when the tools are open.
-    opening = np.nan_to_num(column(episodes, "open_seconds").astype(float))
-    ends = started + opening + column(episodes, "seconds")
+    ends = started + column(episodes, "open_seconds") + column(episodes, "seconds")
     waits = spans = 0.0
     for number in np.unique(column(episodes, "step")):
         chosen = column(episodes, "step") == number
@@ -2414,12 +2448,12 @@ def _time_of_rollouts(run: Run, steps: np.ndarray) -> dict[str, float]:
         waits += last - np.quantile(ends[chosen], LATE)
     get = partial(column, episodes)
     sums = {
-        "generation": np.nansum(get("generate_seconds")),
-        "waiting for the engine": np.nansum(get("queue_seconds")),
-        "tools": np.nansum(get("tool_seconds")),
-        "interactions": np.nansum(get("interaction_seconds")),
-        "opening tools": np.nansum(get("open_seconds")),
-        "rewards": np.nansum(get("reward_seconds")),
+        "generation": get("generate_seconds").sum(),
+        "waiting for the engine": get("queue_seconds").sum(),
+        "tools": get("tool_seconds").sum(),
+        "interactions": get("interaction_seconds").sum(),
+        "opening tools": get("open_seconds").sum(),
+        "rewards": get("reward_seconds").sum(),
     }
     total = sum(sums.values()) or 1.0
     parts = {name: float(seconds / total) for name, seconds in sums.items()}
@@ -2448,7 +2482,7 @@ def _seconds_in_tools(episodes: pa.Table) -> float:
         waits = sorted(
             (started + begin, started + end)
             for started, times in rows
-            for begin, end in zip((times or [])[::2], (times or [])[1::2], strict=True)
+            for begin, end in zip(times[::2], times[1::2], strict=True)
         )
         until = -np.inf
         for begin, end in waits:

@@ -1,7 +1,8 @@
 """A reward: a plain function of the trajectory, or verl's `compute_score`.
 
-The parameters decide which of the two a function is. A function with a parameter `solution_str`, or
-with `**kwargs` only, is a `compute_score`; any other function is called with the trajectory.
+The parameters decide how a function is called. A function with a parameter `solution_str`, or with
+`**kwargs` only, is a `compute_score`. One with a parameter `completions` is called as TRL calls it,
+with lists of one entry (docs/trl.md). Any other function is called with the trajectory.
 
 The arguments of `compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)`
 are these:
@@ -10,6 +11,7 @@ are these:
 - `extra_info`: the row's `extra`, and `num_turns`, `turn_scores` (one per assistant turn, 0.0 by
   default), `tool_rewards` (one per tool call that returned a reward), `stop_reason`, `messages`
   (the whole conversation as `{"role", "content"}`) and `final_text` (the assistant's last message).
+  If the row has one of these names, its own value stays, and ours is `rollout_NAME`.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any, TypeVar
 
 from agentrl.config import RewardConfig
 from agentrl.errors import (
@@ -32,11 +34,12 @@ from agentrl.errors import (
 )
 from agentrl.registry import rewards
 from agentrl.rewards.executor import RewardExecutor, RewardTimeout
-from agentrl.signatures import find_argument_problems, identify
-from agentrl.trajectory import Trajectory
+from agentrl.signatures import KEYWORD, find_argument_problems, identify
+from agentrl.trajectory import Trajectory, as_number, copy_value
 from agentrl.workers import locate_function
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 POSITIONAL = (
@@ -163,22 +166,17 @@ class Grader:
         parameters = inspect.signature(self.function).parameters
         kinds = [p.kind for p in parameters.values()]
         self.is_compute_score = "solution_str" in parameters or set(kinds) == {VAR_KEYWORD}
+        self._is_trl = "completions" in parameters and not options.group
         self._arguments = [n for n in ARGUMENTS if n in parameters or VAR_KEYWORD in kinds]
-        home = getattr(function, "__module__", None) or ""
-        is_ours = home.startswith("agentrl.")
+        self._is_ours = is_ours = str(getattr(function, "__module__", "")).startswith("agentrl.")
         pools = ["pool"] if is_ours and "pool" in parameters else []
         if genrm := [n for n in GENRM_ARGUMENTS if n in parameters and n not in bound]:
             problems = [
                 f"its {' and '.join(genrm)} would be those of verl's generative reward model"
                 " (genrm), which agentrl does not serve. Ask a judge instead (docs/rewards.md)"
             ]
-        elif "completions" in parameters and not options.group:
-            problems = [
-                f"its parameters are ({', '.join(parameters)}), as those of TRL's rewards. agentrl"
-                " calls a reward once for each rollout: def NAME(trajectory) -> float, in which"
-                " trajectory.final_text is the completion and trajectory.sample the row"
-                " (docs/trl.md)"
-            ]
+        elif self._is_trl:
+            problems = find_argument_problems(self.function, bound, parameters.keys() - bound)
         elif self.is_compute_score and not options.group:
             problems = find_argument_problems(self.function, bound, [*ARGUMENTS, *pools])
         elif kinds and kinds[0] in POSITIONAL:
@@ -220,14 +218,27 @@ class Grader:
             GraderCrash: the function's process died.
         """
         label = f"the reward {self.name!r} of sample {trajectory.sample.id!r}"
-        args = () if self.is_compute_score else (trajectory,)
-        kwargs = {n: ARGUMENTS[n](trajectory) for n in self._arguments} if not args else {}
+        args, kwargs = (), {}
+        if self._is_trl:
+            kwargs = self._columns(label, self._copy(trajectory))
+        elif self.is_compute_score:
+            trajectory = replace(trajectory, sample=self._copy(trajectory.sample))
+            kwargs = {n: ARGUMENTS[n](trajectory) for n in self._arguments}
+        else:
+            args = (self._copy(trajectory),)
         try:
             returned = await self._call(label, args, kwargs)
         except RewardTimeout:
             if self._timeout_score is None:
                 raise
             return self._timeout_score, {"grader_timeout": 1.0}
+        if self._is_trl:
+            if not isinstance(returned, Sequence) or len(returned) != 1:
+                raise UserCodeError(
+                    f"{label} returned {returned!r:.200}: as in TRL, it must return a list with a"
+                    f" score for each completion; there is one{missing_await(returned)}"
+                )
+            returned = 0.0 if returned[0] is None else returned[0]
         score, metrics = parse_score(label, returned)
         return score, metrics if self._timeout_score is None else {**metrics, "grader_timeout": 0.0}
 
@@ -236,7 +247,9 @@ class Grader:
     ) -> list[tuple[float, dict[str, float]]]:
         """Return the results of `grade` for all trajectories of a sample, by one call."""
         label = f"the reward {self.name!r} of sample {trajectories[0].sample.id!r}"
-        returned = await self._call(label, [list(trajectories)], {})
+        # Also for a process: a pickle would keep the row that they share.
+        own = [t if self._is_ours else copy_value(t) for t in trajectories]
+        returned = await self._call(label, [own], {})
         try:
             scores = [] if isinstance(returned, (Mapping, str)) else [*returned]
         except TypeError:
@@ -273,8 +286,44 @@ class Grader:
                 if inspect.isawaitable(awaitable):
                     await awaitable
 
+    def _columns(self, label: str, trajectory: Trajectory) -> dict[str, Any]:
+        """Return the arguments of a function with TRL's signature: lists with one entry.
+
+        Raises:
+            UserCodeError: the row has no column for a parameter without a default, or a column with
+                the name of another argument and another value.
+        """
+        sample, parameters = trajectory.sample, inspect.signature(self.function).parameters
+        columns = {
+            **sample.extra,
+            "data_source": sample.data_source,
+            "ground_truth": sample.ground_truth,
+            "prompts": [m.as_dict() for m in sample.prompt],
+            "completions": [m.as_dict() for m in trajectory.response_messages],
+            "completion_ids": [i for s in trajectory.segments[-1:] for i in s.response_ids],
+        }
+        for name, parameter in parameters.items():
+            is_needed = parameter.default is parameter.empty and parameter.kind in KEYWORD
+            if is_needed and name not in {**columns, **self._bound}:
+                raise UserCodeError(
+                    f"{label} needs the column {name!r}. The row has: {', '.join(sorted(columns))}"
+                )
+        takes_all = any(p.kind is VAR_KEYWORD for p in parameters.values())
+        passed = {name: [x] for name, x in columns.items() if takes_all or name in parameters}
+        for name, (value,) in passed.items():
+            if sample.extra.get(name, value) != value:
+                raise UserCodeError(
+                    f"{label}: the row's column {name!r} is not the argument {name!r}, which has"
+                    " TRL's meaning. Rename the column"
+                )
+        return passed
+
+    def _copy(self, value: T) -> T:
+        """Return a value that the function may change. agentrl's own functions change none."""
+        return value if self._is_ours or self.options.process else copy_value(value)
+
     async def _call(self, label: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        kwargs = {**kwargs, **self._bound}
+        kwargs = {**kwargs, **self._copy(self._bound)}
         if self._runs_inline or self.options.bounded:
             with user_code(label):
                 returned = self.function(*args, **kwargs)
@@ -295,14 +344,13 @@ def parse_score(label: str, returned: Any) -> tuple[float, dict[str, float]]:
     Raises:
         UserCodeError: there is no score, or it is not a finite number.
     """
+    metrics, score = {}, returned
     if isinstance(returned, Mapping):
         if "score" not in returned:
             raise UserCodeError(f'{label} returned no "score", only {sorted(map(str, returned))}')
-        metrics = {str(k): _number(v) for k, v in returned.items() if k != "score"}
+        metrics = {str(k): as_number(v) for k, v in returned.items() if k != "score"}
         score = returned["score"]
-    else:
-        metrics, score = {}, returned
-    number = _number(score)
+    number = as_number(score)
     if not math.isfinite(number):
         raise UserCodeError(
             f"{label} returned {score!r} ({type(score).__name__}); it must be a finite number,"
@@ -311,18 +359,13 @@ def parse_score(label: str, returned: Any) -> tuple[float, dict[str, float]]:
     return number, {k: v for k, v in metrics.items() if math.isfinite(v)}
 
 
-def _number(value: Any) -> float:
-    """Return `value` as a float (also a NumPy or torch scalar); NaN if it is not a number."""
-    try:
-        return float(value) if isinstance(value, SupportsFloat) else math.nan
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return math.nan
-
-
 def extra_info(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the row's `extra` and facts about the episode."""
-    return {
-        **trajectory.sample.extra,
+    """Return the row's `extra` and facts about the episode.
+
+    If the row has the name of a fact, its own value stays, and the fact is `rollout_NAME`.
+    """
+    extra = trajectory.sample.extra
+    facts = {
         "num_turns": num_turns(trajectory),
         "turn_scores": [t.rewards.get("turn", 0.0) for t in trajectory.turns],
         "tool_rewards": [
@@ -332,6 +375,7 @@ def extra_info(trajectory: Trajectory) -> dict[str, Any]:
         "messages": [m.as_dict() for m in trajectory.messages],
         "final_text": trajectory.final_text,
     }
+    return {f"rollout_{k}" if k in extra else k: v for k, v in facts.items()} | {**extra}
 
 
 ARGUMENTS: Mapping[str, Callable[[Trajectory], Any]] = {

@@ -161,11 +161,12 @@ class Code:
             "crash": max_crashes,
             "time": max_late,
         }
+        output_bytes = count * (max_output * 4 // 3 + 200) + 100
         limits = replace(
             sandbox.limits(),
             seconds=seconds,
             cpu_seconds=int(seconds) + 1,
-            output_bytes=count * (max_output * 4 // 3 + 200) + 100,
+            output_bytes=output_bytes,
         )
         stdin = "".join(map(_frame, [job, *tests.inputs]))
         return await sandbox.current().run(_HARNESS, stdin=stdin, limits=limits, init=True)

@@ -13,6 +13,7 @@ from agentrl.rewards import code, math
 from agentrl.rewards.base import Grader
 from agentrl.rewards.executor import RewardExecutor
 from agentrl.rewards.search_qa import right_answers
+from agentrl.trajectory import Trajectory
 
 GRADERS = {
     "openai/gsm8k": "gsm8k",
@@ -52,9 +53,10 @@ GOLD: Mapping[str, Callable[..., str]] = {
 PROBLEMS: Mapping[str, Callable[[Any], str]] = {
     "code": code.problem_of,
     "math": math.problem_of,
+    "none": lambda truth: "",
 }
-"""For each grader that would have to run a program, a function that returns why a ground truth is
-unusable, or ""."""
+"""For each grader that runs a program or reads no answer, a function that returns
+why a ground truth is unusable, or ""."""
 
 
 def grader_of(
@@ -77,9 +79,14 @@ def grader_of(
         raise DataError(
             f"{problem}.{hint} Known: {', '.join(GRADERS)}. Or set"
             f" reward.function to a registered reward ({', '.join(rewards.names())}) or to your own"
-            " (path.py:function)"
+            " (path.py:function). If turns or tools give all rewards: reward.outcome_weight=0"
         )
     return Grader(name, rewards.get(name), kwargs, executor, key)
+
+
+def no_outcome(trajectory: Trajectory) -> float:
+    """Return 0: the turns and tools of the environment give all rewards."""
+    return 0.0
 
 
 def _boxed(truth: Any) -> str:

@@ -64,10 +64,7 @@ def find_leaks(
             in_prompts.add(row, truth, without_signs(prompt))
             in_tools.add(row, truth, without_signs(tool_texts(sample)))
     where = f"{file}: " if file else ""
-    for source, leaks in (
-        ("the prompt", in_prompts),
-        ("the descriptions of the tools", in_tools),
-    ):
+    for source, leaks in (("the prompt", in_prompts), ("the descriptions of the tools", in_tools)):
         if leaks.in_form > FORM_SHARE * truths:
             row, form = leaks.first_in_form
             yield (

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from agentrl.config import RewardConfig, RolloutConfig
+from agentrl.config.environment import REFERENCE
 from agentrl.errors import ConfigError, DataError, Infrastructure, UserCodeError, UserError
 from agentrl.registry import did_you_mean
 from agentrl.rewards.base import Grader
 from agentrl.rewards.executor import RewardExecutor
-from agentrl.rewards.graders import GOLD, PROBLEMS, find_reward, grader_of
+from agentrl.rewards.graders import GOLD, PROBLEMS, find_reward, grader_of, no_outcome
 from agentrl.trajectory import Sample, Scored, Trajectory
 from agentrl.workers import run_all
 
@@ -67,9 +68,11 @@ class Scorer:
             max_trajectory_tokens: `rollout.max_trajectory_tokens`, the limit for overlong rollouts.
 
         Raises:
-            UserError: there is no such reward, or it does not take its arguments. The message has
-                all problems.
+            UserError: there is no such reward, it does not take its arguments, or one of them is an
+                environment variable that is not set. The message has all problems.
         """
+        if match := REFERENCE.search(str(config)):
+            raise ConfigError(f"reward: the environment variable {match[1]} is not set. Export it")
         self._config = config
         self._budget_policy = budget_policy or {}
         self._max_tokens = max_trajectory_tokens
@@ -92,10 +95,12 @@ class Scorer:
         """Return the grader of rows of `data_source`.
 
         This is `reward.function`, or the grader that agentrl ships for the data source. If
-        `reward.functions` does not include the latter, it is the first of `reward.functions`.
+        `reward.functions` does not include the latter, it is the first of `reward.functions`. If
+        there is no grader and `reward.outcome_weight` is 0, the outcome is 0.
 
         Raises:
-            DataError: there is no grader. The message says how to set one.
+            DataError: there is no grader, and its outcome has a weight. The message says how to
+                set one.
             ConfigError: the grader does not take `reward.kwargs`.
         """
         if not self.uses_data_source:
@@ -103,9 +108,13 @@ class Scorer:
             assert grader is not None
             return grader
         if data_source not in self._by_source:
-            self._by_source[data_source] = grader_of(
-                data_source, self._kwargs, self._executor, self._key
-            )
+            try:
+                grader = grader_of(data_source, self._kwargs, self._executor, self._key)
+            except DataError:
+                if self._config.outcome_weight:
+                    raise
+                grader = Grader("none", no_outcome, executor=self._executor)
+            self._by_source[data_source] = grader
         return self._by_source[data_source]
 
     def graders(self, data_source: str) -> list[Grader]:
@@ -170,14 +179,8 @@ class Scorer:
     def _total(
         self, trajectory: Trajectory, outcome: float, metrics: Mapping[str, float], trains: bool
     ) -> Scored:
-        scored = combine(
-            trajectory,
-            outcome,
-            metrics,
-            self._config,
-            self._budget_policy,
-            self._max_tokens if trains else None,
-        )
+        tokens = self._max_tokens if trains else None
+        scored = combine(trajectory, outcome, metrics, self._config, self._budget_policy, tokens)
         self._warn_unused(scored.rewards)
         return scored
 
@@ -327,10 +330,6 @@ def overlong(sampled: int, limit: int, buffer: int, penalty: float) -> float:
     """
     over = sampled - (limit - buffer)
     return -penalty * min(over / buffer, 1.0) if over > 0 else 0.0
-
-
-make_scorer = Scorer
-"""The former name, until 0.2."""
 
 
 def check_graders(

@@ -22,10 +22,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @reward("search_qa")
 def compute_score(
-    solution_str: str,
-    ground_truth: Any,
-    format_score: float = 0.0,
-    score: float = 1.0,
+    solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0
 ) -> dict[str, float]:
     """Compare the text in the last `<answer>...</answer>` with each of the right answers.
 

@@ -17,16 +17,6 @@ from agentrl.sandbox.box import Box
 from agentrl.sandbox.settings import configure, current, files_needed, limits, probe, release
 
 __all__ = [
-    "Box",
-    "Completed",
-    "EndedBy",
-    "Language",
-    "Limits",
-    "Sandbox",
-    "configure",
-    "current",
-    "files_needed",
-    "limits",
-    "probe",
-    "release",
-]
+    "Box", "Completed", "EndedBy", "Language", "Limits", "Sandbox", "configure", "current",
+    "files_needed", "limits", "probe", "release",
+]  # fmt: skip

@@ -42,7 +42,9 @@ from agentrl.sandbox.base import (
 log = logging.getLogger("agentrl.sandbox")
 
 INSIDE = Path(__file__).parent / "inside"
-PROGRAMS = {n: (INSIDE / n).read_bytes() for n in ("driver.py", "scratch.py", "cells.py")}
+PROGRAMS = {
+    n: (INSIDE / n).read_bytes() for n in ("driver.py", "descendants.py", "scratch.py", "cells.py")
+}
 START_SECONDS = 30.0
 GRACE_SECONDS = 10.0
 """The time that the driver has to answer, in addition to the program's time."""
@@ -279,12 +281,7 @@ class Driver:
     """True if the driver ended although nobody closed it."""
 
     def __init__(
-        self,
-        process: DriverProcess,
-        limits: Limits,
-        folder: str,
-        slot: Slot,
-        resources: ExitStack,
+        self, process: DriverProcess, limits: Limits, folder: str, slot: Slot, resources: ExitStack
     ):
         """Connect to a driver that was started.
 

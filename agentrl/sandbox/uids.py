@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.errors import SandboxError
+from agentrl.regular_files import open_lock
 
 log = logging.getLogger("agentrl.sandbox")
 
@@ -74,7 +75,7 @@ class Uids:
         for _ in range(count):
             uid = base + self._next
             self._next = (self._next + 1) % count
-            fd = os.open(self._folder / str(uid), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = open_lock(self._folder / str(uid))
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

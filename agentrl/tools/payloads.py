@@ -28,6 +28,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, replace
+from numbers import Real
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from jsonschema.exceptions import ValidationError
 from pydantic import BaseModel
 from pydantic import ValidationError as CoercionError
 
+from agentrl.errors import UserCodeError, missing_await
 from agentrl.registry import did_you_mean
 from agentrl.tools.validation import (
     LOOP_BYTES,
@@ -44,7 +46,7 @@ from agentrl.tools.validation import (
     Validator,
     thread_seconds,
 )
-from agentrl.trajectory import Message, ToolCall, ToolResult
+from agentrl.trajectory import Message, ToolCall, ToolResult, as_number
 from agentrl.workers import WorkerDied, WorkerError
 
 MAX_ARGUMENT_BYTES = 262_144
@@ -67,9 +69,9 @@ _BOUNDS = {
     "exclusiveMaximum": "less than",
     "multipleOf": "a multiple of",
 }
-_ANNOTATIONS = {"title", "description", "default", "examples"}
+ANNOTATIONS = {"title", "description", "default", "examples"}
 """Keywords that describe a value and do not restrict it."""
-_OBJECT = {"type", "properties", "required", "additionalProperties"} | _ANNOTATIONS
+_OBJECT = {"type", "properties", "required", "additionalProperties"} | ANNOTATIONS
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 
 
@@ -198,6 +200,9 @@ class Parameters:
     validator: Validator
     model: type[BaseModel] | None
     """Converts valid arguments to the annotated types. None if the user wrote the schema."""
+    omitted: frozenset[str] = frozenset()
+    """Parameters with the default None and a type without null. If the model passes null, they are
+    left out."""
 
     def check(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Validate arguments and return them as keyword arguments for the function.
@@ -241,7 +246,7 @@ class Parameters:
         except RecursionError:
             raise self._invalid(["they are nested too deeply"]) from None
         if errors:
-            raise self._invalid(sorted(map(_describe_fault, errors)))
+            raise self._invalid(sorted({*map(_describe_fault, errors)}))
         return self._convert(arguments)
 
     def _invalid(self, faults: list[str]) -> InvalidArguments:
@@ -251,6 +256,9 @@ class Parameters:
         """Convert valid arguments to the annotated types."""
         if self.model is None:
             return arguments
+        if self.omitted:
+            nulls = {name for name in self.omitted if arguments.get(name) is None}
+            arguments = {k: v for k, v in arguments.items() if k not in nulls}
         try:
             instance = self.model.model_validate(arguments)
         except CoercionError as e:
@@ -365,7 +373,7 @@ _NO_VALUE = _FastRule()
 def _fast_rule(schema: Any) -> _FastRule:
     if not isinstance(schema, Mapping):
         return _NO_VALUE
-    match {k: v for k, v in schema.items() if k not in _ANNOTATIONS}:
+    match {k: v for k, v in schema.items() if k not in ANNOTATIONS}:
         case {"type": str(name), **other} if not other:
             return _FastRule(types=_TYPES.get(name, frozenset()))
         case {"anyOf": choices, **other} if not other:
@@ -402,13 +410,31 @@ def to_result(value: Any) -> ToolResult:
             which may never end.
     """
     if isinstance(value, ToolResult):
-        if value.reward is not None and not is_finite(value.reward):
+        reward = None if value.reward is None else as_number(value.reward)
+        if reward is not None and not math.isfinite(reward):
             raise TypeError(f"ToolResult.reward must be a finite number, got {value.reward!r}")
         error = "" if value.ok else clean(str(value.error)) or "tool_error"
-        # NumPy has its own float types, which JSON cannot hold.
-        reward = None if value.reward is None else float(value.reward)
         return ToolResult(clean(_to_text(value.content)), bool(value.ok), reward, error)
     return ToolResult(clean(_to_text(value)))
+
+
+def to_opening(label: str, value: Any) -> tuple[Message, ...]:
+    """Return the messages of an `opening()`, which returned a text, messages or None.
+
+    Raises:
+        UserCodeError: the value is something else.
+    """
+    messages = [Message("user", value)] if isinstance(value, str) else value
+    if messages is None:
+        return ()
+    if isinstance(messages, Sequence) and all(
+        isinstance(m, Message) and m.role != "assistant" for m in messages
+    ):
+        return tuple(Message(m.role, clean(m.content)) for m in messages if m.content)
+    raise UserCodeError(
+        f"{label} returned {value!r:.200}: it must return a text, or a list of Message that are not"
+        f" the assistant's{missing_await(value)}"
+    )
 
 
 def error_result(error: str, message: str) -> ToolResult:
@@ -488,14 +514,6 @@ def is_storable(text: str) -> bool:
     return "\0" not in text
 
 
-def is_finite(value: Any) -> bool:
-    """Return whether a value is a finite number, as a reward must be."""
-    try:
-        return isinstance(value, int | float) and math.isfinite(value)
-    except OverflowError:  # an integer beyond the range of float
-        return False
-
-
 def _to_text(value: Any) -> str:
     if isinstance(value, str):
         return str(value)
@@ -503,17 +521,28 @@ def _to_text(value: Any) -> str:
         return ""
     if isinstance(value, bytes | bytearray | memoryview):
         return _decode(bytes(value))
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, Real) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, Iterator | AsyncIterator):
         raise TypeError(
             f"the tool returned a {type(value).__name__}: return the whole result instead, such as"
             " a list"
         )
-    try:
-        return orjson.dumps(value, default=_to_jsonable, option=orjson.OPT_NON_STR_KEYS).decode()
-    except TypeError:  # an integer beyond 64 bits, a lone surrogate or a reference cycle
-        return str(value)
+    options = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+    for convert in (lambda value: value, _with_plain_keys):
+        try:
+            return orjson.dumps(convert(value), default=_to_jsonable, option=options).decode()
+        except (TypeError, RecursionError):
+            continue
+    return str(value)  # an integer beyond 64 bits, a lone surrogate or a reference cycle
+
+
+def _with_plain_keys(value: Any) -> Any:
+    """Return a JSON value in which NumPy's numbers are no keys."""
+    if isinstance(value, dict):
+        keys = (k.item() if hasattr(k, "item") else k for k in value)
+        return dict(zip(keys, map(_with_plain_keys, value.values()), strict=True))
+    return [*map(_with_plain_keys, value)] if isinstance(value, list | tuple) else value
 
 
 def _decode(value: bytes) -> str:
@@ -535,4 +564,6 @@ def _to_jsonable(value: Any) -> Any:
         return value.model_dump(mode="json")
     if isinstance(value, Mapping):
         return dict(value)
+    if hasattr(value, "__dlpack__"):  # an array of torch, or one of NumPy that orjson cannot read
+        return value.tolist()
     return str(value)

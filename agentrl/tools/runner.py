@@ -18,6 +18,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import math
 import os
 import time
 from collections import Counter, OrderedDict, defaultdict
@@ -35,11 +36,11 @@ from agentrl.tools.payloads import (
     describe_for_model,
     error_result,
     exception_text,
-    is_finite,
+    to_opening,
     to_result,
 )
 from agentrl.tools.tool import Tool, ToolFunction
-from agentrl.trajectory import ToolResult
+from agentrl.trajectory import Message, ToolResult, as_number
 from agentrl.workers import Outcome, Processes, Threads, WorkerDied, WorkerError
 from agentrl.workers.processes import START_SECONDS
 
@@ -246,6 +247,17 @@ class Runner:
         """
         return Instance(await self._hook(tool, tool.target, arguments, "constructor"))
 
+    async def opening(self, tool: Tool, instance: Instance) -> tuple[Message, ...]:
+        """Return the messages of an object's `opening()`; none if the class has no such method.
+
+        Raises:
+            UserCodeError, ToolServerError: see `to_opening` and `_hook`.
+        """
+        if "opening" not in tool.hooks:
+            return ()
+        returned = await self._hook(tool, instance.value.opening, {}, "opening()")
+        return to_opening(f"tool {tool.name!r}: opening()", returned)
+
     async def reward(self, tool: Tool, instance: Instance) -> float:
         """Return the result of an object's `reward()`; 0 if the class has none.
 
@@ -255,12 +267,13 @@ class Runner:
         """
         if "reward" not in tool.hooks:
             return 0.0
-        reward = await self._hook(tool, instance.value.reward, {}, "reward()")
-        if not is_finite(reward):
+        returned = await self._hook(tool, instance.value.reward, {}, "reward()")
+        reward = as_number(returned)
+        if not math.isfinite(reward):
             raise UserCodeError(
-                f"tool {tool.name!r}: reward() returned {reward!r}, expected a finite number"
+                f"tool {tool.name!r}: reward() returned {returned!r}, expected a finite number"
             )
-        return float(reward)
+        return reward
 
     async def close_object(self, tool: Tool, instance: Instance) -> None:
         """Call an object's `close()`. An error is logged, because no caller can handle it."""
@@ -283,7 +296,7 @@ class Runner:
     async def _hook(
         self, tool: Tool, target: Callable[..., Any], arguments: Mapping[str, Any], hook_name: str
     ) -> Any:
-        """Call a constructor, `reward` or `close`, and return its result.
+        """Call a constructor or a hook, and return its result.
 
         Raises:
             UserCodeError: the function raised, or took longer than the tool's timeout.
@@ -296,8 +309,10 @@ class Runner:
             )
         value, error = outcome
         if error is not None:
-            kind = ToolServerError if isinstance(error, Infrastructure) else UserCodeError
-            raise kind(f"tool {tool.name!r}: {hook_name}: {describe_for_log(error)}") from error
+            label = f"tool {tool.name!r}: {hook_name}"
+            if isinstance(error, Infrastructure):
+                raise ToolServerError(f"{label}: {describe_for_log(error)}") from error
+            raise UserCodeError.of(label, error) from error
         return value
 
     async def _run_call(

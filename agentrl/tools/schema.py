@@ -19,27 +19,33 @@ from __future__ import annotations
 
 import collections.abc as abc
 import inspect
+import json
+import logging
 import re
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
-from typing import Annotated, Any
+from dataclasses import replace
+from enum import Enum
+from typing import Annotated, Any, Literal
 
 import docstring_parser
 import orjson
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, BeforeValidator, Field, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
-from pydantic_core import SchemaError
+from pydantic_core import PydanticSerializationError, SchemaError
 from typing_extensions import is_typeddict
 
 from agentrl.errors import UserError
 from agentrl.sandbox import Sandbox
 from agentrl.signatures import KEYWORD, locate
-from agentrl.tools.payloads import Parameters, make_fast_validator, shorten
-from agentrl.tools.validation import DATA_KEYWORDS, NAMED_KEYWORDS, Validator
+from agentrl.tools.payloads import ANNOTATIONS, Parameters, make_fast_validator, shorten
+from agentrl.tools.validation import DATA_KEYWORDS, LOOP_SECONDS, NAMED_KEYWORDS, Validator
 from agentrl.trajectory import Message, Sample
+
+log = logging.getLogger("agentrl.tools")
 
 
 def describe_function(
@@ -60,9 +66,17 @@ def describe_function(
         UserError: no JSON schema describes a parameter, or the function has `*args` or `**kwargs`.
     """
     where = f"the tool function {name!r} ({locate(function)})"
-    docs = docstring_parser.parse(inspect.getdoc(function) or "")
-    descriptions = {p.arg_name: " ".join((p.description or "").split()) for p in docs.params}
-    all_parameters = list(inspect.signature(function).parameters.values())[1 if bound else 0 :]
+    description, descriptions = _read_docstring(inspect.getdoc(function) or "")
+    signature = inspect.signature(function).parameters
+    if unknown := [n for n in descriptions if n not in signature]:
+        log.warning(
+            "%s: the model does not see what its docstring says about %s, because no parameter has"
+            " that name. Its parameters are: %s",
+            where,
+            ", ".join(map(repr, unknown)),
+            ", ".join(signature) or "none",
+        )
+    all_parameters = list(signature.values())[1 if bound else 0 :]
     parameters = [p for p in all_parameters if p.name not in excluded]
     try:
         hints = _evaluate_annotations(function, {p.name for p in parameters})
@@ -89,7 +103,7 @@ def describe_function(
                 f"{where}: `{parameter.name} = Field(...)` would make the Field object the"
                 f" default value. Write `{parameter.name}: Annotated[TYPE, Field(...)] = VALUE`."
             )
-        annotation = hints.get(parameter.name, Any)
+        annotation = _with_json_values(hints.get(parameter.name, Any))
         # Fields are numbered and have the names as aliases, so every name is allowed, even
         # `schema`.
         default = ... if parameter.default is parameter.empty else parameter.default
@@ -110,7 +124,73 @@ def describe_function(
     schema = _clean_schema(raw, raw.get("$defs", {}), (), where)
     # Templates and validators need the key even if there are no parameters.
     schema = {"type": "object", "properties": {}, **schema, "additionalProperties": False}
-    return (docs.description or "").strip(), _parameters(name, schema, model, where)
+    omitted = _allow_null_defaults(schema["properties"])
+    return description, replace(_parameters(name, schema, model, where), omitted=omitted)
+
+
+_PARAMETER_DOCS = re.compile(
+    r"""^(?:Args|Arguments|Params|Parameters):[ ]*\n(?:[ ]*\n|[ ]+.*\n)+  # Google
+    |^Parameters[ ]*\n-{3,}[ ]*\n(?:(?!.*\n-{3,}[ ]*\n).*\n)+  # NumPy
+    |(?:^[:@](?:param|parameter|arg|argument|key|keyword|type)[ ].*\n(?:[ ]+.*\n|[ ]*\n)*)+  # ReST
+    """,
+    re.MULTILINE | re.VERBOSE,
+)
+
+
+def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """Return a docstring without the sections of its parameters, and the texts of these."""
+    descriptions: dict[str, str] = {}
+
+    def read(section: re.Match[str]) -> str:
+        # Without an empty line, the parser removes the indentation.
+        parameters = docstring_parser.parse(f"\n{section[0]}").params
+        for parameter in parameters:
+            for name in parameter.arg_name.split(","):
+                texts = (parameter.description or "").split()
+                descriptions[name.strip(" `*-")] = " ".join(texts)
+        return "" if parameters else section[0]
+
+    rest = _PARAMETER_DOCS.sub(read, f"{text}\n")
+    return re.sub(r"\n{3,}", "\n\n", rest).strip(), descriptions
+
+
+_CONTAINERS: Collection[Any] = (list, set, frozenset, tuple, dict, abc.Sequence, abc.Mapping)
+
+
+def _with_json_values(annotation: Any) -> Any:
+    """Return a type that accepts what its JSON schema describes.
+
+    pydantic accepts the enum members in a `Literal` only as objects, and makes a generator of an
+    `Iterable`, which has no length and can be read once.
+    """
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        members = [a for a in args if isinstance(a, Enum)]
+        to_member = BeforeValidator(lambda x: next((m for m in members if m.value == x), x))
+        return Annotated[annotation, to_member] if members else annotation
+    if abc.Iterable in (annotation, origin):
+        return list[_with_json_values(args[0])] if args else list
+    if origin is Annotated:
+        return Annotated[_with_json_values(args[0]), *annotation.__metadata__]
+    if origin in (typing.Union, types.UnionType):
+        return typing.Union[*map(_with_json_values, args)]
+    if args and origin in _CONTAINERS:
+        return origin[*map(_with_json_values, args)]
+    return annotation
+
+
+def _allow_null_defaults(properties: dict[str, Any]) -> frozenset[str]:
+    """Let parameters be null if this is their default, and return those that could not be null."""
+    refused = {
+        name: schema
+        for name, schema in properties.items()
+        if schema.get("default", ...) is None and Validator(schema).errors(None, LOOP_SECONDS)
+    }
+    for name, schema in refused.items():
+        notes = {k: schema[k] for k in ANNOTATIONS if k in schema}
+        rule = {k: v for k, v in schema.items() if k not in notes}
+        properties[name] = {"anyOf": [rule, {"type": "null"}], **notes}
+    return frozenset(refused)
 
 
 def parameters_from_schema(schema: Mapping[str, Any], name: str, where: str) -> Parameters:
@@ -128,11 +208,24 @@ def parameters_from_schema(schema: Mapping[str, Any], name: str, where: str) -> 
 def _parameters(
     name: str, schema: dict[str, Any], model: type[BaseModel] | None, where: str
 ) -> Parameters:
+    if not _is_json(schema):
+        raise UserError(
+            f"{where}: its schema has a value that JSON cannot hold, such as an infinity, NaN or an"
+            " integer beyond 64 bits. Leave it out"
+        )
     try:
         validator = Validator(schema)
     except ValueError as e:
         raise UserError(f"{where}: its schema cannot be used: {e}") from e
     return Parameters(schema, _usage(name, schema), make_fast_validator(schema), validator, model)
+
+
+def _is_json(value: Any) -> bool:
+    """Return whether JSON can hold a value: no NaN, infinity or integer beyond 64 bits."""
+    try:
+        return bool(json.dumps(value, allow_nan=False) and orjson.dumps(value))
+    except (TypeError, ValueError):
+        return False
 
 
 def _explain_schema_error(error: SchemaError) -> str:
@@ -184,6 +277,12 @@ class _SchemaGenerator(GenerateJsonSchema):
     """A schema generator that leaves out defaults that JSON does not support, without a warning."""
 
     ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012
+
+    def encode_default(self, dft: Any) -> Any:
+        encoded = super().encode_default(dft)
+        if not _is_json(encoded):
+            raise PydanticSerializationError(f"JSON cannot hold {dft!r}")
+        return encoded
 
 
 def _evaluate_annotations(function: Any, names: Collection[str]) -> dict[str, Any]:
@@ -237,7 +336,8 @@ def _usage(name: str, schema: Mapping[str, Any]) -> str:
     for parameter, field_options in schema.get("properties", {}).items():
         default = ""
         if parameter not in required:
-            default = f" = {orjson.dumps(field_options.get('default')).decode()}"
+            known = field_options.get("default", ...)
+            default = f" = {'...' if known is ... else orjson.dumps(known).decode()}"
         parts.append(f"{parameter}: {_type(field_options)}{default}")
     return shorten(f"{name}({', '.join(parts)})", 160)
 

@@ -40,7 +40,7 @@ from agentrl.tools.runner import (
 )
 from agentrl.tools.tool import Tool, schemas_of, serial_groups_of
 from agentrl.tools.validation import SlowCheck
-from agentrl.trajectory import Message, Sample, ToolResult
+from agentrl.trajectory import Message, Sample, ToolResult, copy_value
 
 log = logging.getLogger("agentrl.tools")
 
@@ -114,8 +114,8 @@ class ToolSession:
         self.serial_groups = serial_groups_of(specs)
         self._functions = {f.name: (t, f) for t in row_tools for f in t.functions}
         self._classes = [t for t in row_tools if t.is_class]
-        self._constructor_arguments: dict[str, dict[str, Any]] = {}
-        """The constructor arguments of each class tool."""
+        self._create_kwargs: dict[str, dict[str, Any]] = {}
+        """The row's constructor arguments of each class tool."""
         self._instances: dict[str, Instance] = {}
         self._state: dict[str, Any] = {}
         self._async_waiters: Waiters = set()
@@ -124,15 +124,15 @@ class ToolSession:
         """The waits for calls in threads and processes."""
         self._answers: dict[tuple[int, int], tuple[str, bytes, asyncio.Future[ToolResult]]] = {}
         self._create_kwargs_json: bytes = b""
-        self._opening: asyncio.Task[None] | None = None
+        self._opening: asyncio.Task[list[Message]] | None = None
 
-    async def open(self, create_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
-        """Create the objects. A second call waits for the first one.
+    async def open(self, create_kwargs: Mapping[str, Mapping[str, Any]]) -> Sequence[Message]:
+        """Create the objects, and return their openings. A second call waits for the first one.
 
         Raises:
             SessionConflict: a second call has other `create_kwargs`.
             DataError: a constructor does not take its `create_kwargs`.
-            UserCodeError: a constructor raised or took too long.
+            UserCodeError: a constructor or an `opening()` raised or took too long.
         """
         # Empty arguments of a tool are the same as none.
         encoded = canonical_json(
@@ -145,20 +145,27 @@ class ToolSession:
             )
         self._create_kwargs_json = encoded
         if not self._classes:
-            return
+            return ()
         if self._opening is None:
             self._opening = asyncio.create_task(self._make(create_kwargs))
-        await asyncio.shield(self._opening)
+        return await asyncio.shield(self._opening)
 
-    async def _make(self, create_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
+    async def _make(self, create_kwargs: Mapping[str, Mapping[str, Any]]) -> list[Message]:
+        messages: list[Message] = []
         for tool in self._classes:
             arguments = tool.arguments(create_kwargs.get(tool.name, {}), self.sample)
-            injected = self._injected_values(tool.constructor_injected)
-            self._constructor_arguments[tool.name] = {**arguments, **injected}
+            self._create_kwargs[tool.name] = arguments
         for tool in self._classes:
             if tool.stateful:
-                instance = await self._runner.make(tool, self._constructor_arguments[tool.name])
+                instance = await self._runner.make(tool, self._constructor_arguments(tool))
                 self._instances[tool.name] = instance
+                messages += await self._runner.opening(tool, instance)
+        return messages
+
+    def _constructor_arguments(self, tool: Tool) -> dict[str, Any]:
+        """Return the constructor arguments of one object of a class tool."""
+        injected = self._injected_values(tool.constructor_injected)
+        return {**copy_value(self._create_kwargs[tool.name]), **injected}
 
     def _injected_values(
         self, names: Sequence[str], messages: Sequence[Message] = ()
@@ -166,7 +173,7 @@ class ToolSession:
         """Return the values of the parameters that agentrl fills, see `injected_parameters`."""
         values: dict[str, Any] = {"state": self._state, "sample": self.sample}
         if "messages" in names:
-            values["messages"] = storable_messages(messages)
+            values["messages"] = copy_value(storable_messages(messages))
         if "sandbox" in names:
             values["sandbox"] = sandbox.current()
         return {name: values[name] for name in names}
@@ -246,7 +253,7 @@ class ToolSession:
         if tool.cache:
             result = await runner.cached_result(tool, encoded, lambda: runner.call(call, None))
         elif tool.scope == "call":
-            result = await runner.call_once(call, self._constructor_arguments[tool.name])
+            result = await runner.call_once(call, self._constructor_arguments(tool))
         else:
             result = await runner.call(call, self._instances.get(tool.name))
         seconds = time.monotonic() - start
@@ -356,15 +363,17 @@ class ToolHost:
 
     async def open(
         self, episode_id: str, sample: Sample, create_kwargs: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        """Open an episode with the tools of its row. Opening it again returns the same session.
+    ) -> Sequence[Message]:
+        """Open an episode with the tools of its row, and return the openings of its class tools.
+
+        Opening it again opens the same session.
 
         Raises:
             Draining: the server is stopping.
             WrongWorker: another process serves the episode.
             SessionConflict: it is open with other tools or `create_kwargs`.
             UserError: a tool is unknown, or its constructor does not take the `create_kwargs`.
-            UserCodeError: a constructor raised or took too long.
+            UserCodeError: a constructor or an `opening()` raised or took too long.
         """
         self._check_not_draining()
         self._check_shard(episode_id)
@@ -380,7 +389,7 @@ class ToolHost:
                 f"episode {episode_id} is open with the tools {[*session.sample.tools]}, and cannot"
                 f" be opened with {[*sample.tools]}. Use another episode_id"
             )
-        await session.open(create_kwargs)
+        return await session.open(create_kwargs)
 
     def serial_groups(self, episode_id: str) -> dict[str, str] | None:
         """Return the result of `serial_groups_of` for an episode; None if it is not open."""

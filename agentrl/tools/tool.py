@@ -6,7 +6,7 @@ the model:
 
     @tool function    one function, with the name of the tool
     @tool class       one function per public method, with the name of the method; `__call__` has
-                      the name of the tool. Only agentrl calls `reward` and `close`
+                      the name of the tool. Only agentrl calls `opening`, `reward` and `close`
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger("agentrl.tools")
 DEFAULT_TIMEOUT = 30.0
 DEFAULT_RETRIES = 2
 Scope = Literal["episode", "call"]
-HOOKS = ("reward", "close")
+HOOKS = ("opening", "reward", "close")
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 
@@ -63,7 +63,7 @@ class ToolSpec:
     @property
     def wants_row(self) -> bool:
         """True if the tool receives the dataset row."""
-        return self.stateful or "sample" in self.injected
+        return "sample" in self.injected
 
     @property
     def functions(self) -> list[str]:
@@ -94,8 +94,7 @@ class Tool:
     target: Callable[..., Any]
     functions: tuple[ToolFunction, ...]
     timeout: float = DEFAULT_TIMEOUT
-    """How long a call may take, in seconds. Also the limit of a constructor, `reward` and `close`.
-    """
+    """How long a call may take, in seconds. Also the limit of a constructor and of each hook."""
     idempotent: bool = False
     """True if running a call twice has the same effect as running it once."""
     retries: int = 0
@@ -112,7 +111,7 @@ class Tool:
     process: bool = False
     """True if the function runs in a worker process, which is killed at the deadline."""
     hooks: tuple[str, ...] = ()
-    """The hooks that a class tool has: some of `reward` and `close`."""
+    """The hooks that a class tool has: some of `opening`, `reward` and `close`."""
     constructor_injected: tuple[str, ...] = ()
     """The parameters of a class tool's constructor that agentrl fills."""
     spec: ToolSpec = field(init=False)
@@ -387,13 +386,13 @@ def _methods(cls: type, name: str) -> tuple[ToolFunction, ...]:
     if not functions:
         raise UserError(
             f"the class tool {name!r} ({identify(cls)}) has no function to call:"
-            f" it needs a public method other than {' and '.join(HOOKS)}"
+            f" it needs a public method other than {', '.join(HOOKS)}"
         )
     return tuple(functions)
 
 
 def _hooks(cls: type) -> tuple[str, ...]:
-    """Return which of `reward` and `close` a class has, and check that they need no arguments."""
+    """Return which of `HOOKS` a class has, and check that they need no arguments."""
     hooks = tuple(h for h in HOOKS if h in _attributes(cls))
     for hook in hooks:
         method = getattr(cls, hook)
@@ -404,8 +403,8 @@ def _hooks(cls: type) -> tuple[str, ...]:
                 continue
         raise UserError(
             f"the class tool {cls.__name__!r} ({identify(cls)}): {hook} is a method that agentrl"
-            " calls without arguments at the end of an episode, never the model. Rename yours, or"
-            " give all its parameters defaults."
+            f" calls without arguments at the {'start' if hook == 'opening' else 'end'} of an"
+            " episode, never the model. Rename yours, or give all its parameters defaults."
         )
     return hooks
 
@@ -445,6 +444,8 @@ def _option_problems(tool: Tool) -> Iterator[str]:
         yield (
             f"retries={tool.retries} repeats failed calls: set idempotent=True if this is harmless"
         )
+    if tool.scope == "call" and "opening" in tool.hooks:
+        yield "opening() needs scope='episode': with scope='call' no object exists at the start"
     if tool.scope == "call" and not tool.is_class:
         yield "scope='call' is for classes: a function keeps nothing between calls"
     if tool.cache:

@@ -39,7 +39,7 @@ from agentrl.tools.session import (
     worker_number,
 )
 from agentrl.tools.tool import ToolSpec, schemas_of, serial_groups_of
-from agentrl.trajectory import Message, Sample, ToolCall, ToolResult
+from agentrl.trajectory import Message, Sample, ToolCall, ToolResult, copy_value
 from agentrl.workers import run_all
 
 REQUEST_SECONDS = 15.0
@@ -63,12 +63,15 @@ class Toolbox(ABC):
         """
 
     @abstractmethod
-    async def open(self, episode_id: str, sample: Sample) -> None:
+    async def open(self, episode_id: str, sample: Sample) -> Sequence[Message]:
         """Begin an episode and create its class tools. It may only call `sample.tools`.
+
+        Returns:
+            The messages of the class tools' `opening()`, in the order of `sample.tools`.
 
         Raises:
             UserError: a tool does not exist, or its constructor does not take the `create_kwargs`.
-            UserCodeError: a constructor raised.
+            UserCodeError: a constructor or an `opening()` raised.
             ToolServerError: the tools are unreachable; the episode may be played again.
         """
 
@@ -162,8 +165,9 @@ class LocalToolbox(Toolbox):
     def schemas(self, names: Sequence[str]) -> list[dict[str, Any]]:
         return schemas_of([tools.get(n).spec for n in dict.fromkeys(names)])
 
-    async def open(self, episode_id: str, sample: Sample) -> None:
-        await self._host.open(episode_id, sample, create_kwargs_of(sample))
+    async def open(self, episode_id: str, sample: Sample) -> Sequence[Message]:
+        sample = copy_value(sample)  # As over HTTP, tools share no list with the agent loop.
+        return await self._host.open(episode_id, sample, create_kwargs_of(sample))
 
     async def close(self, episode_id: str) -> float:
         try:
@@ -256,18 +260,29 @@ class HttpToolbox(Toolbox):
             ) from None
         return self._specs
 
-    async def open(self, episode_id: str, sample: Sample) -> None:
+    async def open(self, episode_id: str, sample: Sample) -> Sequence[Message]:
         known_specs = await self._load_specs()
         specs = [known_specs.get(n) for n in dict.fromkeys(sample.tools)]
+        wants_row = any(s.wants_row for s in specs)
+        part: dict[str, Any] = {"tools": sample.tools}
+        if any(s.stateful for s in specs):  # Errors of constructors name the row.
+            part |= {"id": sample.id, "row": sample.row}
         body = {
             "episode_id": episode_id,
-            "sample": sample if any(s.wants_row for s in specs) else {"tools": sample.tools},
+            "sample": sample if wants_row else part,
             "create_kwargs": create_kwargs_of(sample),
         }
-        opening = sum(self._call_seconds(s) for s in specs if s.stateful)
-        seconds = self._request_seconds + opening
+        # A constructor and an `opening()` for each class.
+        seconds = self._request_seconds + 2 * sum(
+            self._call_seconds(s) for s in specs if s.stateful
+        )
         try:
-            await self._request("POST", "/sessions", body, seconds, episode_id)
+            values = [sample.ground_truth, sample.extra, sample.interaction_kwargs] * wants_row
+            values.append(sample.tools_kwargs)
+            if orjson.loads(orjson.dumps(values)) != values:  # faster than the search
+                changed = sample.find_non_json(*([] if wants_row else ["tools_kwargs"]))
+                raise TypeError(", ".join(f"{path}={value!r:.60}" for path, value in changed))
+            answer = await self._request("POST", "/sessions", body, seconds, episode_id)
         except TypeError as e:
             raise DataError(
                 f"row {sample.row} (id {sample.id!r}) has values that JSON cannot hold, so it"
@@ -278,6 +293,7 @@ class HttpToolbox(Toolbox):
         self._episodes[episode_id] = _OpenEpisode(
             serial_groups_of(specs), self._request_seconds + longest, message_readers
         )
+        return [Message(**m) for m in answer.get("opening", ())]  # Earlier servers send none.
 
     async def close(self, episode_id: str) -> float:
         path = f"/sessions/{quote(episode_id, safe='')}"

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from agentrl.config import AlgorithmConfig, Config
 from agentrl.errors import ConfigError, RunStopped, UserCodeError, is_own_error
+from agentrl.metrics import is_close
 from agentrl.registry import advantage_estimator, advantage_estimators
 from agentrl.trainer.batch import Batch, Targets, assign_mini_batches
 from agentrl.trainer.losses import ESTIMATORS, describe_value
@@ -190,9 +191,7 @@ def _subtract_penalty(batch: Batch, penalty: Tensor) -> Batch:
     # In the order of tokens: a sum over padded rows is rounded differently for every width.
     rewards = batch.rewards.double().index_add(0, owner, penalty[mask].double(), alpha=-1)
     return replace(
-        batch,
-        rewards=rewards.to(batch.rewards.dtype),
-        token_rewards=batch.token_rewards - penalty,
+        batch, rewards=rewards.to(batch.rewards.dtype), token_rewards=batch.token_rewards - penalty
     )
 
 
@@ -272,14 +271,17 @@ def remax(
             "algorithm.adv_estimator=remax needs a greedy rollout of each prompt, but the batch has"
             " none"
         )
-    return to_tokens(batch, (batch.rewards - batch.baseline)[batch.train]), None
+    advantages = batch.rewards - batch.baseline
+    advantages = torch.where(is_close(batch.rewards, batch.baseline), 0.0, advantages)
+    return to_tokens(batch, advantages[batch.train]), None
 
 
 def subtract_group_mean(rewards: Tensor, group: Tensor, by_std: bool = False) -> Tensor:
     """Return each reward minus the mean of its group.
 
-    If all rewards of a group are equal, or the group has only one reward, the result is exactly 0:
-    there is nothing to learn from such a group, and rounding of the mean must not change that.
+    If all rewards of a group are equal (`agentrl.metrics.is_close`), or the group has only one
+    reward, the result is exactly 0: there is nothing to learn from such a group, and rounding of a
+    reward or of the mean must not change that.
 
     Args:
         rewards: (R, ...), compared along the first dimension, of rollouts that survived and train.
@@ -327,7 +329,7 @@ def _deviations(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     index = group.view(flat).expand_as(wide)
     low = torch.zeros_like(mean).scatter_reduce(0, index, wide, "amin", include_self=False)
     high = torch.zeros_like(mean).scatter_reduce(0, index, wide, "amax", include_self=False)
-    return torch.where((low == high)[group], 0.0, wide - mean[group]), count
+    return torch.where(is_close(low, high)[group], 0.0, wide - mean[group]), count
 
 
 def _sums(x: Tensor, group: Tensor) -> Tensor:
@@ -439,16 +441,9 @@ def reinforce_plus_plus(
     The algorithm (arXiv:2501.03262) then subtracts the mean of the batch and divides by its
     standard deviation. `whiten_advantages` does this, and the algorithm of this name sets that key.
     """
-    advantages, _ = generalized_advantages(
-        token_rewards,
-        torch.zeros_like(token_rewards),
-        batch.action_mask,
-        batch.rollout,
-        batch.turn,
-        config.gamma,
-        lam=1.0,
-        bootstrap=torch.zeros_like(batch.rewards),
-    )
+    # GAE with values of 0 and lam=1 is the discounted reward-to-go.
+    config = config.model_copy(update={"lam": 1.0})
+    advantages, _ = gae(batch, token_rewards, torch.zeros_like(token_rewards), config)
     return advantages, None
 
 

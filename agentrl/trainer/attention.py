@@ -103,8 +103,7 @@ class Varlen:
     max_k: int
     """At least the length of the longest sequence. Powers of two, so that few programs are
     compiled."""
-    sharing: SharedPrompts | None
-    """None: the keys are the tokens in their order."""
+    sharing: SharedPrompts
     has_softcap: bool
     """True if the kernel supports soft caps."""
 
@@ -285,10 +284,9 @@ def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, at: Varlen, scores
         widest = max(size, out_size)
         query, key, value = (pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    if at.sharing is not None:
-        s = at.sharing
-        k = _Gather.apply(k, s.source, s.first_key, s.shared, s.copies, s.present)
-        v = _Gather.apply(v, s.source, s.first_key, s.shared, s.copies, s.present)
+    s = at.sharing
+    k = _Gather.apply(k, s.source, s.first_key, s.shared, s.copies, s.present)
+    v = _Gather.apply(v, s.source, s.first_key, s.shared, s.copies, s.present)
     back = -1 if scores.window is None else scores.window - 1
     arguments = at.cu_q, at.cu_k, at.max_q, at.max_k, scale, back
     if scores.sinks is not None:
@@ -421,7 +419,9 @@ def varlen(
 ) -> Varlen:
     """Return the arguments of `kernel` for a layout, on the device.
 
-    A prompt with only one response forms one sequence with this response and is not copied.
+    A prompt with only one response forms one sequence with this response and is not copied. If no
+    prompt is copied, the first two tokens count as a shared prompt with a single copy. So each
+    layout has a `sharing`, and one compiled program of a layer computes all layouts.
     """
     queries, keys = [], []
     source, first_key, shared, copies = [], [], [], []
@@ -450,18 +450,18 @@ def varlen(
     def to_device(x: Tensor) -> Tensor:
         return x.to(device, non_blocking=True)
 
-    sharing = None
-    if shared:
-        widest = max(c.shape[1] for c in copies)
-        padded = [pad(c, (0, widest - c.shape[1]), value=-1) for c in copies]
-        index = to_device(torch.cat(padded))
-        sharing = SharedPrompts(
-            to_device(torch.cat(source)),
-            to_device(torch.cat(first_key)),
-            to_device(torch.cat(shared)),
-            index.clamp(min=0),
-            index >= 0,
-        )
+    if not shared:
+        shared, copies = [torch.arange(2)], [torch.tensor([[0, -1], [1, -1]])]
+    widest = max(c.shape[1] for c in copies)
+    padded = [pad(c, (0, widest - c.shape[1]), value=-1) for c in copies]
+    index = to_device(torch.cat(padded))
+    sharing = SharedPrompts(
+        to_device(torch.cat(source)),
+        to_device(torch.cat(first_key)),
+        to_device(torch.cat(shared)),
+        index.clamp(min=0),
+        index >= 0,
+    )
     cu_q = torch.tensor([0, *queries]).cumsum(0, dtype=torch.int32)
     cu_k = torch.tensor([0, *keys]).cumsum(0, dtype=torch.int32)
     longest = _next_power_of_two(max(queries)), _next_power_of_two(max(keys))

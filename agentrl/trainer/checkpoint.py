@@ -9,7 +9,7 @@ all random kills.)
       global_step_00000010/                a checkpoint: the files of `write`, and meta.json
       global_step_00000020/
       latest_checkpointed_iteration.txt    20
-      .tmp-30-4711/                        being written by process 4711
+      .tmp-global_step_00000030-4711/      being written by process 4711
 
 A run starts with `run_lock` on the folder. Then it calls `recover`, `find_start` (of
 `agentrl.trainer.resume`), and `remove_later_checkpoints` for the step that it resumes from.
@@ -35,18 +35,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from agentrl.errors import ConfigError, RunStopped, UserError
 from agentrl.record import METRICS, read_metrics
+from agentrl.regular_files import atomic_file, flush, open_lock, open_regular, staging_folder
 
 log = logging.getLogger("agentrl")
 
 META = "meta.json"
 LOCK = ".lock"
 LATEST = "latest_checkpointed_iteration.txt"
+INITIAL = "initial"
+"""The folder in a run's folder with the adapters before the first step, as in a checkpoint: LoRA
+starts at random numbers, which depend on the device and on the versions of torch and PEFT."""
 BEST = "best"
 """The last part of `RUN/best`, which names the best checkpoint of a run; it is no folder."""
 THREADS = min(8, os.cpu_count() or 1)
@@ -98,35 +103,30 @@ def save_checkpoint(
         RunStopped: the disk is full or refuses to write. Earlier checkpoints have not changed.
     """
     final = _checkpoint_path(root, step)
-    staging = root / f".tmp-{step}-{os.getpid()}"
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir()
-        write(staging)
-        paths = list(_files(staging))
-        with ThreadPoolExecutor(THREADS) as threads:  # hashing and flushing release the GIL
-            records = list(threads.map(_flush_and_hash, paths))
-        names = (str(file.relative_to(staging)) for file in paths)
-        files = dict(zip(names, records, strict=True))
-        record = {"step": step, "meta": dict(meta), "files": files}
-        _write(staging / META, json.dumps(record, indent=1) + "\n")
-        for folder in [f for f in staging.rglob("*") if f.is_dir()] + [staging]:
-            _fsync(folder)
-        if final.exists():
-            # Between these two renames only `staging` holds this step. It is complete, so
-            # `recover` publishes it if the process dies here.
-            shutil.rmtree(_trash_path(final), ignore_errors=True)
-            final.rename(_trash_path(final))
-        staging.rename(final)
-        _fsync(root)
-        _write_latest(root)
+        with staging_folder(final) as staging:
+            write(staging)
+            paths = list(_files(staging))
+            with ThreadPoolExecutor(THREADS) as threads:  # hashing and flushing release the GIL
+                records = list(threads.map(_flush_and_hash, paths))
+            names = (str(file.relative_to(staging)) for file in paths)
+            files = dict(zip(names, records, strict=True))
+            record = {"step": step, "meta": dict(meta), "files": files}
+            (staging / META).write_text(json.dumps(record, indent=1) + "\n")
+            for path in [staging / META, *(f for f in staging.rglob("*") if f.is_dir()), staging]:
+                flush(path)
+            if final.exists():
+                # Between these two renames only `staging` holds this step. It is complete, so
+                # `recover` publishes it if the process dies here.
+                shutil.rmtree(_trash_path(final), ignore_errors=True)
+                final.rename(_trash_path(final))
+            staging.rename(final)
+            flush(root)
+            _write_latest(root)
     except Exception as e:
         if isinstance(e, OSError | RunStopped) or is_disk_full(root, e):
             raise RunStopped(_describe_failure(root, step, e)) from e
         raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     shutil.rmtree(_trash_path(final), ignore_errors=True)
     older = [s for s in find_steps(root) if s < step]
     for s in older[: max(0, len(older) - (keep - 1))] if keep else ():
@@ -238,10 +238,9 @@ def remove_later_checkpoints(root: Path, step: int) -> None:
 
 def replace_file(file: Path, text: str) -> None:
     """Write a file of the run's folder; a kill leaves the old content or the new one."""
-    staging = file.parent / f".tmp-{file.stem}-{os.getpid()}"
-    _write(staging, text)
-    staging.rename(file)
-    _fsync(file.parent)
+    with atomic_file(file) as staging:
+        staging.write_text(text)
+    flush(file.parent)
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
@@ -251,19 +250,16 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
     Args:
         folder: the folder.
-        write: writes the new content into a folder, which does not exist yet.
+        write: writes the new content into an empty folder.
     """
-    staging = folder.parent / f".tmp-{folder.name}-{os.getpid()}"
-    try:
+    with staging_folder(folder) as staging:
         write(staging)
         names = [sorted(f.name for f in at.glob("*")) for at in (folder, staging)]
         _, differ, failed = filecmp.cmpfiles(folder, staging, names[1], shallow=False)
         if names[0] != names[1] or differ or failed:
             shutil.rmtree(folder, ignore_errors=True)
             staging.rename(folder)
-            _fsync(folder.parent)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+            flush(folder.parent)
 
 
 # -- folders of checkpoints -----------------------------------------------------------------------
@@ -289,9 +285,8 @@ def _find_best(run: Path) -> Path:
     if not folders:
         raise ConfigError(f"{run} is not the folder of a run with checkpoints")
     try:
-        with open_regular(folders[0] / META) as file:
-            record = json.loads(file.read())
-        metric = record["meta"]["config"]["trainer"].get("keep_best", "")
+        record = _read_record(folders[0])
+        metric = record["meta"]["config"]["trainer"]["keep_best"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ConfigError(f"{folders[0] / META} cannot be read: {e!r}") from None
     listed = ", ".join(folder.name for folder in folders)
@@ -331,8 +326,7 @@ def _find_newest(root: Path) -> Checkpoint:
 def _verify(folder: Path) -> Checkpoint:
     """Return the checkpoint, or raise a ValueError that says what is wrong with it."""
     try:
-        with open_regular(folder / META) as file:
-            record = json.loads(file.read())
+        record = _read_record(folder)
         step, meta, files = int(record["step"]), dict(record["meta"]), dict(record["files"])
     except FileNotFoundError:
         raise ValueError(f"{folder} is incomplete: it has no {META}") from None
@@ -346,6 +340,19 @@ def _verify(folder: Path) -> Checkpoint:
         if str(extra.relative_to(folder)) not in files:
             raise ValueError(f"{folder} is damaged: {META} does not list {extra.name} ({extra})")
     return Checkpoint(folder, step, meta, tuple(files))
+
+
+def _read_record(folder: Path) -> Any:
+    """Return the content of a checkpoint's `META`.
+
+    Raises:
+        OSError: it is no regular file.
+        ValueError: it is not JSON, or has numbers that are not finite.
+    """
+    with open_regular(folder / META) as file:
+        text = file.read()
+    orjson.loads(text)  # refuses Infinity, NaN and 1e999
+    return json.loads(text)  # keeps integers of more than 64 bits
 
 
 def _check_file(folder: Path, name: str, saved: Mapping[str, Any]) -> None:
@@ -370,7 +377,7 @@ def _publish_complete(staging: Path) -> None:
         return
     if step not in _steps(staging.parent):
         staging.rename(_checkpoint_path(staging.parent, step))
-        _fsync(staging.parent)
+        flush(staging.parent)
         _write_latest(staging.parent)
 
 
@@ -432,19 +439,6 @@ def _files(folder: Path) -> Iterator[Path]:
             yield file
 
 
-def open_regular(file: Path) -> BufferedReader:
-    """Open a file for reading if it is a regular file, and neither a link nor a pipe.
-
-    Raises:
-        OSError: it does not exist, or is something else.
-    """
-    fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", str(file))
-    return open(fd, "rb")
-
-
 def _file_record(file: Path) -> dict[str, Any]:
     with open_regular(file) as f:
         return {
@@ -454,22 +448,8 @@ def _file_record(file: Path) -> dict[str, Any]:
 
 
 def _flush_and_hash(file: Path) -> dict[str, Any]:
-    _fsync(file)
+    flush(file)
     return _file_record(file)
-
-
-def _write(file: Path, text: str) -> None:
-    file.write_text(text)
-    _fsync(file)
-
-
-def _fsync(path: Path) -> None:
-    """Flush a file's content, or a folder's names, to disk, so that a power cut cannot undo it."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _is_alive(pid: int) -> bool:
@@ -501,7 +481,7 @@ def run_lock(folder: Path) -> Iterator[None]:
     """
     make_private_folder(folder)
     try:
-        fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        fd = open_lock(folder / LOCK)
     except OSError as e:
         raise RunStopped(f"cannot write {folder / LOCK}: {e.strerror}") from e
     try:
@@ -528,9 +508,8 @@ def run_lock(folder: Path) -> Iterator[None]:
 def make_private_folder(folder: Path) -> None:
     """Create a folder for results that only its owner can read (mode 0700).
 
-    An existing folder keeps its mode, with two exceptions: an empty one, and that of a run whose
-    lock others can read, because agentrl 0.1 made such locks and folders. Whoever opens a folder to
-    others afterwards keeps it so. If others can read a folder with other files, that is reported.
+    An existing folder keeps its mode, unless it is empty. If others can read a folder with other
+    files, that is reported.
 
     Raises:
         RunStopped: the folder cannot be created.
@@ -538,20 +517,16 @@ def make_private_folder(folder: Path) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        mode, lock = stat.S_IMODE(folder.stat().st_mode), folder / LOCK
+        mode = stat.S_IMODE(folder.stat().st_mode)
         if not mode & 0o077:
             return
-        is_older_run = lock.is_file() and lock.stat().st_mode & 0o077
-        if is_older_run:
-            lock.chmod(0o600)
-            log.warning("%s is private now: mode 0700 (it was 0%o)", folder, mode)
-        elif not lock.exists() and any(folder.iterdir()):
+        if not any(folder.iterdir()):
+            folder.chmod(0o700)
+        elif not (folder / LOCK).exists():
             log.warning(
                 "other users can read %s (mode 0%o): it held other files before, so its mode was"
                 " not changed. To make it private: chmod 700 %s",
                 *(folder, mode, folder),
             )
-        if is_older_run or not any(folder.iterdir()):
-            folder.chmod(0o700)
     except OSError as e:
         raise RunStopped(f"cannot create {folder}: {e.strerror}") from e

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, TextIO
 from agentrl.config import Config
 from agentrl.plural import plural
 from agentrl.record import METRICS
+from agentrl.terminal import echo, printable
 from agentrl.trainer.curve import TRAINING, validation_series
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class Console:
 
     def warning(self, text: str) -> None:
         """Print a line that stays visible, to standard error."""
-        print(text, file=sys.stderr, flush=True)
+        echo(text, err=True)
 
     @contextmanager
     def phase(
@@ -185,7 +186,8 @@ class Console:
         self.close()
 
     def _print(self, text: str) -> None:
-        self._out.write(f"{text}\n")  # one call, because the timer of a phase prints, too
+        line = f"{printable(text)}\n"
+        self._out.write(line)  # one call, because the timer of a phase prints, too
         self._out.flush()
 
 
@@ -242,7 +244,7 @@ def format_scores(metrics: Metrics) -> dict[str, str]:
         score = f"{metrics[key]:.3f}"
         rate = metrics.get(key.rpartition("/reward/")[0] + "/tool_call_rate", 0.0)
         loop = label not in ("validation", "greedy")
-        scores["all" if label == "validation" else label] = (
+        scores["all" if label == "validation" else printable(label)] = (
             f"{score} ({rate:.0%} call)" if loop and rate > 0 else score
         )
     return scores

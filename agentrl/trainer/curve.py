@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.record import read_metrics
+from agentrl.regular_files import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -125,12 +126,10 @@ def _save(lines: Mapping[str, Points], svg_path: Path, title: str, smoothed: str
     """Write a picture; `smoothed` is the label of the line to smooth, or ""."""
     import matplotlib
 
-    staging = svg_path.with_name(f".{svg_path.name}.tmp")
-    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+    with atomic_file(svg_path) as staging, matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # the viewer's fonts draw the text
         figure = _draw(lines, _replace_unprintable(title[:80]), smoothed)
         figure.savefig(staging, format="svg", transparent=True, metadata=METADATA)
-    staging.replace(svg_path)
 
 
 def _points(steps: Sequence[tuple[int, Mapping[str, float]]], key: str) -> Points:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,18 +14,20 @@ from typing import Literal
 
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 from transformers.utils import logging
 
 from agentrl.chat import load_tokenizer
 from agentrl.config import Config
 from agentrl.engine.local.load import load_causal_lm
 from agentrl.errors import ConfigError, RunStopped, UserError
+from agentrl.regular_files import open_regular, staging_folder
+from agentrl.terminal import echo
 from agentrl.trainer.checkpoint import (
     META,
     Checkpoint,
     checkpoint_folders,
     open_checkpoint,
-    open_regular,
 )
 from agentrl.trainer.policy import ACTOR, Policy
 from agentrl.trainer.rank import ADAPTER_FOLDER
@@ -48,6 +50,8 @@ class ExportResult:
     """True for a PEFT adapter's folder, False for a model's."""
     lora: bool
     """True if an adapter was trained, False if all weights were."""
+    rounding_note: str = ""
+    """What rounding loses of the policy that was validated, for people to read; "": nothing."""
 
 
 def export(
@@ -63,8 +67,8 @@ def export(
             the highest `trainer.keep_best`.
         out: the folder to make; it appears completely or not at all.
         merge: merge LoRA into the weights.
-        dtype: the data type of a model's weights; "auto": that of its base, which the engine used
-            for sampling.
+        dtype: the data type of a model's weights; "auto": that in which the run's engine sampled,
+            so that the export is the policy that was validated.
         model: the model that training started from, if it is no longer at the run's `model.path`.
 
     Raises:
@@ -76,7 +80,7 @@ def export(
     return _export(open_checkpoint(path), out, merge, dtype, model)
 
 
-def exported_model(path: Path, say: Callable[[str], None] = print) -> Path:
+def exported_model(path: Path, say: Callable[[str], None] = echo) -> Path:
     """Return a folder with the policy of a run or a checkpoint, as an engine loads it.
 
     The first call exports it to `exported/` in the run's folder; the name of the export has the
@@ -101,7 +105,8 @@ def exported_model(path: Path, say: Callable[[str], None] = print) -> Path:
             say(f"skipped: {line}")
         say(f"exporting {checkpoint.folder} to {out} (once; delete the folder when not needed)")
         has_adapter = any(Path(name).parts[0] == ADAPTER_FOLDER for name in checkpoint.files)
-        _export(checkpoint, out, not has_adapter, "auto", "")
+        if note := _export(checkpoint, out, not has_adapter, "auto", "").rounding_note:
+            say(f"note: {note}")
     return out
 
 
@@ -109,20 +114,20 @@ def _export_path(checkpoint: Path) -> Path | None:
     """Return where a checkpoint is exported for engines; None if it has no readable `meta.json`."""
     try:
         with open_regular(checkpoint / META) as file:
-            key = hashlib.file_digest(file, "sha256").hexdigest()[:8]
+            key = hashlib.file_digest(file, "sha256").hexdigest()[:12]
     except OSError:
         return None
     checkpoint = checkpoint.resolve()
     return checkpoint.parent / EXPORTED / f"{checkpoint.name}-{key}"
 
 
-def _export(
-    checkpoint: Checkpoint, out: Path, merge: bool, dtype: Precision, model: str
-) -> ExportResult:
+def _export(checkpoint: Checkpoint, out: Path, merge: bool, dtype: str, model: str) -> ExportResult:
     config = _config_of(checkpoint)
+    if dtype == "auto":
+        dtype = checkpoint.meta["dtype"]
     base = model or config.model.path
     lora = config.model.lora_rank > 0
-    adapter = lora and not merge
+    adapter, note = lora and not merge, ""
     logging.disable_progress_bar()  # two bars per model are noise
     try:
         tokenizer = load_tokenizer(base)
@@ -130,7 +135,8 @@ def _export(
             if adapter:
                 _copy_adapter(checkpoint, folder, base)
             else:
-                _load_policy(checkpoint, config, base, dtype).save_whole(folder)
+                policy, note = _load_policy(checkpoint, config, base, dtype)
+                policy.save_whole(folder, dtype)
             tokenizer.save_pretrained(folder)
     except UserError as e:
         if model or Path(base).exists():
@@ -139,7 +145,7 @@ def _export(
             f"{e}\nThe run started from model.path={base!r}. If that is a folder, run the export in"
             " the folder where the run was started, or name the model: --model FOLDER"
         ) from e
-    return ExportResult(checkpoint, base, adapter, lora)
+    return ExportResult(checkpoint, base, adapter, lora, note)
 
 
 def _config_of(checkpoint: Checkpoint) -> Config:
@@ -151,17 +157,55 @@ def _config_of(checkpoint: Checkpoint) -> Config:
         ) from e
 
 
-def _load_policy(checkpoint: Checkpoint, config: Config, base: str, dtype: Precision) -> Policy:
-    """Load the trained policy on the CPU."""
-    m = config.model
-    loaded = load_causal_lm(base, "auto" if dtype == "auto" else getattr(torch, dtype))
-    policy = Policy(loaded, config.rollout.temperature)
+def _load_policy(
+    checkpoint: Checkpoint, config: Config, base: str, dtype: str
+) -> tuple[Policy, str]:
+    """Load the trained policy on the CPU, to be saved in a precision.
+
+    Returns:
+        The policy, and what rounding loses of the policy that was validated; "": nothing.
+    """
+    m, folder, kind = config.model, checkpoint.folder / "actor", getattr(torch, dtype)
+    policy = Policy(load_causal_lm(base, "auto"), config.rollout.temperature)
     if m.lora_rank:
         policy.add_adapter(ACTOR, m.lora_rank, m.lora_alpha, m.lora_target_modules, seed=0)
-    weights = {PARAMETER_PREFIX + n: p.detach() for n, p in policy.parameters(ACTOR).items()}
-    check_state(checkpoint.folder / "actor", weights, PARAMETER_PREFIX)
-    read_state(checkpoint.folder / "actor", weights)
-    return policy
+    parameters, sums = policy.parameters(ACTOR), torch.zeros(5, dtype=torch.float64)
+    check_state(folder, {PARAMETER_PREFIX + n: p for n, p in parameters.items()}, PARAMETER_PREFIX)
+    for name, p in parameters.items():  # one by one: all in float32 may not fit into the memory
+        trained = torch.empty(p.shape)
+        read_state(folder, {PARAMETER_PREFIX + name: trained})
+        if not m.lora_rank:
+            rounded = trained.to(policy.saved_dtype(name, kind))
+            sums += _compare(p.detach(), trained, rounded)
+            trained = rounded
+        p.data = trained
+    if m.lora_rank:
+        for name, merged in policy.export(torch.float32):
+            module, _, last = name.rpartition(".")
+            weight = policy.model.get_parameter(f"{module}.base_layer.{last}")
+            sums += _compare(weight, merged, merged.to(kind))
+    # If the engine sampled from rounded weights, the export has the policy that was validated.
+    is_own = not m.lora_rank and dtype == checkpoint.meta["dtype"]
+    return policy, "" if is_own else _describe_rounding(sums, dtype)
+
+
+def _compare(base: Tensor, trained: Tensor, rounded: Tensor) -> Tensor:
+    """Return the products of the update with itself and with the rounded one, and their counts."""
+    update, kept = trained - base.float(), rounded.float() - base.float()
+    parts = update * kept, update.square(), kept.square(), update != 0, (update != 0) & (kept != 0)
+    return torch.stack([part.sum(dtype=torch.float64) for part in parts])
+
+
+def _describe_rounding(sums: Tensor, dtype: str) -> str:
+    product, update, kept, changed, still_changed = sums.tolist()
+    if product == update == kept:
+        return ""
+    cosine = product / math.sqrt(update * kept) if update * kept else 0.0
+    return (
+        f"rounding to {dtype} loses a part of the training: {still_changed / max(changed, 1):.1%}"
+        " of the changed weights still differ from the base, and the cosine between the update and"
+        f" the rounded update is {cosine:.3f}. --dtype float32 keeps all of it"
+    )
 
 
 def _copy_adapter(checkpoint: Checkpoint, folder: Path, base: str) -> None:
@@ -190,12 +234,9 @@ def _copy_adapter(checkpoint: Checkpoint, folder: Path, base: str) -> None:
 @contextmanager
 def _atomic_folder(out: Path) -> Iterator[Path]:
     """Yield a folder to write into, which is renamed to `out` at the end."""
-    staging = out.parent / f".tmp-{out.name}-{os.getpid()}"
     try:
-        staging.mkdir(parents=True)
-        yield staging
-        staging.rename(out)
+        with staging_folder(out) as staging:
+            yield staging
+            staging.rename(out)
     except OSError as e:
         raise RunStopped(f"cannot write {out}: {e}") from e
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)

@@ -5,6 +5,7 @@ docs/console.md describes the objects.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -100,7 +101,9 @@ class JsonConsole(Console):
     def _emit(self, event: str, **fields: Any) -> None:
         line = {"event": event, "time": round(time.time(), 3), **fields}
         # NaN and infinity, which JSON does not have, become null.
-        self._print(orjson.dumps(line, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY).decode())
+        text = orjson.dumps(line, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+        # The escapes of `printable` are not JSON's.
+        self._print("".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text))
 
 
 def _plain(value: Any) -> Any:

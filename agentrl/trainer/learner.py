@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -147,6 +147,8 @@ class Learner:
         """The rank, if there is one rank and it is in this process."""
         self.total_steps = total_steps
         """The length of the run, which the learning rate depends on."""
+        self.policy_steps = 0
+        """The number of optimizer steps of the policy in this process."""
 
     # --- forward passes before the update --------------------------------------------------------
 
@@ -248,6 +250,8 @@ class Learner:
                 _record_tokens(of_tokens, mask, rows, results, is_first=epoch == 0)
                 sums = self._optimizer_step("actor", step, results, is_first=not collected)
                 _add_metrics(collected, "actor", sums)
+                if rows:
+                    collected["perf/micro_batches"].append(len(rows[0]))
             if a.critic:
                 rows_to_run = in_mini_batch & mask.any(1)
                 _, results = self._forward_backward(
@@ -426,6 +430,7 @@ class Learner:
         finite = all(map(math.isfinite, counts.values()))
         lr = self._lr(name, step)
         counts["grad_norm"] = self.ranks.optimizer_step(name, lr) if finite else math.nan
+        self.policy_steps += name == "actor"
         if not math.isfinite(counts["grad_norm"]):
             values = ", ".join(f"{key}={value}" for key, value in counts.items())
             weights = (
@@ -461,13 +466,9 @@ class Learner:
         """True if an adapter learns, False if all weights do."""
         return self.config.model.lora_rank > 0
 
-    def make_update(self, version: int) -> Update:
-        """Return the current policy in the form that an engine takes."""
-        adapter = self.ranks.save_adapter if self.has_lora else None
-        send = self.ranks.send_weights if self.rank is None else None
-        share = self.ranks.share_adapter if self.has_lora else None
-        published = partial(self.export, published=True)
-        return Update(version, self.export, adapter, share, send, published)
+    def make_update(self, version: int, is_changed: bool = True) -> Update:
+        """Return the current policy in the form that an engine takes; see `Update`."""
+        return Update(version, self.export, self.ranks.send_weights, is_changed)
 
     def export(self, *, published: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the named tensors of the plain model for an engine; see `Policy.export`.

@@ -31,7 +31,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.plural import plural
-from agentrl.report.page import printable
+from agentrl.terminal import printable
 from agentrl.trainer.console import (
     PHASE_SECONDS,
     Activity,
@@ -140,7 +140,7 @@ class LiveConsole(Console):
         self._validations = shown[:1] + shown[1:][-MAX_VALIDATIONS:]
 
     def note(self, text: str) -> None:
-        self._terminal.print(text, markup=False, highlight=False)
+        self._terminal.print(printable(text), markup=False, highlight=False)
 
     @contextmanager
     def phase(

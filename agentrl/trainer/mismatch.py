@@ -65,10 +65,7 @@ def mismatch_metrics(
     # Flat from here on: rows are padded to the longest one.
     gaps = old - engine
     distance, turn = gaps.abs(), batch.turn[mask]
-    metrics = {
-        MEAN: distance.mean().item(),
-        "rollout_corr/logprob_diff_max": distance.max().item(),
-    }
+    metrics = {MEAN: distance.mean().item(), "rollout_corr/logprob_diff_max": distance.max().item()}
     subsets = {name: turn == k for k, name in enumerate(TURNS[:-1])}
     subsets[TURNS[-1]] = turn >= len(TURNS) - 1
     observed = nn.functional.pad(~batch.response_mask[:, :-1], (1, 0))

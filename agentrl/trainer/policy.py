@@ -13,8 +13,9 @@ writes.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import CONFIG_NAME
 
 from agentrl.config import ModelConfig
 from agentrl.engine.local.load import (
@@ -42,7 +44,7 @@ from agentrl.trainer.modes import (
     output_layer,
     prove_mode,
 )
-from agentrl.trainer.packing import PackedRows
+from agentrl.trainer.packing import Mode, PackedRows
 from agentrl.trainer.sharding import copy_full, full_tensor, is_rank_zero, reshard
 
 T = TypeVar("T")
@@ -60,15 +62,13 @@ ACTOR, CRITIC = "default", "critic"
 class Policy:
     """A causal language model that computes logprobs of tokens."""
 
-    def __init__(
-        self, model: PreTrainedModel, temperature: float, compute: torch.dtype | None = None
-    ):
+    def __init__(self, model: PreTrainedModel, temperature: float, *, prove: bool = True):
         """Find how rows become the input of `model`; `add_adapter` freezes it.
 
         Args:
             model: in evaluation mode.
             temperature: divides the logits.
-            compute: the precision of the model's passes; None: that of its weights.
+            prove: False if the model is not whole yet; then call `packed_model.prove` later.
 
         Raises:
             ConfigError: see `prove_mode`.
@@ -77,7 +77,9 @@ class Policy:
         self.temperature = temperature
         self.peft: PeftModel | None = None
         self._adaptable_modules = find_adaptable_modules(model)
-        self.packed_model = PackedModel(model, compute)
+        self.packed_model = PackedModel(model)
+        if prove:
+            self.packed_model.prove()
 
     def logprobs(
         self,
@@ -111,10 +113,7 @@ class Policy:
         Raises:
             ConfigError: there are no such modules to adapt.
         """
-        if isinstance(target_modules, str) and target_modules != "all-linear":
-            # PEFT interprets a single string as a regular expression over whole paths.
-            target_modules = [target_modules]
-        self._check_targets(target_modules)
+        target_modules = check_targets(target_modules, self._adaptable_modules)
         # PEFT's own all-linear adds stacked experts and routers to the modules of some models.
         all_linear = sorted({name.rpartition(".")[2] for name in self._adaptable_modules})
         config = LoraConfig(
@@ -124,8 +123,8 @@ class Policy:
             lora_dropout=0.0,
             task_type="CAUSAL_LM",
         )
-        with torch.random.fork_rng(), quiet_peft():
-            torch.manual_seed(seed)
+        with torch.random.fork_rng(devices=[]), quiet_peft():
+            torch.default_generator.manual_seed(seed)
             try:
                 if self.peft is None:
                     self.peft = get_peft_model(self.model, config, adapter_name=name)  # type: ignore
@@ -140,19 +139,6 @@ class Policy:
         """Return the trainable parameters of an adapter by name; without LoRA all weights."""
         named = self.model.named_parameters()
         return {n: p for n, p in named if self.peft is None or f".{adapter}." in n}
-
-    def _check_targets(self, target_modules: str | list[str]) -> None:
-        if target_modules == "all-linear":
-            return
-        ends = [f".{name}" for name in self._adaptable_modules]
-        wrong = [t for t in target_modules if not any(end.endswith(f".{t}") for end in ends)]
-        if wrong or not target_modules:
-            names = sorted({end.rpartition(".")[2] for end in ends})
-            raise ConfigError(
-                f"model.lora_target_modules={target_modules!r}:"
-                f" {', '.join(wrong) or 'an empty list'} cannot be adapted. Choose all-linear, or"
-                f" from {', '.join(names)}. The output layer and the embeddings are never adapted."
-            )
 
     @contextmanager
     def adapter(self, name: str | None) -> Iterator[None]:
@@ -261,24 +247,29 @@ class Policy:
                 with torch.no_grad():
                     weight = _base_weight(module)
                     merged = full_tensor(weight) + full_tensor(module.get_delta_weight(ACTOR))  # type: ignore
-                yield f"{name}.weight", merged.to(weight.dtype).to(dtype or weight.dtype)
+                yield f"{name}.weight", merged.to(dtype or weight.dtype)
 
-    def save_pretrained(self, folder: Path) -> None:
+    def save_pretrained(self, folder: Path, dtype: str = "float32") -> None:
         """Save to a folder that transformers loads; with LoRA to one that PEFT loads.
 
         If the base is itself a model with a merged adapter, no path names it, and a saved adapter
         could only refer to another base. Then the whole model is saved, with LoRA merged.
+
+        Args:
+            folder: the folder to make.
+            dtype: the precision of a whole model; an adapter keeps its own.
         """
         if self.peft is not None and self.model.name_or_path:
             self.save_adapter(folder)
         else:
-            self.save_whole(folder)
+            self.save_whole(folder, dtype)
 
-    def save_whole(self, folder: Path) -> None:
-        """Save the whole model to a folder that transformers loads.
+    def save_whole(self, folder: Path, dtype: str = "float32") -> None:
+        """Save the whole model to a folder that transformers loads, in a precision.
 
         LoRA is merged, as in `export`. What else the base has is added: see `add_other_parts`.
         """
+        kind: torch.dtype = getattr(torch, dtype)
         # With the buffers: some routers have biases that are no parameters.
         tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         tied -= {name for name, _ in self.model.named_parameters()}
@@ -287,11 +278,24 @@ class Policy:
             for name, weight in self.model.state_dict().items()
             if "lora_" not in name and name not in tied
         }
-        merged = {} if self.peft is None else {n: t.cpu() for n, t in self.export()}
+        merged = {} if self.peft is None else {n: t.cpu() for n, t in self.export(kind)}
         if is_rank_zero():
+            for name in base.keys() - {name for name, _ in self.model.named_buffers()}:
+                base[name] = base[name].to(self.saved_dtype(name, kind))
             self.model.save_pretrained(folder, state_dict=base | merged)
+            file = folder / CONFIG_NAME  # transformers has written the precision of the learner
+            own = json.loads(file.read_text()) | {"dtype": dtype}
+            file.write_text(json.dumps(own, indent=2) + "\n")
             if self.model.name_or_path:
                 add_other_parts(folder, self.model.name_or_path)
+
+    def saved_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the precision of a weight in a folder whose model is loaded in `dtype`.
+
+        transformers loads some weights in float32 in any case, such as routers.
+        """
+        plan = self.model._get_dtype_plan(dtype)
+        return torch.float32 if any(part in name for part in plan) else dtype
 
 
 class Critic:
@@ -310,7 +314,7 @@ class Critic:
         self.packed_model = packed_model
         model = packed_model.model
         wide = torch.promote_types(model.dtype, torch.float32)
-        width = packed_model.head.weight.shape[1]
+        width = output_layer(model).weight.shape[1]
         self.head = nn.Linear(width, 1, device=model.device, dtype=wide)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -339,25 +343,34 @@ class Critic:
 class PackedModel(nn.Module):
     """A causal language model and, if there is a critic, its head.
 
-    `sharding.shard` shards this module over ranks. Weights are gathered only within `forward`, so
-    all code that reads them runs there.
+    `sharding.shard` shards this module over ranks. Weights are gathered only within `forward` and
+    `prove`, so all code that reads them runs there.
     """
 
-    def __init__(self, model: PreTrainedModel, compute: torch.dtype | None = None):
-        """Find how rows become the input of `model`, and set its attention implementation.
+    mode: Mode
+    """How rows become the input of the model."""
+    mode_reason: str
+    """Why no earlier mode; see `prove_mode`."""
+
+    def __init__(self, model: PreTrainedModel):
+        """Take a model in evaluation mode, and run nothing: call `prove` before the first pass."""
+        super().__init__()
+        self.model = model
+        self.value_head: nn.Linear | None = None
+
+    @torch.no_grad()
+    def prove(self, compute: torch.dtype | None = None, tokens: int | None = None) -> None:
+        """Find how rows become the input of the model, and set its attention implementation.
 
         Args:
-            model: in evaluation mode.
             compute: the precision of the model's passes; None: that of its weights.
+            tokens: those of a micro-batch; see `prove_mode`.
 
         Raises:
             ConfigError: see `prove_mode`.
         """
-        super().__init__()
-        self._scale_and_softcap = find_scale_and_softcap(model)
-        self.mode, self.mode_reason = prove_mode(model, compute)
-        self.model = model
-        self.value_head: nn.Linear | None = None
+        self._scale_and_softcap = find_scale_and_softcap(self.model)
+        self.mode, self.mode_reason = prove_mode(self.model, compute, tokens)
 
     @property
     def head(self) -> Head:
@@ -404,15 +417,9 @@ def find_adaptable_modules(model: PreTrainedModel) -> list[str]:
     stacked tensors, also if the model has linear layers of these names.
     """
     decoder = set(decoder_of(model).modules())
-    names = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D))
-        and module in decoder
-        and _returns_a_product(module)
-    ]
+    names = [n for n, m in model.named_modules() if m in decoder and _returns_a_product(m)]
     refused = set()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         for end in {name.rpartition(".")[2] for name in names}:
             trial: Any = nn.Module()
             trial.config = model.config
@@ -424,6 +431,32 @@ def find_adaptable_modules(model: PreTrainedModel) -> list[str]:
     return [name for name in names if name.rpartition(".")[2] not in refused]
 
 
+def check_targets(target_modules: str | list[str], adaptable: Sequence[str]) -> str | list[str]:
+    """Return `model.lora_target_modules`: "all-linear", or a list of names.
+
+    Args:
+        target_modules: the value of the key.
+        adaptable: the modules that can have an adapter (`find_adaptable_modules`).
+
+    Raises:
+        ConfigError: a name is none of these modules, or there is no name.
+    """
+    if target_modules == "all-linear":
+        return target_modules
+    # PEFT interprets a single string as a regular expression over whole paths.
+    targets = [target_modules] if isinstance(target_modules, str) else target_modules
+    ends = [f".{name}" for name in adaptable]
+    wrong = [t for t in targets if not any(end.endswith(f".{t}") for end in ends)]
+    if wrong or not targets:
+        names = sorted({end.rpartition(".")[2] for end in ends})
+        raise ConfigError(
+            f"model.lora_target_modules={targets!r}:"
+            f" {', '.join(wrong) or 'an empty list'} cannot be adapted. Choose all-linear, or"
+            f" from {', '.join(names)}. The output layer and the embeddings are never adapted."
+        )
+    return targets
+
+
 def describe_targets(config: ModelConfig) -> str:
     """Return a line about the matrices that LoRA leaves out with all-linear; "" if there are none.
 
@@ -431,12 +464,16 @@ def describe_targets(config: ModelConfig) -> str:
 
     Args:
         config: names the model and the modules; no weights are read.
+
+    Raises:
+        ConfigError: there are no such modules to adapt.
     """
-    if config.lora_target_modules != "all-linear":
-        return ""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_model_config(config.path))
-    adaptable = {f"{name}.weight" for name in find_adaptable_modules(model)}
+    modules = find_adaptable_modules(model)
+    if check_targets(config.lora_target_modules, modules) != "all-linear":
+        return ""
+    adaptable = {f"{name}.weight" for name in modules}
     others = (model.get_input_embeddings(), model.get_output_embeddings())
     common = {id(p) for layer in others if layer is not None for p in layer.parameters()}
     sizes: dict[str, int] = {}
@@ -455,8 +492,10 @@ def describe_targets(config: ModelConfig) -> str:
     )
 
 
-def _returns_a_product(layer: nn.Linear | Conv1D) -> bool:
+def _returns_a_product(layer: nn.Module) -> bool:
     """Return whether a layer returns the product of its input and its weight, and nothing else."""
+    if not isinstance(layer, nn.Linear | Conv1D):
+        return False
     if type(layer) in (nn.Linear, Conv1D):
         return True
     try:

@@ -16,6 +16,7 @@ import heapq
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,7 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from agentrl.errors import ConfigError
+from agentrl.regular_files import LEFTOVER_PREFIX
 from agentrl.trainer.dispatch import Placement, RankGroup
 from agentrl.trainer.traces import summary, times
 from agentrl.trajectory import Group, Scored
@@ -167,8 +169,8 @@ class StepTrace:
         parts = sorted(self._parts, key=lambda part: (part[1], -part[2]))  # the outer one first
         events = [_process(1, "step"), *(_slice(1, 0, *part) for part in parts)]
         for pid, (name, episodes) in enumerate(self.episodes.items(), 2):
-            played = [e for e in episodes if e.trajectory.started is not None]
-            events += [_process(pid, name), *_counts(pid, played), *_episode_slices(pid, played)]
+            events += [_process(pid, name), *_counts(pid, episodes)]
+            events += _episode_slices(pid, episodes)
         return events
 
 
@@ -187,7 +189,6 @@ def _counts(pid: int, episodes: Sequence[Scored]) -> list[Event]:
     changes = sorted(
         (trajectory.started + at, -change, span.name)
         for trajectory in (e.trajectory for e in episodes)
-        if trajectory.started is not None
         for span in trajectory.spans
         for at, change in ((span.start, 1), (span.end, -1))
     )
@@ -309,18 +310,16 @@ def _write(file: Path, write: Callable[[Path], object]) -> str:
         file: the file; its folder is made.
         write: writes the content into an uncompressed file.
     """
-    staging = file.parent / f".tmp-{file.stem}"
     try:
-        staging.mkdir(parents=True, exist_ok=True)
-        write(staging / "trace.json")
-        with (
-            (staging / "trace.json").open("rb") as source,
-            gzip.open(staging / file.name, "wb", COMPRESSION) as target,
-        ):
-            shutil.copyfileobj(source, target, 2**20)
-        (staging / file.name).rename(file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=LEFTOVER_PREFIX, suffix=f"-{os.getpid()}", dir=file.parent
+        ) as folder:
+            plain, packed = Path(folder, "trace.json"), Path(folder, file.name)
+            write(plain)
+            with plain.open("rb") as source, gzip.open(packed, "wb", COMPRESSION) as target:
+                shutil.copyfileobj(source, target, 2**20)
+            packed.rename(file)
     except (OSError, RuntimeError) as e:
         return f"cannot write {file}: {e}"
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     return ""

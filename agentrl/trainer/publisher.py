@@ -2,15 +2,19 @@
 
 After every update of weights trainer and engine both score one fixed row, the canary. If they hold
 the same weights, their logprobs differ only by arithmetic: by 0.009 nats on average in bfloat16,
-0.02 with an adapter, 1e-6 in float32. This noise is measured once, at the start. An engine with
-older weights differs from the trainer in the direction in which the policy moved. An engine with
-other weights differs by more than the noise. Both are checked only if the policy moved further than
-the noise, which a step at a small learning rate may not do. Otherwise only a difference that no
-step explains is an error.
+0.02 with an adapter, 1e-6 in float32. This noise is measured once, at the start, for the row and
+for tokens that the engine samples after it. The limit there is a multiple of the model's own
+rounding: the change of the trainer's logprobs if all results are rounded once more (`rounding.py`).
+
+Later, an engine with older weights differs from the trainer in the direction in which the policy
+moved. An engine with other weights differs by more than the noise. Both are checked only if the
+policy moved further than the noise, which a step at a small learning rate may not do. Otherwise
+only a difference that no step explains is an error.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
@@ -19,10 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agentrl.config.sections import MAX_UNCORRECTED_MISMATCH
 from agentrl.engine.base import EngineControl
+from agentrl.engine.local.rounding import MAX_ROUNDINGS
 from agentrl.errors import EngineError, RunStopped
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.profile import annotate
+from agentrl.trajectory import Generation
 
 
 class Publisher:
@@ -34,8 +41,8 @@ class Publisher:
         engine: EngineControl,
         token_ids: array[int],
         scores: Callable[[array[int]], list[array[float]]],
-        noise: float | None = None,
-        canary_state: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | None = None,
+        sample: Callable[[array[int]], Generation] | None = None,
     ):
         """Create a publisher; nothing is sent yet.
 
@@ -44,18 +51,24 @@ class Publisher:
             engine: the engine, to which the policy is sent.
             token_ids: the row that learner and engine score after each update, at least two tokens.
             scores: returns the row's logprobs from each engine behind `engine`.
-            noise: the noise at the start of the run, from the checkpoint that the run resumes from.
-                None: it is measured at the first publication.
-            canary_state: `canary_state` at the checkpoint that the run resumes from; older
-                checkpoints have none.
+            state: `state` at the checkpoint that the run resumes from. None: the noise is measured
+                at the first publication.
+            sample: returns tokens that the engine samples after a row, at temperature 1; None: the
+                start compares the row only.
         """
         self._learner, self._engine = learner, engine
-        self._token_ids, self._scores = token_ids, scores
+        self._token_ids, self._scores, self._sample = token_ids, scores, sample
+        self._rounding: float | None = None
+        """`canary/rounding`, when it has been measured."""
         self.drifts: dict[int, float] = {}
         """`canary/drift` of each version that was published, in nats."""
-        self._canary = None if noise is None else Canary(noise)
-        if self._canary is not None and canary_state is not None:
-            self._canary.load(canary_state)
+        self._sent_steps = -1
+        """`Learner.policy_steps` when the engine last passed the check; -1: never."""
+        self._scored: tuple[Tensor, Tensor] = torch.zeros(0), torch.zeros(0, 0)
+        """The row's logprobs from trainer and engines after the last transfer of weights."""
+        self._canary: Canary | None = None
+        if state is not None:
+            self._rounding, self._canary = state["rounding"], Canary.load(state)
 
     @property
     def noise(self) -> float:
@@ -64,35 +77,45 @@ class Publisher:
         return self._canary.baseline_noise
 
     @property
-    def canary_state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """The state of the check, for a checkpoint."""
         assert self._canary is not None, "nothing was published yet"
-        return self._canary.state
+        return self._canary.state | {"rounding": self._rounding}
 
     def publish(self, version: int) -> dict[str, float]:
         """Send the policy to the engine. Tokens that the engine samples afterwards have `version`.
 
+        If no optimizer step has changed the policy since its last transfer, an engine that has it
+        gets only the version. If all have it, the check uses the logprobs of the last one.
+
         Returns:
             `timing_s/update_weights` (until the engine can sample), `perf/update_weights_bytes`,
-            and the canary's metrics with `timing_s/canary`.
+            and the canary's metrics with `timing_s/canary`. `canary/rounding`, in nats, is the
+            model's own rounding at the first publication: of the row's tokens that have a
+            probability below a half, since others have almost none.
 
         Raises:
             RunStopped: the engine did not accept the policy, or does not sample from it.
+            EngineError: the engine cannot sample.
         """
         start = time.perf_counter()
-        if self._canary is None and self._learner.has_lora:
+        is_start, steps = self._canary is None, self._learner.policy_steps
+        is_changed = steps != self._sent_steps
+        if is_start and self._learner.has_lora:
             self._canary = self._measure_perturbed(version)
         send_start = time.perf_counter()
         with annotate("update_weights"):
-            sent = self._send(version)
+            sent = self._send(version, is_changed)
         send_end = time.perf_counter()
-        with annotate("canary"):
-            trainer, engines = self._score_both()
-        if self._canary is None:
-            self._canary = Canary.measure(trainer, engines)
-        metrics = self._canary.check(trainer, engines, version)
+        if is_changed or sent:  # An engine that was restarted or slept may have got the weights.
+            with annotate("canary"):
+                self._scored = self._score(is_start)
+        assert self._canary is not None
+        metrics = self._canary.check(*self._scored, version)
+        self._sent_steps = steps
         self.drifts[version] = metrics["canary/drift"]
         return metrics | {
+            "canary/rounding": self._rounding,
             "timing_s/update_weights": send_end - send_start,
             "timing_s/canary": send_start - start + time.perf_counter() - send_end,
             "perf/update_weights_bytes": float(sent),
@@ -105,13 +128,58 @@ class Publisher:
         """
         with self._learner.perturbed_adapter():
             self._send(version)
-            canary = Canary.measure(*self._score_both())
+            trainer, rounding = self._score_with_rounding(self._token_ids)
+            # The limit of `rollout.max_mismatch` is for the policy: this adapter is larger.
+            canary = Canary.measure(
+                trainer, self._score_engines(), rounding.mean().item(), math.inf
+            )
             # An engine that starts later must not get the perturbed adapter.
             self._engine.weights_moving()
         return canary
 
-    def _send(self, version: int) -> int:
-        update = self._learner.make_update(version)
+    def _score(self, is_start: bool) -> tuple[Tensor, Tensor]:
+        """Return the row's logprobs: (T - 1,) of the trainer, (engines, T - 1).
+
+        At the start, also measure the model's rounding, and compare the logprobs with which the
+        engine samples tokens after the row.
+        """
+        engines = self._score_engines()
+        if not is_start:
+            return self._learner.ranks.score(self._token_ids), engines
+        sampled = self._sample(self._token_ids) if self._sample else None
+        row = self._token_ids + sampled.token_ids if sampled else self._token_ids
+        trainer, rounding = self._score_with_rounding(row)
+        n = engines.shape[1]
+        uncertain = rounding[:n][trainer[:n] < math.log(0.5)]
+        self._rounding = uncertain.mean().item() if len(uncertain) else 0.0
+        canary = self._measure(trainer[:n], engines, rounding[:n])
+        self._canary = self._canary or canary
+        if sampled:
+            self._measure(trainer[n:], torch.tensor(sampled.logprobs)[None], rounding[n:])
+        return trainer[:n], engines
+
+    def _measure(self, trainer: Tensor, engines: Tensor, rounding: Tensor) -> Canary:
+        limit = self._learner.config.rollout.max_mismatch
+        return Canary.measure(trainer, engines, rounding.mean().item(), limit)
+
+    def _score_with_rounding(self, token_ids: array[int]) -> tuple[Tensor, Tensor]:
+        """Return the trainer's logprobs of a row, and how much its own rounding changes them.
+
+        Both are (T - 1,).
+        """
+        logprobs = self._learner.ranks.score(token_ids, perturbations=PERTURBATIONS)
+        return logprobs[0], (logprobs[1:] - logprobs[0]).abs().mean(0)
+
+    def _score_engines(self) -> Tensor:
+        """Return the row's logprobs from each engine, (engines, T - 1)."""
+        try:
+            scores = self._scores(self._token_ids)
+        except EngineError as e:
+            raise RunStopped(f"the engine cannot score a row: {e}") from e
+        return torch.tensor(scores)[:, 1:]
+
+    def _send(self, version: int, is_changed: bool = True) -> int:
+        update = self._learner.make_update(version, is_changed)
         if torch.cuda.is_available() and self._learner.config.rollout.sleep != "none":
             torch.cuda.empty_cache()  # the engine needs the memory
         try:
@@ -120,14 +188,6 @@ class Publisher:
             raise RunStopped(
                 f"the engine did not accept version {version} of the policy: {e}"
             ) from e
-
-    def _score_both(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the row's logprobs: (T - 1,) of the trainer, (engines, T - 1)."""
-        try:
-            scores = self._scores(self._token_ids)
-        except EngineError as e:
-            raise RunStopped(f"the engine cannot score a row: {e}") from e
-        return self._learner.ranks.score(self._token_ids), torch.tensor(scores)[:, 1:]
 
 
 NOISE_TOLERANCE = 1.5
@@ -146,8 +206,15 @@ MAX_LAG = 0.25
 """The share of the last movement that an engine may lack."""
 MIN_NOISE = 1e-5
 """The noise of float32, in nats. The value measured at the start may be smaller by chance."""
-MAX_START_MISMATCH = 0.2
-"""In nats, at the start. A larger difference means another model."""
+MAX_START_MISMATCH = MAX_UNCORRECTED_MISMATCH
+"""In nats, at the start. Even if rounding explains a larger difference, the engine's samples are
+not the policy's."""
+ROW_TOKENS_PER_SAMPLE = 4
+"""At the start, an engine samples one token for each 4 tokens of the row. They are compared too."""
+SAMPLED_SECONDS = 600.0
+"""Their time limit: a server's first turn may be slow, and `rollout.timeout_s` short."""
+PERTURBATIONS = 4
+"""The number of passes in which the model's own rounding is measured."""
 
 
 class Canary:
@@ -165,34 +232,54 @@ class Canary:
         """The trainer's logprobs when an engine was last seen to follow them."""
 
     @classmethod
-    def measure(cls, trainer: Tensor, engines: Tensor) -> Canary:
+    def measure(
+        cls,
+        trainer: Tensor,
+        engines: Tensor,
+        rounding: float = math.inf,
+        max_mismatch: float = MAX_START_MISMATCH,
+    ) -> Canary:
         """Measure the noise at the start, when trainer and engines hold the same weights.
 
         Args:
             trainer: (T,) the trainer's logprobs.
             engines: (E, T) the logprobs of each engine.
+            rounding: the model's own rounding of these logprobs, a mean in nats; infinite: unknown.
+            max_mismatch: `rollout.max_mismatch`.
 
         Raises:
-            RunStopped: trainer and engines hold different models.
+            RunStopped: trainer and engines hold different models, or rounding alone makes them
+                differ by more than `max_mismatch`.
         """
         baseline_noise = max(_max(_distance(trainer, e) for e in engines), MIN_NOISE)
-        if not baseline_noise <= MAX_START_MISMATCH:
+        explained = MAX_ROUNDINGS * max(rounding, MIN_NOISE)
+        if not baseline_noise <= min(explained, max_mismatch):
+            hint = (
+                f" If they do, only rounding makes them differ: rollout.max_mismatch="
+                f"{1.5 * baseline_noise:.2g} allows it, with algorithm.tis_cap=2 to correct it."
+                if baseline_noise <= explained
+                else ""
+            )
             raise RunStopped(
                 f"engine and trainer differ by {baseline_noise:.3g} nats a token before the first"
-                f" step, where arithmetic explains at most {MAX_START_MISMATCH:g}. Do they hold the"
-                " same model? Did the engine load the weights, or the adapter?"
+                f" step, where arithmetic explains at most {min(explained, max_mismatch):.3g}. Do"
+                f" they hold the same model? Did the engine load the weights, or the adapter?{hint}"
             )
         return cls(baseline_noise)
 
     @property
     def state(self) -> dict[str, Any]:
         """The state that `load` restores, in JSON values."""
-        return {"noise": self._noise, "last": None if self._last is None else self._last.tolist()}
+        last = None if self._last is None else self._last.tolist()
+        return {"baseline_noise": self.baseline_noise, "noise": self._noise, "last": last}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restore `state`, so that later drift is measured from the same logprobs."""
-        self._noise = state["noise"]
-        self._last = None if state["last"] is None else torch.tensor(state["last"])
+    @classmethod
+    def load(cls, state: Mapping[str, Any]) -> Canary:
+        """Return a canary with this `state`, which measures drift from the same logprobs."""
+        canary = cls(state["baseline_noise"])
+        canary._noise = state["noise"]
+        canary._last = None if state["last"] is None else torch.tensor(state["last"])
+        return canary
 
     def check(self, trainer: Tensor, engines: Tensor, version: int) -> dict[str, float]:
         """Check an update.

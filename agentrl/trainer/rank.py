@@ -19,15 +19,14 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from agentrl.config import Config
-from agentrl.engine.local.load import load_causal_lm
+from agentrl.engine.local.load import base_and_adapters, compute_dtype, load_causal_lm
+from agentrl.engine.local.rounding import rounded_again
 from agentrl.engine.remote.files import check_folder_visible
 from agentrl.engine.remote.senders import (
     Route,
     Sent,
-    SharedAdapter,
     WeightsSender,
     share_adapter,
-    this_machine,
 )
 from agentrl.trainer.dispatch import BROADCAST, SPLIT, Placement, RankGroup, dispatch
 from agentrl.trainer.losses import (
@@ -42,7 +41,15 @@ from agentrl.trainer.optimizer import BETAS, Optimizer
 from agentrl.trainer.packing import MicroBatch, Mode, pack_row
 from agentrl.trainer.policy import ACTOR, CRITIC, Critic, PackedModel, Policy
 from agentrl.trainer.profile import RankProfile, annotate
-from agentrl.trainer.sharding import is_rank_zero, open_accelerator, reshard, shard
+from agentrl.trainer.sharding import (
+    convert,
+    is_rank_zero,
+    keep_shards,
+    open_accelerator,
+    reshard,
+    shard,
+    wrap_layers,
+)
 
 ModelName = Literal["policy", "reference", "critic"]
 LossName = Literal["actor", "critic", "sft"]
@@ -86,7 +93,8 @@ class LocalRankGroup:
         return method
 
     def close(self) -> None:
-        """Do nothing: there is no process to end."""
+        """Leave the groups of the rank. There is no process to end."""
+        self.rank.close()
 
 
 class Rank:
@@ -119,9 +127,9 @@ class Rank:
         self.accelerator, self._mesh = open_accelerator(config.trainer.device)
         self.device = self.accelerator.device
         cuda = self.device.type == "cuda"
-        # On a GPU passes run in bfloat16. Trainable weights are float32, frozen weights keep the
-        # data type of the files.
-        self._compute = torch.bfloat16 if cuda and dtype is None else None
+        # On a GPU passes have their own precision. Trainable weights are float32, frozen weights
+        # keep the data type of the files.
+        self._compute = compute_dtype("cuda") if cuda and dtype is None else None
         self._dtype = dtype or ("auto" if cuda else torch.float32)
         self.policy = self._load_policy()
         self.critic: Critic | None = None
@@ -148,8 +156,15 @@ class Rank:
         }
 
     def _load_policy(self) -> Policy:
-        model = self._load(self._path, self._dtype, self.device)
-        return Policy(model, self.config.rollout.temperature, self._compute)
+        """Return the policy with the shards of this rank, which `_shard` then puts into it.
+
+        Adapters are merged into whole weights, so a base with adapters is loaded whole by each
+        rank, into memory of the CPU.
+        """
+        mesh = None if base_and_adapters(self._path)[1] else self._mesh
+        with keep_shards(mesh, "cpu" if self.config.optim.offload == "all" else self.device):
+            model = self._load(self._path, self._dtype, "cpu")
+        return Policy(model, self.config.rollout.temperature, prove=False)
 
     def _add_adapter(self, name: str) -> None:
         m = self.config.model
@@ -158,8 +173,13 @@ class Rank:
         self.policy.add_adapter(name, m.lora_rank, m.lora_alpha, m.lora_target_modules, seed)
 
     def _shard(self, packed_model: PackedModel) -> None:
-        layers, head = packed_model.layers(), packed_model.value_head
-        shard(packed_model, layers, head, self._mesh, self._compute, self.config.optim)
+        """Shard a model, find how it runs rows, and apply the section `optim` to its layers."""
+        layers, head, optim = packed_model.layers(), packed_model.value_head, self.config.optim
+        offloads = optim.offload == "all"
+        shard(packed_model, layers, head, self._mesh, self._compute, offloads)
+        packed_model.prove(self._compute, optim.micro_batch_tokens)
+        reshard(packed_model)
+        wrap_layers(packed_model, layers, self._mesh, optim)
 
     # --- forward passes --------------------------------------------------------------------------
 
@@ -200,13 +220,22 @@ class Rank:
 
     @dispatch(BROADCAST)
     @torch.no_grad()
-    def score(self, token_ids: Sequence[int]) -> Tensor:
-        """Return the logprob of each token but the first at temperature 1, (T - 1,) float32."""
+    def score(self, token_ids: Sequence[int], perturbations: int = 0) -> Tensor:
+        """Return the logprob of each token but the first at temperature 1, (T - 1,) float32.
+
+        Args:
+            token_ids: the row.
+            perturbations: the number of passes with perturbed rounding (`rounded_again`).
+                Their logprobs are further rows of the result: (1 + perturbations, T - 1).
+        """
         row = pack_row(token_ids, self.policy.packed_model.mode).to(self.device)
         with annotate("score"):
-            logprobs, _ = self.policy.logprobs(row, temperature=1.0)
+            rows = [self.policy.logprobs(row, temperature=1.0)[0]]
+            for seed in range(perturbations):
+                with rounded_again(self.policy.model, seed):
+                    rows.append(self.policy.logprobs(row, temperature=1.0)[0])
         reshard(self.policy.packed_model)
-        return logprobs.float().cpu()
+        return (torch.stack(rows) if perturbations else rows[0]).float().cpu()
 
     def _use_adapter_of(self, model: ModelName | LossName) -> AbstractContextManager[None]:
         """Return a context manager that switches the shared LoRA base to the adapter of `model`."""
@@ -219,7 +248,8 @@ class Rank:
         frozen = self._load_policy()
         frozen.model.requires_grad_(False)
         if self._compute is not None:
-            frozen.model.to(self._compute)  # type: ignore[arg-type]
+            for weight in frozen.model.parameters():  # Not the buffers: they stay precise.
+                convert(weight, self._compute)
         self._shard(frozen.packed_model)
         return frozen
 
@@ -352,42 +382,46 @@ class Rank:
 
     @dispatch(BROADCAST)
     def send_weights(self, route: Route) -> Sent:
-        """Send the tensors of `Policy.export`; see `WeightsSender.send`.
+        """Send the policy: its weights (see `WeightsSender.send`), its LoRA adapter, or both.
+
+        An adapter in shared memory stays there until the next one.
 
         Raises:
-            ConfigError: rank 0 does not see the folder of the route.
+            ConfigError: rank 0 does not see a folder of the route.
         """
-        if route.folder is not None and is_rank_zero():
-            check_folder_visible(route.folder)
-        with annotate("send_weights"):
-            weights = self.policy.export(route.dtype, published=route.published)
-            return self._weights_sender.send(weights, route)
-
-    @dispatch(BROADCAST)
-    def save_adapter(self, folder: Path) -> None:
-        """Save the policy's LoRA adapter; see `Policy.save_adapter`."""
         if is_rank_zero():
-            check_folder_visible(folder)
+            for folder in filter(None, (route.folder, route.adapter_folder)):
+                check_folder_visible(folder)
+        sent = Sent()
         with annotate("send_weights"):
-            self.policy.save_adapter(folder)
+            if route.targets or route.folder is not None:
+                weights = self.policy.export(route.dtype, published=route.published)
+                sent = self._weights_sender.send(weights, route)
+            if route.adapter_folder is not None:
+                self.policy.save_adapter(route.adapter_folder)
+            if route.adapter_readers:
+                config, tensors = self.policy.gather_adapter()
+                if is_rank_zero():
+                    memory, sent.adapter = share_adapter(config, tensors, route.adapter_readers)
+                    self._adapter_memory = memory
+        return sent
+
+    def close(self) -> None:
+        """Leave the group of broadcasts."""
+        self._weights_sender.close()
 
     @dispatch(BROADCAST)
-    def share_adapter(self, readers: int) -> SharedAdapter:
-        """Put the policy's LoRA adapter into the shared memory of rank 0's machine.
-
-        It stays there until the next one.
-        """
-        with annotate("send_weights"):
-            config, tensors = self.policy.gather_adapter()
-        if not is_rank_zero():
-            return SharedAdapter(this_machine())
-        self._adapter_memory, shared = share_adapter(config, tensors, readers)
-        return shared
-
-    @dispatch(BROADCAST)
-    def save_pretrained(self, folder: Path) -> None:
+    def save_pretrained(self, folder: Path, dtype: str = "float32") -> None:
         """Save the policy; see `Policy.save_pretrained`."""
-        self.policy.save_pretrained(folder)
+        self.policy.save_pretrained(folder, dtype)
+
+    @dispatch(BROADCAST)
+    def saved_bytes(self) -> int:
+        """Return the bytes that all ranks together `save`, without the copy of an adapter."""
+        tensors = (
+            t for optimizer in self.optimizers.values() for t in optimizer.tensors().values()
+        )
+        return sum(t.numel() * t.element_size() for t in tensors)
 
     @dispatch(BROADCAST)
     def save(self, folder: Path) -> None:

@@ -25,21 +25,24 @@ from agentrl.config import Config
 from agentrl.engine.local.load import resolve_device
 from agentrl.errors import AgentRLError, ConfigError, UserError
 from agentrl.metrics import rollout_metrics
-from agentrl.plan import load_files
+from agentrl.plan import announce_files, load_files
 from agentrl.plural import format_steps, plural
 from agentrl.record import METRICS, read_metrics
 from agentrl.registry import advantage_estimators, policy_losses
 from agentrl.report.rescore import recompute
 from agentrl.report.run import Run, StepGroups
 from agentrl.store import LEARNED, LEARNED_SCHEMA
+from agentrl.terminal import echo
 from agentrl.trainer.algorithms import KLController
 from agentrl.trainer.batch import Batch
-from agentrl.trainer.checkpoint import META, Checkpoint, find_steps, open_checkpoint
+from agentrl.trainer.checkpoint import INITIAL, META, Checkpoint, find_steps, open_checkpoint
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.resume import open_fork, read_fork
 from agentrl.trainer.sharding import full_tensor
 from agentrl.trainer.state import dequantize, read_state, shapes_in
 from agentrl.trainer.step import compute_targets, learn, make_batch
+from agentrl.trainer.stream import staleness_metrics
+from agentrl.trajectory import Group, Scored
 
 DETERMINED = ("actor/", "critic/", "rollout_corr/", "training/rollout_", "waste/")
 """The prefixes of metrics that the stored rollouts determine."""
@@ -176,17 +179,11 @@ class Replayer:
         )
 
     def _first_steps(self) -> list[int]:
-        """Return the step that the run began after: 0, or that of the forked checkpoint.
-
-        The list is empty if an older version began the run from a checkpoint that is not recorded.
-        """
-        folder = self.run.folder
-        if fork := read_fork(folder):
-            return [fork.step] if (Path(fork.checkpoint) / META).is_file() else []
-        resume = self.config.trainer.resume
-        path = Path(resume).expanduser().resolve()
-        is_own = resume in ("auto", "never") or folder.resolve() in (path, path.parent)
-        return [0] if is_own else []
+        """Return the step that the run began after: 0, or that of a forked checkpoint."""
+        fork = read_fork(self.run.folder)
+        if fork is None:
+            return [0]
+        return [fork.step] if (Path(fork.checkpoint) / META).is_file() else []
 
     # --- the state before a step -----------------------------------------------------------------
 
@@ -208,16 +205,19 @@ class Replayer:
         self.check_step(step)
         first, checkpoint = self._find_start(step)
         config = self.config_at(first + 1)
-        load_names(config)
+        load_names(self.run, config)
         self._learner = Learner(config.model.path, config, total_steps=1)
         self.kl = KLController(config.algorithm)
         self.start = f"the base model {config.model.path}"
+        if checkpoint is None and (initial := self.run.folder / INITIAL).is_dir():
+            self.start += f" with the adapter in {initial}"
+            self.learner.ranks.load(initial)
         if checkpoint is not None:
             self.start = f"the checkpoint of step {first} ({checkpoint.folder})"
             self.learner.ranks.load(checkpoint.folder)
             changed = {c["key"] for c in self.run.changes.to_pylist() if c["step"] == first}
             if "algorithm.kl_reward_coef" not in changed:
-                self.kl.load(checkpoint.meta.get("kl", self.kl.coef))
+                self.kl.load(checkpoint.meta["kl"])
         for between in range(first + 1, step):
             yield between, *self.repeat(between, tolerance)
 
@@ -225,11 +225,9 @@ class Replayer:
         """Return the config of a step, with the model and the device of the replay."""
         config = self.run.config_at(step)
         if self._model:
-            model = config.model.model_copy(update={"path": self._model})
-            config = config.model_copy(update={"model": model})
+            config = config.with_values("model", path=self._model)
         if self._device:
-            trainer = config.trainer.model_copy(update={"device": self._device})
-            config = config.model_copy(update={"trainer": trainer})
+            config = config.with_values("trainer", device=self._device)
         return config
 
     def _find_start(self, step: int) -> tuple[int, Checkpoint | None]:
@@ -287,10 +285,12 @@ class Replayer:
         recorded = self.record[step]
         every = [*groups.groups, *groups.evicted]
         differences = [*_compare_rewards(every, config)]
+        differences += _compare_versions(every, step - 1, config.trainer.max_staleness)
         differences += self._compare_logprobs(batch, recorded, config, tolerance)
         targets, signal = compute_targets(self.learner, batch, self.kl)
         updated, learned = learn(self.learner, batch, targets, self.kl, step)
         replayed = rollout_metrics(every) | signal | updated
+        replayed |= staleness_metrics(groups.groups, step - 1)
         differences += _compare_metrics(recorded, replayed, is_close)
         compared = [f"{len(recorded.keys() & replayed.keys())} metrics"]
         stored = self.run.store.read_learned(step)
@@ -366,17 +366,14 @@ class Replayer:
             for key, tensor in saved.items():
                 if difference := _tensor_difference(tensor, ours[key], tolerance):
                     differences.append(Difference(f"{name}: {key}{difference[0]}", *difference[1:]))
-        kl = checkpoint.meta.get("kl", self.kl.coef)
+        kl = checkpoint.meta["kl"]
         if not _comparison(tolerance)(kl, self.kl.coef):
             differences.append(Difference("the weight of the KL in the reward", kl, self.kl.coef))
         return count, differences
 
 
 def replay(
-    replayer: Replayer,
-    step: int,
-    tolerance: float | None = None,
-    say: Callable[[str], None] = print,
+    replayer: Replayer, step: int, tolerance: float | None = None, say: Callable[[str], None] = echo
 ) -> Replay:
     """Replay a step and compare it with the record. The first step that differs ends the replay.
 
@@ -418,21 +415,38 @@ def _comparison(tolerance: float) -> Callable[[Any, Any], bool]:
     return is_close
 
 
-def _compare_rewards(groups: Sequence[Any], config: Config) -> Iterator[Difference]:
-    """Yield the stored rewards that do not follow from their stored parts."""
+def _rollouts(groups: Sequence[Group]) -> Iterator[Scored]:
     for group in groups:
-        for scored in (*group.scored, *([group.greedy] if group.greedy else [])):
-            again = recompute(scored, config)
-            name = f"of episode {scored.trajectory.episode_id}"
-            for part in again.rewards.keys() & scored.rewards.keys():
-                if not _same_sum(scored.rewards[part], again.rewards[part]):
-                    yield Difference(
-                        f"rewards.{part} {name}", scored.rewards[part], again.rewards[part]
-                    )
-            if not _same_sum(scored.reward, again.reward):
-                yield Difference(f"the reward {name}", scored.reward, again.reward)
-            if scored.masked != again.masked:
-                yield Difference(f"masked {name}", scored.masked, again.masked)
+        yield from (*group.scored, *([group.greedy] if group.greedy else []))
+
+
+def _compare_versions(groups: Sequence[Group], policy: int, age: int) -> Iterator[Difference]:
+    """Yield the first token of each segment that the policy, or one of that age, did not sample."""
+    versions = range(-1, 0), range(max(policy - age, 0), policy + 1)
+    for trajectory in (scored.trajectory for scored in _rollouts(groups)):
+        for k, segment in enumerate(trajectory.segments):
+            pairs = zip(segment.versions, segment.response_mask, strict=True)
+            for i, (version, mask) in enumerate(pairs):
+                if version not in versions[mask]:
+                    name = f"response token {i} of segment {k} of episode {trajectory.episode_id}"
+                    yield Difference(f"the version of {name}", version, versions[mask][-1])
+                    break
+
+
+def _compare_rewards(groups: Sequence[Group], config: Config) -> Iterator[Difference]:
+    """Yield the stored rewards that do not follow from their stored parts."""
+    for scored in _rollouts(groups):
+        again = recompute(scored, config)
+        name = f"of episode {scored.trajectory.episode_id}"
+        for part in again.rewards.keys() & scored.rewards.keys():
+            if not _same_sum(scored.rewards[part], again.rewards[part]):
+                yield Difference(
+                    f"rewards.{part} {name}", scored.rewards[part], again.rewards[part]
+                )
+        if not _same_sum(scored.reward, again.reward):
+            yield Difference(f"the reward {name}", scored.reward, again.reward)
+        if scored.masked != again.masked:
+            yield Difference(f"masked {name}", scored.masked, again.masked)
 
 
 def _same_sum(a: float, b: float) -> bool:
@@ -533,8 +547,8 @@ def _find_length(config: Config, step: int, recorded: Mapping[str, Any]) -> int:
     return first + round((step - first) / fraction) if 0 < fraction < 1 else step
 
 
-def load_names(config: Config) -> None:
-    """Load the run's files if its estimator or its policy loss is defined there.
+def load_names(run: Run, config: Config) -> None:
+    """Load the run's files if the config's estimator or policy loss is defined there.
 
     Raises:
         ConfigError: a file does not load.
@@ -542,5 +556,6 @@ def load_names(config: Config) -> None:
     a = config.algorithm
     if a.adv_estimator in advantage_estimators and a.policy_loss in policy_losses:
         return
+    announce_files(run.folder / "config.yaml", config.files)
     if problems := load_files(config):
         raise ConfigError("\n".join(problems))

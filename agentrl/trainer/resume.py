@@ -25,66 +25,29 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from agentrl.config import FIELDS, Config
-from agentrl.config.sources import read_yaml
+from agentrl.config import Config
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.record import METRICS, read_metrics
 from agentrl.trainer.checkpoint import BEST, META, Checkpoint, find_checkpoint, replace_file
+from agentrl.trainer.console import FINAL
 
 CHANGES = "changes.jsonl"
 CONFIG = "config.yaml"
 FORK = "fork.json"
 
-CHANGEABLE_KEYS = frozenset(
-    {
-        "data.train",
-        "data.val",
-        "optim.compile",
-        "optim.critic_lr",
-        "optim.lr",
-        "optim.lr_final",
-        "optim.lr_warmup_steps",
-        "optim.micro_batch_tokens",
-        "optim.offload",
-        "optim.recompute",
-        "reward.timeout_s",
-        "reward.workers",
-        "rollout.engines",
-        "rollout.gpu_memory_utilization",
-        "rollout.launch",
-        "rollout.lora",
-        "rollout.python",
-        "rollout.sleep",
-        "rollout.sync",
-        "rollout.tensor_parallel_size",
-        "rollout.timeout_s",
-        "rollout.urls",
-        "sandbox.slots",
-        "sandbox.timeout_s",
-        "tools.transport",
-        "tools.workers",
-        "trainer.experiment_name",
-        "trainer.keep",
-        "trainer.keep_best",
-        "trainer.keep_trajectories",
-        "trainer.logger",
-        "trainer.n_gpus_per_node",
-        "trainer.nnodes",
-        "trainer.patience",
-        "trainer.placement",
-        "trainer.profile_steps",
-        "trainer.project_name",
-        "trainer.ray_address",
-        "trainer.save_freq",
-        "trainer.tags",
-        "trainer.test_freq",
-        "trainer.total_epochs",
-        "trainer.total_steps",
-        "trainer.val_before_train",
-        "trainer.watchdog_s",
-        "val.*",
-    }
-)
+CHANGEABLE_KEYS = frozenset({
+    "data.drop_last", "data.train", "data.val", "optim.compile", "optim.critic_lr", "optim.lr",
+    "optim.lr_final", "optim.lr_warmup_steps", "optim.micro_batch_tokens", "optim.offload",
+    "optim.recompute", "reward.timeout_s", "reward.workers", "rollout.engines",
+    "rollout.gpu_memory_utilization", "rollout.launch", "rollout.lora", "rollout.python",
+    "rollout.sleep", "rollout.sync", "rollout.tensor_parallel_size", "rollout.timeout_s",
+    "rollout.urls", "sandbox.slots", "sandbox.timeout_s", "tools.transport", "tools.workers",
+    "trainer.experiment_name", "trainer.keep", "trainer.keep_best", "trainer.keep_trajectories",
+    "trainer.logger", "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.patience",
+    "trainer.placement", "trainer.profile_steps", "trainer.project_name", "trainer.ray_address",
+    "trainer.save_freq", "trainer.tags", "trainer.test_freq", "trainer.total_epochs",
+    "trainer.total_steps", "trainer.val_before_train", "trainer.watchdog_s", "val.*",
+})  # fmt: skip
 """Config keys that a resumed run may change: the learning rate, the length, time limits, and what
 does not change the weights except for rounding. The rows of `data.train` are compared by content.
 """
@@ -194,7 +157,7 @@ def find_start(config: Config, rows: str, steps: int) -> Start:
         _check_fork(checkpoint, config, new_changes)
     else:
         _check_same_run(checkpoint, new_changes)
-    order_start = step if _restarts_rows(new_changes) else meta.get("order_start", 0)
+    order_start = step if _restarts_rows(new_changes) else meta["order_start"]
     total_steps = steps + (0 if config.trainer.total_steps else order_start)
     if not config.trainer.val_only and total_steps < step + is_new_fork:
         length = "total_steps" if config.trainer.total_steps else "total_epochs"
@@ -204,16 +167,14 @@ def find_start(config: Config, rows: str, steps: int) -> Start:
             " counted from the beginning of the first run: set trainer.total_steps to"
             f" {step + is_new_fork} or more"
         )
-    # Older checkpoints have no position: each step took one batch.
-    position = meta.get("position", step * meta["config"]["data"]["batch_size"])
     return Start(
         total_steps,
         checkpoint,
         _make_fork(checkpoint) if is_new_fork else read_fork(folder),
         is_new_fork,
-        0 if _restarts_rows(new_changes) else position,
+        0 if _restarts_rows(new_changes) else meta["position"],
         order_start,
-        (*(Change(**change) for change in meta.get("changes", ())), *new_changes),
+        (*(Change(**change) for change in meta["changes"]), *new_changes),
         tuple(new_changes),
     )
 
@@ -257,10 +218,9 @@ def _choose_checkpoint(folder: Path, resume: str) -> Checkpoint | None:
     path = Path(resume).expanduser().resolve()
     if resume != "auto" and folder.resolve() in (path, path.parent):
         return find_checkpoint(folder, resume)
-    fork, source = read_fork(folder), _read_resume(folder)
-    own = find_checkpoint(folder, "auto")
+    fork, own = read_fork(folder), find_checkpoint(folder, "auto")
     if resume != "auto":
-        is_same = resume == source
+        is_same = False
         if fork is not None:
             source_run = Path(fork.checkpoint).parent
             is_same = path in (Path(fork.checkpoint), source_run, source_run / BEST)
@@ -270,17 +230,16 @@ def _choose_checkpoint(folder: Path, resume: str) -> Checkpoint | None:
                 f"trainer.resume={resume} is a checkpoint of another run, but {folder} already"
                 f" holds {held}. Use trainer.resume=auto to resume that run, or another --output"
             )
-        if not is_same or (own is None and fork is None):
+        if not is_same:
             return find_checkpoint(folder, resume)
     if own is not None:
         return own
     if fork is not None:
         return open_fork(folder, fork)
-    if source not in ("auto", "never"):
+    if (folder / FINAL).exists() and any(step for step, _ in read_metrics(folder / METRICS)):
         raise ConfigError(
-            f"{folder / CONFIG} says that this run started from {source}, and it has saved no"
-            f" checkpoint. To start it from there again, use trainer.resume={source}; to start it"
-            " from the base model, use trainer.resume=never"
+            f"{folder} holds a finished run without a checkpoint, which cannot be continued. Use"
+            " another --output; or trainer.resume=never, which deletes that run"
         )
     return None
 
@@ -318,17 +277,6 @@ def open_fork(folder: Path, fork: Fork) -> Checkpoint:
     return checkpoint
 
 
-def _read_resume(folder: Path) -> str:
-    """Return `trainer.resume` of the folder's `config.yaml`; "auto" if there is none.
-
-    Older versions wrote no `fork.json`.
-    """
-    for setting in read_yaml(str(folder / CONFIG), FIELDS, []):
-        if setting.path == "trainer.resume":
-            return str(setting.value)
-    return "auto"
-
-
 # --- the config ----------------------------------------------------------------------------------
 
 
@@ -341,7 +289,7 @@ def find_changes(checkpoint: Checkpoint, config: Config, rows: str) -> list[Chan
         rows: the fingerprint of the present training rows.
     """
     saved = _fill_defaults(checkpoint.meta["config"])
-    current = dict(_flatten(config.model_dump(mode="json")))
+    current = dict(flatten_config(config.model_dump(mode="json")))
     saved["rows"], current["rows"] = checkpoint.meta["rows"], rows
     return [
         Change(checkpoint.step, key, saved.get(key), current.get(key))
@@ -403,9 +351,9 @@ def _fill_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
 
     Keys and values that no longer exist stay as they are: they are changes.
     """
-    values = dict(_flatten(saved))
+    values = dict(flatten_config(saved))
     try:
-        return dict(_flatten(Config.model_validate(saved).model_dump(mode="json")))
+        return dict(flatten_config(Config.model_validate(saved).model_dump(mode="json")))
     except ValidationError as e:
         gone = {".".join(map(str, error["loc"][:2])) for error in e.errors()}
     known = {
@@ -419,13 +367,13 @@ def _fill_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
     return _fill_defaults(known) | {key: values[key] for key in gone if key in values}
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys with their values."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
+def flatten_config(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys with their values. A value may be a mapping, whose names may have dots."""
+    for section, values in config.items():
+        if isinstance(values, Mapping):
+            yield from ((f"{section}.{leaf}", value) for leaf, value in values.items())
         else:
-            yield f"{prefix}{key}", value
+            yield section, values
 
 
 def _replace(file: Path, text: str) -> None:

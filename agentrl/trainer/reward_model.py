@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from agentrl.chat import load_tokenizer
-from agentrl.engine.local.load import resolve_device
+from agentrl.engine.local.load import max_row_length, resolve_device
 from agentrl.errors import ConfigError, Infrastructure
 from agentrl.http import HttpClient
 from agentrl.registry import did_you_mean
@@ -63,10 +63,7 @@ class RewardModel:
         Raises:
             UserError: there is no such model, or it does not have one output.
         """
-        for key, value, choices in (
-            ("show", show, SHOWN),
-            ("server", server, SERVERS),
-        ):
+        for key, value, choices in (("show", show, SHOWN), ("server", server, SERVERS)):
             if value not in choices:
                 raise ConfigError(
                     f"{key}={value!r} is not a choice.{did_you_mean(value, choices)}"
@@ -80,7 +77,7 @@ class RewardModel:
         self._timeout_s = timeout_s
         self._tokenizer = load_tokenizer(path)
         self._control_texts = _control_tokens(self._tokenizer)
-        self._max_length = _max_length(_load_config(path) if url else _load_checked_config(path))
+        self._max_length = max_row_length(_load_config(path) if url else _load_checked_config(path))
         self._make_client = partial(HttpClient, url, token=os.environ.get(token_env, ""))
         if url:
             self._make_client()  # raises for an invalid URL before the run starts
@@ -212,14 +209,9 @@ def _control_tokens(tokenizer: Any) -> list[str]:
     return sorted((t for t in texts if len(t) > 1), key=len, reverse=True)
 
 
-def _max_length(config: Any) -> int:
-    """Return the largest number of tokens that a model accepts."""
-    return int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
-
-
 def _load_config(path: str) -> Any:
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as e:
         raise ConfigError(f"no reward model at {path!r}: {str(e).splitlines()[0]}") from e
 
@@ -245,7 +237,7 @@ def _load(path: str, device: str) -> Any:
     dtype = torch.float32 if device == "cpu" else "auto"
     try:
         model = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=dtype, use_safetensors=True
+            path, dtype=dtype, use_safetensors=True, trust_remote_code=False
         )
     except (OSError, ValueError) as e:
         raise ConfigError(f"cannot load the reward model {path!r}: {e}") from e

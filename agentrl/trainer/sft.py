@@ -8,7 +8,6 @@ ends before its first trained token.
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from array import array
@@ -17,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -27,7 +26,8 @@ from agentrl.agent_loops import AgentLoop
 from agentrl.chat import ChatTemplate
 from agentrl.config import FIELDS, Config, load_config
 from agentrl.data import ColumnNames, open_rows
-from agentrl.data.rows import CALLS_ARE_TEXT, Mistakes
+from agentrl.data.files import load_json
+from agentrl.data.rows import Mistakes, read_message
 from agentrl.engine.local.load import load_causal_lm, load_model_config
 from agentrl.errors import ConfigError, RegistryError
 from agentrl.registry import agent_loops, did_you_mean, tools, where_to_load
@@ -36,7 +36,7 @@ from agentrl.trainer.batch import TokenRows
 from agentrl.trainer.dispatch import Placement, check_single_controller
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.rank import start_ranks
-from agentrl.trajectory import Message, Role, Sample
+from agentrl.trajectory import Message, Sample
 
 WARMUP = 0.03
 """The share of steps in which the learning rate rises to its peak."""
@@ -53,19 +53,16 @@ SFT_KEYS = (
     "trainer.n_gpus_per_node", "trainer.ray_address",
 )  # fmt: skip
 """The config keys of a run that apply to SFT."""
+LOSS_KEYS = ("weight", "train")
+"""The keys of a message that exclude it from the loss: OpenAI's `weight`, and `train`."""
+JSON_COLUMN = "messages"
+"""The column in which a text is a conversation in JSON. In the others, a text is an answer."""
 FLAG_OF_KEY = {
-    "optim.lr": "--lr",
-    "optim.micro_batch_tokens": "--micro-batch-tokens",
-    "model.path": "--model",
-    "model.lora_rank": "--lora-rank",
-    "data.train": "--dataset",
-    "data.prompt_key": "--prompt-key",
-    "data.batch_size": "--batch-size",
-    "trainer.total_steps": "--steps",
-    "trainer.seed": "--seed",
-    "trainer.output": "--output",
-    "files": "--file",
-}
+    "optim.lr": "--lr", "optim.micro_batch_tokens": "--micro-batch-tokens", "model.path": "--model",
+    "model.lora_rank": "--lora-rank", "data.train": "--dataset", "data.prompt_key": "--prompt-key",
+    "data.batch_size": "--batch-size", "trainer.total_steps": "--steps", "trainer.seed": "--seed",
+    "trainer.output": "--output", "files": "--file",
+}  # fmt: skip
 """Flags of `agentrl sft` by the config key that they set."""
 
 
@@ -232,8 +229,8 @@ def init_causal_lm(
     Raises:
         ConfigError: there is no such model.
     """
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(load_model_config(path), dtype=torch.float32)
     model.name_or_path = ""  # no folder holds these weights
     model.to(device, torch.float32 if dtype == "auto" else dtype)
@@ -298,10 +295,11 @@ def load_examples(
 ) -> list[Example]:
     """Return the conversations in a column of a dataset.
 
-    A cell is a list of `{"role", "content"}`, or such a list as JSON, or another text, which is one
-    assistant message. If it begins with an assistant message, it continues the row's prompt, which
-    is shown as the row's agent loop shows it. Otherwise it is the whole conversation. The prompt
-    shows the tools that the row names.
+    A cell is a list of `{"role", "content"}`, or a text: in the column `messages` such a list as
+    JSON, in other columns one assistant message, whatever the text is. If a cell begins with an
+    assistant message, it continues the row's prompt, which is shown as the row's agent loop shows
+    it, and is not trained. Otherwise it is the whole conversation. The prompt shows the tools that
+    the row names. Assistant messages with `weight` 0 or `train` false are not trained.
 
     Args:
         path: a .parquet or .jsonl file.
@@ -318,9 +316,10 @@ def load_examples(
     examples = []
     for sample in open_rows(path, names=ColumnNames(prompt=prompt_key)):
         try:
-            messages = _parse_messages(sample.extra.get(column), sample.prompt, prompt_key)
-            opening, schemas = _build_opening(sample, messages)
-            ids, mask = template.trace([*opening, *messages], schemas)
+            messages, trained = _parse_messages(sample.extra.get(column), column)
+            opening, schemas = _build_opening(sample, messages, prompt_key)
+            trained = [*[False] * len(opening), *trained]
+            ids, mask = template.trace([*opening, *messages], schemas, trained=trained)
             if len(ids) > max_length:
                 raise ValueError(
                     f"is {len(ids):,} tokens long, more than the model's {max_length:,}"
@@ -335,43 +334,44 @@ def load_examples(
     return examples
 
 
-def _parse_messages(cell: Any, prompt: Sequence[Message], prompt_key: str) -> list[Message]:
+def _parse_messages(cell: Any, column: str) -> tuple[list[Message], list[bool]]:
+    """Return the messages of a cell, and whether each is trained."""
     if cell is None:
         raise ValueError("is missing: name the column that holds the conversations with --column")
-    if isinstance(cell, str) and not cell.lstrip().startswith(("[", "{")):
-        if not any(m.content for m in prompt):
-            raise ValueError(f"is an answer, but the column {prompt_key!r} has no prompt")
-        return [Message("assistant", cell)]
-    if isinstance(cell, str):
-        try:
-            cell = json.loads(cell)
-        except json.JSONDecodeError as e:
-            raise ValueError(f"is not JSON: {e}") from None
-    for i, item in enumerate(cell if isinstance(cell, list) else ()):
-        if isinstance(item, dict) and item.get("tool_calls"):
-            raise ValueError(f"message {i}: {CALLS_ARE_TEXT}")
-    match cell:
-        case [{"role": str(), "content": str()}, *_]:
-            pass
-        case _:
-            raise ValueError(f'must be a list of {{"role", "content"}}, not {cell!r:.60}')
-    messages = []
+    if isinstance(cell, str) and column == JSON_COLUMN:
+        cell = load_json(cell.encode(errors="surrogatepass"))
+    elif isinstance(cell, str):
+        cell = [{"role": "assistant", "content": cell}]
+    if not isinstance(cell, list) or not cell:
+        raise ValueError(f'must be a list of {{"role", "content"}}, not {cell!r:.60}')
+    messages, trained = [], []
     for i, item in enumerate(cell):
-        match item:
-            case {"role": role, "content": str(content)} if role in get_args(Role):
-                messages.append(Message(role, content))
-            case _:
-                raise ValueError(f"message {i} must have a role and a text, not {item!r:.60}")
+        problems: list[str] = []
+        message = read_message(item, problems, LOSS_KEYS)
+        loss = [] if problems else [item[k] for k in LOSS_KEYS if item.get(k) is not None]
+        is_trained = message.role == "assistant" and all(loss)
+        if any(value not in (0, is_trained) for value in loss):
+            problems.append(f"weight, train: {loss} must be 0, or 1 in an assistant message")
+        elif is_trained and not message.content and not problems:
+            problems.append("has no content. Remove it, or add weight 0")
+        if problems:
+            raise ValueError(f"message {i}: {'; '.join(problems)}")
+        messages.append(message)
+        trained.append(is_trained)
     if messages[-1].role != "assistant":
         raise ValueError("must end with an assistant message")
-    return messages
+    if not any(trained):
+        raise ValueError("has no trained message: each has weight 0 or train false")
+    return messages, trained
 
 
 def _build_opening(
-    sample: Sample, messages: Sequence[Message]
+    sample: Sample, messages: Sequence[Message], prompt_key: str
 ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]]]:
     schemas = LocalToolbox().schemas(sample.tools)
     if messages[0].role != "assistant":
         return (), schemas
     loop: AgentLoop = agent_loops.get(sample.agent_name)
+    if not any(m.content for m in sample.prompt):
+        raise ValueError(f"is an answer, but the column {prompt_key!r} has no prompt")
     return loop.opening(sample, schemas)

@@ -4,6 +4,10 @@ Every rank holds a shard of every weight, in float32 if the weight learns. Just 
 its shards are gathered in the precision of the computation. Gradients are summed over ranks, not
 averaged: a loss is a sum, and its weights contain the denominator of the whole mini-batch.
 
+No GPU ever holds the whole model. transformers reads one weight after the other into memory of the
+CPU. Within `keep_shards`, a rank cuts its shard out of each and drops the rest, and the model gets
+a `Placeholder`. `shard` replaces the placeholders by the shards.
+
 Accelerate provides the device of the process, its precision and gradient clipping. It does not
 prepare the model: on a CPU its FSDP plugin would silently use DDP.
 """
@@ -11,8 +15,11 @@ prepare the model: on a CPU its FSDP plugin would silently use DDP.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,21 +34,24 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.fx.experimental import _config as shape_config
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.checkpoint import checkpoint
 
 from agentrl.config import OptimConfig
 from agentrl.engine.local.load import resolve_device, without_launcher_variables
 from agentrl.errors import ConfigError
 from agentrl.torch_threads import choose_threads
+from agentrl.workers.variables import environment_variables
 
 MIN_COMPILED_SIZE = 10**8
 """The number of weights from which compiling, which takes a minute, makes a run faster."""
 MAX_COMPILED_VARIANTS = 64
 """The number of programs that a layer may be compiled to: with and without a gradient, for each
-adapter or none, with shared prompts or without. Beyond torch's own limit, which is lower, the layer
-would run uncompiled."""
+adapter or none. Beyond torch's own limit, which is lower, the layer would run uncompiled."""
 MAX_GATHERED_SHARE = 0.25
 """Weights that take less than this share of a GPU's memory stay gathered between forward and
 backward."""
@@ -97,10 +107,59 @@ def compile_layer(layer: nn.Module) -> None:
     torch.compile breaks the graph at their kernels, and with dynamic=True it computes with symbolic
     shapes in each of the pieces: Qwen3.5's took more than six minutes (torch 2.11).
     """
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, MAX_COMPILED_VARIANTS)
+    # Otherwise, a program is only for passes in which the same lengths are equal as in the first.
+    shape_config.use_duck_shape = False
     for part in layer.modules():
         if any(isinstance(child, nn.Conv1d) for child in part.children()):
             part.forward = torch.compiler.disable(part.forward)
     layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+class Placeholder(nn.Parameter):
+    """A weight in a model that is not sharded yet: its shape, without memory for its values."""
+
+    shard: Tensor
+    """This rank's rows of the weight. Their data type is the one that the weight will have."""
+
+
+@contextmanager
+def keep_shards(mesh: DeviceMesh | None, device: torch.device | str) -> Iterator[None]:
+    """Keep only this rank's shard of each weight that transformers loads within the block.
+
+    The models that are loaded have placeholders. Weights that are in no file, and buffers, are
+    whole.
+
+    Args:
+        mesh: the ranks; None: keep whole weights.
+        device: where the shards are kept.
+    """
+    if mesh is None:
+        yield
+        return
+    thread, ranks, rank = get_ident(), mesh.size(), mesh.get_local_rank()
+
+    def replace(module: nn.Module, name: str, weight: nn.Parameter) -> Placeholder | None:
+        # transformers marks the weights that it has read. Another thread may load another model.
+        is_read = getattr(weight, "_is_hf_initialized", False) and not weight.is_meta
+        if not is_read or isinstance(weight, Placeholder) or get_ident() != thread:
+            return None
+        rows = -(-len(weight) // ranks)  # as `fully_shard` divides them
+        part = weight.detach()[rank * rows :][:rows]
+        empty = torch.empty((), dtype=weight.dtype, device="cpu").expand(weight.shape)
+        placeholder = Placeholder(empty, weight.requires_grad)
+        placeholder.shard = torch.empty(part.shape, dtype=part.dtype, device=device).copy_(part)
+        placeholder._is_hf_initialized = True  # type: ignore[attr-defined]
+        return placeholder
+
+    hook = register_module_parameter_registration_hook(replace)  # type: ignore[arg-type]
+    try:
+        # Its threads would read many weights ahead.
+        with environment_variables({"HF_DEACTIVATE_ASYNC_LOAD": "1"}):
+            yield
+    finally:
+        hook.remove()
 
 
 def shard(
@@ -109,9 +168,9 @@ def shard(
     value_head: nn.Module | None,
     mesh: DeviceMesh | None,
     compute: torch.dtype | None,
-    config: OptimConfig,
+    offloads: bool,
 ) -> None:
-    """Apply the section `optim` to a model, and shard it over the ranks of `mesh`.
+    """Shard a model over the ranks of `mesh`.
 
     Args:
         packed_model: with all its adapters and heads; its parameters are replaced.
@@ -119,29 +178,19 @@ def shard(
         value_head: the critic's head, or None; it computes in the precision of its weights.
         mesh: the ranks; None: the weights are not sharded.
         compute: the precision of forward and backward passes; None: that of the weights.
-        config: the section `optim`: recompute, compile, offload.
+        offloads: keep the shards in the memory of the CPU (`optim.offload=all`).
     """
-    on_gpu = mesh is not None and mesh.device_type == "cuda"
-    size = sum(p.numel() for p in packed_model.parameters())
-    compiled = config.compile == "auto" and on_gpu and size >= MIN_COMPILED_SIZE
-    if compiled:
-        limit = torch._dynamo.config.recompile_limit
-        torch._dynamo.config.recompile_limit = max(limit, MAX_COMPILED_VARIANTS)
-    for layer in layers:
-        if compiled:
-            compile_layer(layer)
-        if config.recompute:
-            layer.forward = partial(
-                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-            )
     if mesh is None:
         return
     upcast_trainable(packed_model)
-    offload = CPUOffloadPolicy(pin_memory=on_gpu) if config.offload == "all" else OffloadPolicy()
+    placeholders = _placeholders(packed_model)
+    on_meta = partial(torch.empty, device="meta")
+    _replace(packed_model, placeholders, lambda _, p: on_meta(p.shape, dtype=p.shard.dtype))
+    on_gpu = mesh.device_type == "cuda"
     shard_module = partial(
         fully_shard,
         mesh=mesh,
-        offload_policy=offload,
+        offload_policy=CPUOffloadPolicy(pin_memory=on_gpu) if offloads else OffloadPolicy(),
         reshard_after_forward=mesh.size() > 1 and not _fits_gathered(packed_model, mesh),
     )
     reduce_dtype = torch.float32 if compute else None
@@ -151,11 +200,59 @@ def shard(
     for layer in layers:
         shard_module(layer, mp_policy=mp_policy)
     shard_module(packed_model, mp_policy=mp_policy)
+    register_fsdp_forward_method(packed_model, "prove")
     for module in _sharded(packed_model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo supports sums only
+    sharded = dict(packed_model.named_parameters(remove_duplicate=False))
+
+    def fill(name: str, placeholder: Placeholder) -> Tensor:
+        device = "cpu" if offloads else mesh.device_type
+        weight: Any = torch.empty_like(sharded[name].detach(), device=device)
+        weight.to_local().copy_(placeholder.shard)
+        del placeholder.shard
+        return weight
+
+    _replace(packed_model, placeholders, fill)
     local = [n for n, p in packed_model.named_parameters() if not isinstance(p, DTensor)]
     assert not local, f"not sharded: {local[:3]}"
+
+
+def _placeholders(module: nn.Module) -> dict[str, Placeholder]:
+    """Return the placeholders by all their names: tied weights are one parameter."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: p for name, p in named if isinstance(p, Placeholder)}
+
+
+def _replace(
+    module: nn.Module,
+    placeholders: Mapping[str, Placeholder],
+    make: Callable[[str, Placeholder], Tensor],
+) -> None:
+    """Replace each placeholder by a parameter, which `make` makes from a name of it."""
+    made: dict[Placeholder, nn.Parameter] = {}
+    for name, placeholder in placeholders.items():
+        if placeholder not in made:
+            weight = make(name, placeholder)
+            made[placeholder] = nn.Parameter(weight, placeholder.requires_grad)
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, made[placeholder])
+
+
+def wrap_layers(
+    model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh | None, config: OptimConfig
+) -> None:
+    """Apply `optim.compile` and `optim.recompute` to the layers of a model. Changes the layers."""
+    size = sum(p.numel() for p in model.parameters())
+    on_gpu = mesh is not None and mesh.device_type == "cuda"
+    compiled = config.compile == "auto" and on_gpu and size >= MIN_COMPILED_SIZE
+    for layer in layers:
+        if compiled:
+            compile_layer(layer)
+        if config.recompute:
+            layer.forward = partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )
 
 
 def upcast_trainable(packed_model: nn.Module) -> None:
@@ -163,11 +260,17 @@ def upcast_trainable(packed_model: nn.Module) -> None:
 
     Updates are far smaller than the steps of a bfloat16.
     """
-    for module in packed_model.modules():
-        for name, p in module.named_parameters(recurse=False):
-            if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16):
-                p.data = p.data.float()
-                assert getattr(module, name) is p
+    for p in packed_model.parameters():
+        if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16):
+            convert(p, torch.float32)
+
+
+def convert(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Convert a parameter, or the shard that will replace it."""
+    if isinstance(parameter, Placeholder):
+        parameter.shard = parameter.shard.to(dtype)
+    else:
+        parameter.data = parameter.data.to(dtype)
 
 
 def reshard(packed_model: nn.Module) -> None:

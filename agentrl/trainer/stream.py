@@ -136,7 +136,7 @@ class RolloutStream:
                 determines the random numbers of rollouts that are played now.
 
         Raises:
-            RunStopped: too many rollouts were dropped.
+            RunStopped: too many rollouts were dropped, or every agent failed.
             UserCodeError: a reward raised.
         """
         self._position = position
@@ -214,6 +214,7 @@ class RolloutStream:
                 live += self._find_live([group])
             if len(played) >= self._batch_size:
                 stop_if_too_many_dropped(played)
+                self._rollouts.stop_if_agents_fail()
         return groups, live, len(played)
 
     def _start_draws(self, step: int, spare: int = 0) -> None:

@@ -75,7 +75,7 @@ def operations(trajectory: Trajectory) -> list[Operation]:
 
     Tool calls of a turn run at the same time, so each starts when the first one does.
     """
-    begin = trajectory.started or 0.0
+    begin = trajectory.started
     spans: defaultdict[tuple[str, int], list[Span]] = defaultdict(list)
     for span in trajectory.spans:
         spans[span.name, span.thread].append(span)
@@ -83,7 +83,7 @@ def operations(trajectory: Trajectory) -> list[Operation]:
     parts = []
     for turn in trajectory.turns:
         start, end = _take(spans["generate", turn.thread], begin, last, turn.generate_seconds)
-        text = trajectory.messages[turn.message_index].content if turn.message_index >= 0 else ""
+        text = trajectory.messages[turn.message_index].content
         parts.append(Operation("generation", "generate", None, text, start, end))
         last = max(last, end)
         if not turn.tool_results:
@@ -109,7 +109,7 @@ def _take(spans: list[Span], begin: float, start: float, seconds: float) -> tupl
 
 def times(trajectory: Trajectory) -> tuple[float, float]:
     """Return start and end of an episode, in seconds since 1970."""
-    start = trajectory.started or 0.0
+    start = trajectory.started
     ends = [start + trajectory.seconds, *(start + span.end for span in trajectory.spans)]
     return start, max(ends)
 

@@ -8,22 +8,26 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import sys
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
-from agentrl.config.sections import other_trackers
+from agentrl.config.sections import TRACKERS, other_trackers
+from agentrl.engine.local.load import without_launcher_variables
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.installation import install_command
-from agentrl.record import METRICS, metric_lines
+from agentrl.record import METRICS, metric_lines, read_metrics
 from agentrl.registry import did_you_mean
+from agentrl.regular_files import atomic_file
+from agentrl.terminal import echo
+from agentrl.trainer.resume import flatten_config
 from agentrl.trainer.traces import (
     MAX_TRACES,
     as_message,
@@ -49,7 +53,7 @@ class Tracker:
         *,
         config: Mapping[str, Any] | None = None,
         resumed_step: int = -1,
-        warn: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+        warn: Callable[[str], None] = partial(echo, err=True),
     ):
         """Open the record of a run.
 
@@ -72,15 +76,18 @@ class Tracker:
         self._last = resumed_step
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _truncate_after(self._path, resumed_step)
+            is_rewound = _truncate_after(self._path, resumed_step)
             self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as e:
             raise RunStopped(f"cannot write {self._path}: {e.strerror}") from e
         self._sinks: dict[str, Sink] = {}
         for name in loggers:
             with self._disable_on_error(name):
-                make = SINKS[name] if name in SINKS else other_trackers()[name].load()
-                self._sinks[name] = make(folder, config or {}, resumed_step)
+                arguments = folder, config or {}, resumed_step
+                if name in TRACKERS:
+                    self._sinks[name] = _AccelerateSink(name, *arguments, is_rewound)
+                else:
+                    self._sinks[name] = other_trackers()[name].load()(*arguments)
 
     def log(self, step: int, data: Data) -> None:
         """Record a step: once, in order, and before its checkpoint is published.
@@ -148,11 +155,11 @@ def check_loggers(names: Sequence[str]) -> None:
         ConfigError: the message lists the choices, or the command that installs a tracker.
     """
     for name in names:
-        if name not in SINKS:
+        if name not in TRACKERS:
             others = other_trackers()
             if name in others:
                 continue
-            choices = [*SINKS, *others]
+            choices = [*TRACKERS, *others]
             raise ConfigError(
                 f"trainer.logger: no tracker named {name!r}.{did_you_mean(name, choices)}"
                 f" Choices: {', '.join(choices)} ({METRICS} is always written)"
@@ -230,19 +237,19 @@ class Best:
         )
 
 
-def _truncate_after(path: Path, step: int) -> None:
-    """Remove all lines after `step`, and an incomplete line. The file is replaced atomically."""
+def _truncate_after(path: Path, step: int) -> bool:
+    """Remove all lines after `step`, and an incomplete line; return whether there were any.
+
+    The file is replaced atomically.
+    """
     if not path.exists():
-        return
+        return False
     content = b"".join(line for s, _, line in metric_lines(path) if s <= step)
     if content == path.read_bytes():
-        return
-    staging = path.with_name(f".tmp-metrics-{os.getpid()}")
-    with open(staging, "wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
-    staging.rename(path)
+        return False
+    with atomic_file(path) as staging:
+        staging.write_bytes(content)
+    return True
 
 
 class Sink(Protocol):
@@ -266,142 +273,101 @@ class TraceSink(Sink, Protocol):
         ...
 
 
-def _setting(config: Mapping[str, Any], key: str, default: Any) -> Any:
-    """Return a key of the section `trainer`, or the default if it is empty."""
-    return config.get("trainer", {}).get(key) or default
+RUN_IDS = {"mlflow": "info.run_id", "aim": "hash"} | dict.fromkeys(
+    ("wandb", "swanlab", "clearml", "comet_ml"), "id"
+)
+"""The attribute of a tracker's run with the id by which it is continued."""
+PROJECT_VARIABLES = {"mlflow": "MLFLOW_EXPERIMENT_NAME", "comet_ml": "COMET_PROJECT_NAME"}
+"""The environment variables that name the project, if they are not `<TRACKER>_PROJECT`."""
+MAX_METRICS, MAX_TEXT = 1000, 6000
+"""The most metrics of a call, and the longest parameter, that MLflow takes."""
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the keys of a config with dots, and their values as text."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)
+class _AccelerateSink:
+    """One of accelerate's trackers. A run that resumes continues the tracker's run."""
 
+    def __init__(
+        self, name: str, folder: Path, config: Mapping[str, Any], resumed: int, is_rewound: bool
+    ):
+        """Open the tracker.
 
-class _TensorBoard:
-    """Writes event files to `folder/tensorboard`."""
+        Args:
+            name: one of `TRACKERS`.
+            folder: the run's folder. It has the id of the tracker's run.
+            config: the run's config.
+            resumed: the step that the run resumes from; -1: from the beginning.
+            is_rewound: whether the run has logged later steps before.
+        """
+        from accelerate.state import PartialState
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], resumed_step: int):
-        from torch.utils.tensorboard import SummaryWriter
+        with without_launcher_variables():
+            PartialState(cpu=True)  # accelerate's log needs it
+        self._name = name
+        trainer = config.get("trainer", {})
+        variable = PROJECT_VARIABLES.get(name, f"{name.upper()}_PROJECT")
+        project = trainer.get("project_name") or os.environ.get(variable, "agentrl")
+        run, tags = trainer.get("experiment_name") or folder.name, trainer.get("tags") or []
+        id_file = folder / f"{name}_run_id.txt"
+        known = id_file.read_text() if resumed >= 0 and id_file.exists() else None
+        run_id = known or uuid.uuid4().hex
+        # MLflow cannot remove steps, so a run that has later ones is replaced.
+        replaced = known if is_rewound and name == "mlflow" else None
+        known = None if replaced else known
+        texts = {key: str(value)[:MAX_TEXT] for key, value in flatten_config(config)}
+        shown = {"run_name": project, "name": run, "config": texts}
+        arguments: dict[str, dict[str, Any]] = {
+            "tensorboard": {"run_name": name, "logging_dir": folder, "purge_step": resumed + 1},
+            "wandb": {**shown, "tags": tags, "config": dict(config), "dir": str(folder),
+                "id": run_id, "resume": "allow"},
+            "mlflow": {"experiment_name": project, "run_name": run, "run_id": known,
+                "tags": dict.fromkeys(tags, "true")},
+            "trackio": {**shown, "embed": False, "resume": "never" if resumed < 0 else "allow"},
+            "swanlab": {**shown, "tags": tags, "log_dir": str(folder / name), "id": run_id,
+                "resume": "allow"},
+            # With an offset of 0, steps keep their numbers.
+            "clearml": {"project_name": project, "task_name": run, "tags": tags,
+                "reuse_last_task_id": known or False, "continue_last_task": 0 if known else False,
+                "auto_connect_frameworks": False},  # It would upload what torch saves.
+            "aim": {"run_name": run, "logging_dir": str(folder), "experiment": project,
+                "run_hash": known},
+            "comet_ml": {"run_name": project, "experiment_key": run_id},
+        }  # fmt: skip
+        self._tracker: Any = LOGGER_TYPE_TO_CLASS[name](**arguments[name])
+        if name == "mlflow":  # The config has priority over the environment.
+            self._tracker.experiment_name = project
+        self._tracker.start()
+        if name == "comet_ml":
+            self._tracker.tracker.set_name(run)
+        if not known and name in ("mlflow", "clearml", "aim", "comet_ml"):
+            self._tracker.store_init_configuration(texts)
+        if name in RUN_IDS:
+            id_file.write_text(attrgetter(RUN_IDS[name])(self._tracker.tracker))
+        if replaced:
+            from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
 
-        self._writer = SummaryWriter(
-            str(folder / "tensorboard"), purge_step=resumed_step + 1, flush_secs=10
-        )
-
-    def log(self, step: int, data: Data) -> None:
-        for key, value in data.items():
-            self._writer.add_scalar(key, float(value), step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _WandB:
-    """A wandb run. Environment variables such as `WANDB_ENTITY` apply."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any], resumed_step: int):
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        id_file = folder / "wandb_run_id.txt"
-        if resumed_step < 0 or not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex[:8])
-        self._run = wandb.init(
-            project=_setting(config, "project_name", os.environ.get("WANDB_PROJECT", "agentrl")),
-            name=_setting(config, "experiment_name", folder.name),
-            tags=_setting(config, "tags", None),
-            id=id_file.read_text(),
-            resume="allow",
-            dir=str(folder),
-            config=dict(config),
-        )
-
-    def log(self, step: int, data: Data) -> None:
-        self._run.log({key: float(value) for key, value in data.items()}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class _MLflow:
-    """A run of MLflow. `MLFLOW_TRACKING_URI` and MLflow's other environment variables apply."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any], resumed_step: int):
-        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
-
-        self._client = MlflowClient()
-        id_file = folder / "mlflow_run_id.txt"
-        if resumed_step >= 0 and id_file.exists():
-            self._id = id_file.read_text()
-            self._experiment = self._client.get_run(self._id).info.experiment_id
-            self._client.update_run(self._id, status="RUNNING")
-            return
-        default = os.environ.get("MLFLOW_EXPERIMENT_NAME", "agentrl")
-        name = _setting(config, "project_name", default)
-        experiment = self._client.get_experiment_by_name(name)
-        self._experiment = (
-            experiment.experiment_id if experiment else self._client.create_experiment(name)
-        )
-        run = self._client.create_run(
-            self._experiment,
-            run_name=_setting(config, "experiment_name", folder.name),
-            tags=dict.fromkeys(_setting(config, "tags", ()), "true"),
-        )
-        self._id = run.info.run_id
-        id_file.write_text(self._id)
-        for key, value in _flatten(config):
-            self._client.log_param(self._id, key, value[:6000])  # MLflow's limit
+            for step, data in read_metrics(folder / METRICS):
+                self.log(step, data)
+            MlflowClient().delete_run(replaced)
 
     def log(self, step: int, data: Data) -> None:
-        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
-
-        now = int(time.time() * 1000)
-        metrics = [
-            Metric(_mlflow_name(key), float(value), now, step)
-            for key, value in data.items()
-            if value is not None
-        ]
-        for start in range(0, len(metrics), 1000):  # the largest batch that MLflow takes
-            self._client.log_batch(self._id, metrics[start : start + 1000])
+        rename = _mlflow_name if self._name == "mlflow" else str
+        values = [(rename(key), float(value)) for key, value in data.items() if value is not None]
+        for start in range(0, len(values), MAX_METRICS):
+            self._tracker.log(dict(values[start : start + MAX_METRICS]), step=step)
 
     def trace(self, step: int, episodes: Sequence[Scored]) -> None:
-        from mlflow import start_span_no_context  # pyright: ignore[reportMissingImports]
-
-        for scored in episodes:
-            trajectory, facts = scored.trajectory, summary(scored)
-            start, end = times(trajectory)
-            root = start_span_no_context(
-                trajectory.sample.agent_name,
-                span_type="AGENT",
-                inputs={"messages": [as_message(m) for m in trajectory.sample.prompt]},
-                attributes=facts,
-                tags={"step": str(step), "sample_id": trajectory.sample.id},
-                metadata={"mlflow.sourceRun": self._id},
-                experiment_id=self._experiment,
-                start_time_ns=int(start * 1e9),
-            )
-            for part in operations(trajectory):
-                span = start_span_no_context(
-                    part.name or "unknown",
-                    span_type="CHAT_MODEL" if part.kind == "generation" else "TOOL",
-                    parent_span=root,
-                    inputs=part.input,
-                    start_time_ns=int(part.start * 1e9),
-                )
-                span.set_outputs(part.output)
-                if part.error:
-                    span.set_attribute("error", part.error)
-                span.set_status("ERROR" if part.error else "OK")
-                span.end(end_time_ns=int(part.end * 1e9))
-            root.set_outputs({"messages": [as_message(m) for m in reply_messages(trajectory)]})
-            root.end(end_time_ns=int(end * 1e9))
+        if self._name == "mlflow":
+            _trace_mlflow(self._tracker.tracker.info, step, episodes)
+        if self._name == "trackio":
+            _trace_trackio(self._tracker.tracker, step, episodes)
 
     def close(self) -> None:
-        from mlflow import flush_trace_async_logging  # pyright: ignore[reportMissingImports]
+        if self._name == "mlflow":
+            from mlflow import flush_trace_async_logging  # pyright: ignore[reportMissingImports]
 
-        flush_trace_async_logging()
-        self._client.set_terminated(self._id)
+            flush_trace_async_logging()
+        self._tracker.finish()
 
 
 def _mlflow_name(key: str) -> str:
@@ -409,58 +375,62 @@ def _mlflow_name(key: str) -> str:
     return re.sub(r"[^\w\-./ ]", "_", key.replace("@", "_at_"))
 
 
-class _Trackio:
-    """A run of Trackio. Its environment variables such as `TRACKIO_SPACE_ID` apply."""
+def _trace_mlflow(run: Any, step: int, episodes: Sequence[Scored]) -> None:
+    from mlflow import start_span_no_context  # pyright: ignore[reportMissingImports]
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], resumed_step: int):
-        import trackio  # pyright: ignore[reportMissingImports]
-
-        self._run = trackio.init(
-            project=_setting(config, "project_name", "agentrl"),
-            name=_setting(config, "experiment_name", folder.name),
-            config=dict(_flatten(config)),
-            resume="never" if resumed_step < 0 else "allow",
-            embed=False,
+    for scored in episodes:
+        trajectory, facts = scored.trajectory, summary(scored)
+        start, end = times(trajectory)
+        root = start_span_no_context(
+            trajectory.sample.agent_name,
+            span_type="AGENT",
+            inputs={"messages": [as_message(m) for m in trajectory.sample.prompt]},
+            attributes=facts,
+            tags={"step": str(step), "sample_id": trajectory.sample.id},
+            metadata={"mlflow.sourceRun": run.run_id},
+            experiment_id=run.experiment_id,
+            start_time_ns=int(start * 1e9),
         )
-
-    def log(self, step: int, data: Data) -> None:
-        numbers = {key: float(value) for key, value in data.items() if value is not None}
-        self._run.log(numbers, step=step)
-
-    def trace(self, step: int, episodes: Sequence[Scored]) -> None:
-        from trackio import Trace  # pyright: ignore[reportMissingImports]
-
-        traces = []
-        for scored in episodes:
-            trajectory = scored.trajectory
-            start, end = times(trajectory)
-            spans = [
-                {
-                    "id": str(i),
-                    "name": part.name or "unknown",
-                    "kind": part.kind,
-                    "start_time": datetime.fromtimestamp(part.start, UTC).isoformat(),
-                    "end_time": datetime.fromtimestamp(part.end, UTC).isoformat(),
-                    "duration_ms": 1000 * (part.end - part.start),
-                    "status": "error" if part.error else "ok",
-                    "input": part.input,
-                    "output": part.output,
-                    **({"error": part.error} if part.error else {}),
-                }
-                for i, part in enumerate(operations(trajectory))
-            ]
-            facts = summary(scored) | {"step": step, "duration_ms": 1000 * (end - start)}
-            messages = [as_message(message) for message in trajectory.messages]
-            traces.append(Trace(messages, metadata=facts, spans=spans))
-        self._run.log({"episodes": traces}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+        for part in operations(trajectory):
+            span = start_span_no_context(
+                part.name or "unknown",
+                span_type="CHAT_MODEL" if part.kind == "generation" else "TOOL",
+                parent_span=root,
+                inputs=part.input,
+                start_time_ns=int(part.start * 1e9),
+            )
+            span.set_outputs(part.output)
+            if part.error:
+                span.set_attribute("error", part.error)
+            span.set_status("ERROR" if part.error else "OK")
+            span.end(end_time_ns=int(part.end * 1e9))
+        root.set_outputs({"messages": [as_message(m) for m in reply_messages(trajectory)]})
+        root.end(end_time_ns=int(end * 1e9))
 
 
-SINKS: dict[str, Callable[[Path, Mapping[str, Any], int], Sink]] = {
-    "tensorboard": _TensorBoard,
-    "wandb": _WandB,
-    "mlflow": _MLflow,
-    "trackio": _Trackio,
-}
+def _trace_trackio(run: Any, step: int, episodes: Sequence[Scored]) -> None:
+    from trackio import Trace  # pyright: ignore[reportMissingImports]
+
+    traces = []
+    for scored in episodes:
+        trajectory = scored.trajectory
+        start, end = times(trajectory)
+        spans = [
+            {
+                "id": str(i),
+                "name": part.name or "unknown",
+                "kind": part.kind,
+                "start_time": datetime.fromtimestamp(part.start, UTC).isoformat(),
+                "end_time": datetime.fromtimestamp(part.end, UTC).isoformat(),
+                "duration_ms": 1000 * (part.end - part.start),
+                "status": "error" if part.error else "ok",
+                "input": part.input,
+                "output": part.output,
+                **({"error": part.error} if part.error else {}),
+            }
+            for i, part in enumerate(operations(trajectory))
+        ]
+        facts = summary(scored) | {"step": step, "duration_ms": 1000 * (end - start)}
+        messages = [as_message(message) for message in trajectory.messages]
+        traces.append(Trace(messages, metadata=facts, spans=spans))
+    run.log({"episodes": traces}, step=step)

@@ -12,6 +12,7 @@ checkpoint is small, and a killed run continues exactly where it was.
 from __future__ import annotations
 
 import gc
+import shutil
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,15 +37,18 @@ from agentrl.engine.local import LocalEngine
 from agentrl.engine.local.load import resolve_device
 from agentrl.engine.open import EngineStart, describe_engine
 from agentrl.engine.remote.admin import in_thread
-from agentrl.errors import ConfigError, RunStopped, Terminated
+from agentrl.errors import ConfigError, EngineError, RunStopped, Terminated
 from agentrl.evaluate import evaluate
 from agentrl.open_files import spare_files
 from agentrl.plan import (
+    CANARY_TOKENS,
+    CANARY_TOKENS_OF_FLOAT32,
     Plan,
     check_policy_learns,
     check_rows_fit,
     check_template_fits,
     describe_run,
+    encode_prompts,
     make_canary_row,
     make_plan,
 )
@@ -55,6 +60,7 @@ from agentrl.torch_threads import choose_threads
 from agentrl.trainer.algorithms import KLController
 from agentrl.trainer.batch import Batch
 from agentrl.trainer.checkpoint import (
+    INITIAL,
     find_checkpoint,
     find_steps,
     is_disk_full,
@@ -76,6 +82,7 @@ from agentrl.trainer.console import (
 from agentrl.trainer.curve import write_curve
 from agentrl.trainer.dispatch import Placement, check_single_controller
 from agentrl.trainer.learner import Learner
+from agentrl.trainer.memory import LOCAL_ROWS
 from agentrl.trainer.mismatch import MismatchGuard, mean_drift
 from agentrl.trainer.modes import describe_mode
 from agentrl.trainer.packing import Mode
@@ -88,9 +95,10 @@ from agentrl.trainer.profile import (
     profile_step,
     remove_later_profiles,
 )
-from agentrl.trainer.publisher import Publisher
+from agentrl.trainer.publisher import ROW_TOKENS_PER_SAMPLE, SAMPLED_SECONDS, Publisher
 from agentrl.trainer.rank import start_ranks
 from agentrl.trainer.resume import Start, find_start, write_config, write_fork
+from agentrl.trainer.speed import describe_local_speed, measure_sampling
 from agentrl.trainer.step import compute_targets, learn, make_batch
 from agentrl.trainer.stream import RolloutStream, StepRollouts
 from agentrl.trainer.tracking import EARLY_STOP, Best, Tracker, check_loggers
@@ -99,6 +107,8 @@ from agentrl.trajectory import Group, Scored
 AUTO_SAVE_S = 1800.0
 """The longest time between two checkpoints with `trainer.save_freq=auto`, in seconds, unless a
 single step takes longer. The clock is that of the controller, which decides for all ranks."""
+LARGE_CHECKPOINT = 10**9
+"""The bytes of a checkpoint from which a run announces it: writing and hashing takes seconds."""
 
 
 class Trainer:
@@ -243,10 +253,7 @@ class Trainer:
         played = [*rollouts.groups, *rollouts.evicted, *rollouts.greedy]
         annotate_episodes("episodes", played)
         self.store.write(step, rollouts.groups)
-        for split, groups in (
-            ("evicted", rollouts.evicted),
-            ("baseline", rollouts.greedy),
-        ):
+        for split, groups in (("evicted", rollouts.evicted), ("baseline", rollouts.greedy)):
             if groups:
                 self.store.write(step, groups, split=split)
 
@@ -378,6 +385,8 @@ class Trainer:
     ) -> Path | None:
         """Save a checkpoint if it is due, and return its folder. One that `auto` saves may fail."""
         freq = self.config.trainer.save_freq
+        if freq == "never":
+            return None
         if freq != "auto":
             return self._save() if is_best or _is_due(self.global_step, freq, last) else None
         # The end of the next step may be too late.
@@ -406,7 +415,8 @@ class Trainer:
         failure = ""
         try:
             is_new = self.global_step > max(self.start.first_step, self._saved_step)
-            if self._is_consistent and is_new and not self.interrupt.is_urgent:
+            is_saved = is_new and self.config.trainer.save_freq != "never"
+            if self._is_consistent and is_saved and not self.interrupt.is_urgent:
                 try:
                     self.store.wait()
                 except RunStopped as e:
@@ -482,6 +492,8 @@ class Trainer:
             self.learner = Learner(
                 config.model.path, config, total_steps=self.total_steps, group=group
             )
+            if starting is None:
+                stack.callback(self.learner.ranks.close)
         mode, reason = self.learner.ranks.mode()
         if mode is not Mode.PACKED:
             self.console.note(describe_mode(mode, reason, config.rollout.n))
@@ -490,7 +502,7 @@ class Trainer:
         with self.console.phase("load the checkpoint"):
             canary = self._load(self.start)
         with self.console.phase("start the engine"):
-            self.engine = opening.finish()
+            self.engine, self._dtype = opening.finish(), opening.dtype
         self.console.note(f"threads: {self._describe_threads()}")
         check_rows_fit(self.plan, template, self.engine.max_length)
         self.rollouts = stack.enter_context(
@@ -503,13 +515,25 @@ class Trainer:
         self.publisher = Publisher(
             self.learner,
             self.engine,
-            make_canary_row(self.plan, template, self.engine.max_length),
+            make_canary_row(self.plan, template, self._canary_tokens()),
             lambda ids: self.rollouts.run(self.engine.scores(ids)),
-            noise=canary.get("noise"),
-            canary_state=canary.get("canary"),
+            canary,
+            sample=lambda ids: self.rollouts.run(
+                self.engine.continue_row(
+                    ids, -(-len(ids) // ROW_TOKENS_PER_SAMPLE), SAMPLED_SECONDS
+                )
+            ),
         )
-        with self.console.phase("send the weights"):
+        with self.console.phase("send the weights and compare the engine"):
             self.publisher.publish(self.global_step)
+        on_gpu = resolve_device(config.trainer.device) != "cpu"
+        if on_gpu and isinstance(self.engine, LocalEngine) and self.plan.train:
+            rows = min(LOCAL_ROWS, config.rollouts_of_step)
+            samples = islice(self.plan.train, config.data.batch_size)
+            prompts = [*encode_prompts(samples, template)]
+            with suppress(EngineError):  # A slow engine is no reason to end the run.
+                speed = self.rollouts.run(measure_sampling(self.engine, prompts, rows))
+                self.console.note(describe_local_speed(speed, config.rollout.python))
         self.guard = MismatchGuard(self.publisher.noise)
         keep = config.trainer.keep_trajectories
         store = TrajectoryStore(self.folder / TRAJECTORIES)
@@ -518,6 +542,12 @@ class Trainer:
         self.best = Best(config.trainer.keep_best, config.trainer.patience, config.val.n)
         self.interrupt = stack.enter_context(Interrupt())
         self._is_open = True
+
+    def _canary_tokens(self) -> int:
+        """Return the length of the canary; the row must be shorter than the engine's longest."""
+        is_exact = isinstance(self.engine, LocalEngine) and self.engine.dtype == torch.float32
+        tokens = CANARY_TOKENS_OF_FLOAT32 if is_exact else CANARY_TOKENS
+        return min(tokens, self.engine.max_length - 1)
 
     def _describe_threads(self) -> str:
         """Return the CPU threads of the learner and of a local engine, and why."""
@@ -528,26 +558,26 @@ class Trainer:
             return f"the learner uses {learner}, the local engine {self.engine.threads}"
         return f"the learner uses {learner}"
 
-    def _load(self, start: Start) -> Mapping[str, Any]:
+    def _load(self, start: Start) -> Mapping[str, Any] | None:
         """Load the state that the run starts from.
 
         Returns:
-            The `meta` with the state of the canary. It is empty for a new run or a new fork, whose
-            engine or rows may be others.
+            The state of the canary; None for a new run or a new fork, whose engine or rows may be
+            others.
         """
         if start.checkpoint is None:
-            return {}
+            return None
         meta = start.checkpoint.meta
         self.learner.ranks.load(start.checkpoint.folder)
         self.global_step, self.position = start.checkpoint.step, start.position
         if "algorithm.kl_reward_coef" not in {change.key for change in start.new_changes}:
-            self.kl.load(meta.get("kl", self.kl.coef))  # older checkpoints: a fixed weight
+            self.kl.load(meta["kl"])
         for line in start.describe():
             self.console.note(line)
         if start.is_new_fork:  # the other run records its last step itself
-            return {}
+            return None
         self._unfinished = meta["unfinished"]
-        return meta
+        return meta["canary"]
 
     def _begin(self, stack: ExitStack) -> None:
         """Open the run's record, and remove what was written after the checkpoint."""
@@ -568,10 +598,14 @@ class Trainer:
         )
         stack.callback(self.tracker.close)
         write_config(self.folder, self.config, self.start)
+        if self.start.checkpoint is None:
+            shutil.rmtree(self.folder / INITIAL, ignore_errors=True)
+            if self.config.model.lora_rank:
+                replace_folder(self.folder / INITIAL, self.learner.ranks.save)
         self._save_tokenizer()
-        episodes = self.config.data.batch_size * self.config.rollout.n
         tokens = self.config.rollout.max_trajectory_tokens
-        self.console.note(self.store.describe_size(self.total_steps, episodes, tokens))
+        size = self.store.describe_size(self.total_steps, self.config.rollouts_of_step, tokens)
+        self.console.note(size)
         record = read_metrics(self.folder / METRICS)
         self.diagnosis = LiveDiagnosis(
             self.folder, warn=self.console.warning, found=self.console.finding
@@ -608,23 +642,32 @@ class Trainer:
             checkpoint = save_checkpoint(
                 self.folder,
                 self.global_step,
-                self.learner.ranks.save,
+                self._save_state,
                 {
                     "config": self.config.model_dump(mode="json"),
+                    "dtype": self._dtype,
                     "rows": self.plan.fingerprint,
                     "position": self.position,
                     "order_start": self.start.order_start,
                     "changes": [asdict(change) for change in self.start.changes],
                     "kl": self.kl.coef,
                     "unfinished": self._unfinished,
-                    "noise": self.publisher.noise,
-                    "canary": self.publisher.canary_state,
+                    "canary": self.publisher.state,
                 },
                 keep=trainer.keep,
                 pinned=self.best.best_of([*find_steps(self.folder), self.global_step]),
             )
         self._last_save, self._saved_step = time.monotonic(), self.global_step
         return checkpoint
+
+    def _save_state(self, folder: Path) -> None:
+        """Let the ranks write their parts of a checkpoint. A large one is announced before."""
+        if (size := self.learner.ranks.saved_bytes()) >= LARGE_CHECKPOINT:
+            self.console.note(
+                f"checkpoint of step {self.global_step}: writing {size / 1e9:.1f} GB (weights and"
+                " optimizer state). Ctrl-C waits for it; a second Ctrl-C stops at once, without it"
+            )
+        self.learner.ranks.save(folder)
 
     def _finish(self) -> Mapping[str, float]:
         """Write the model and the learning curve, and print where the results are."""
@@ -633,16 +676,19 @@ class Trainer:
             raise RunStopped(f"{self.folder} is the folder of a finished run, but has no {METRICS}")
         try:
             with self.console.phase("export the model"):
-                self.learner.ranks.save_pretrained(self.folder / FINAL)
+                self.learner.ranks.save_pretrained(self.folder / FINAL, self._dtype)
                 self.tokenizer.save_pretrained(self.folder / FINAL)
         except Exception as e:
             if not (isinstance(e, OSError) or is_disk_full(self.folder, e)):
                 raise
-            raise RunStopped(
-                f"cannot write {self.folder / FINAL}: {e}. The checkpoint of step"
-                f" {self.global_step} is complete: free disk space and run the same command again,"
-                f" or write the model elsewhere: agentrl export {self.folder} FOLDER"
-            ) from e
+            fix = (
+                f"The checkpoint of step {self.global_step} is complete: free disk space and run"
+                " the same command again, or write the model elsewhere: agentrl export"
+                f" {self.folder} FOLDER"
+            )
+            if self.config.trainer.save_freq == "never":
+                fix = "There is no checkpoint (trainer.save_freq=never): the run is lost"
+            raise RunStopped(f"cannot write {self.folder / FINAL}: {e}. {fix}") from e
         self._write_curve()
         self.diagnosis.finish()
         self.console.finish(self.folder, history, self.config)

@@ -135,7 +135,7 @@ def what_if(
         ReplayDiffers: the weights before the step cannot be restored.
     """
     recorded = replayer.config_at(step)
-    load_names(config)
+    load_names(replayer.run, config)
     if config.algorithm.critic and not recorded.algorithm.critic:
         raise ConfigError(
             "algorithm.adv_estimator=gae needs the values of a critic, and the run has none"
@@ -280,20 +280,18 @@ def _targets_of_credit(
     replayer: Replayer, version: _Version, estimator: str
 ) -> tuple[Config, Batch, Targets]:
     """Return a step's targets under an estimator, as an estimate of the plain policy gradient."""
-    plain = {
-        "adv_estimator": estimator,
-        "policy_loss": "vanilla",
-        "loss_agg_mode": "seq-mean-token-sum",
-        "whiten_advantages": False,
-        "whiten_rewards": False,
-        "gamma": 1.0,
-        "kl_loss_coef": 0.0,
-        "entropy_coef": 0.0,
-        "mini_batch_size": 0,
-    }
-    config = version.config
-    algorithm = config.algorithm.model_copy(update=plain)
-    config = config.model_copy(update={"algorithm": algorithm})
+    config = version.config.with_values(
+        "algorithm",
+        adv_estimator=estimator,
+        policy_loss="vanilla",
+        loss_agg_mode="seq-mean-token-sum",
+        whiten_advantages=False,
+        whiten_rewards=False,
+        gamma=1.0,
+        kl_loss_coef=0.0,
+        entropy_coef=0.0,
+        mini_batch_size=0,
+    )
     return config, version.batch, _targets(replayer, config, version.batch)
 
 

@@ -31,7 +31,6 @@ from typing import Annotated, Any
 
 import anyio
 import orjson
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi import Query as Parameter
 from starlette.concurrency import run_in_threadpool
@@ -43,10 +42,10 @@ from agentrl.errors import DataError, UserError
 from agentrl.record import METRICS
 from agentrl.report.run import Run, load_run
 from agentrl.tools.serving.bind import bind, host_names_of, url_of
+from agentrl.tools.serving.bounded import BoundedServer
 from agentrl.tools.serving.guard import Guard, error_response
 from agentrl.view.curves import Part, rollout_curves
 from agentrl.view.episode import EpisodeView, largest_gaps
-from agentrl.view.older import find_lacking
 from agentrl.view.query import Query, find_choices, parse_query, search_files
 from agentrl.view.step import describe_step
 
@@ -133,11 +132,7 @@ def create_app(folders: Sequence[Path], token: str, names: frozenset[str]) -> Fa
         runs = [load_run(folder) for folder in folders]
         return _json(
             [
-                {
-                    "name": name,
-                    "steps": run.store.all_steps(),
-                    "lacking": find_lacking(run),
-                }
+                {"name": name, "steps": run.store.all_steps()}
                 for run, name in zip(runs, names_of(folders), strict=True)
             ]
         )
@@ -205,7 +200,7 @@ def create_app(folders: Sequence[Path], token: str, names: frozenset[str]) -> Fa
     return app
 
 
-class ViewServer(uvicorn.Server):
+class ViewServer(BoundedServer):
     """The application on its own socket. The socket is bound at once, so `address` is known.
 
     Args:
@@ -230,8 +225,7 @@ class ViewServer(uvicorn.Server):
         self.address = f"{url_of(self._socket)}/#token={token}"
         self.port = self._socket.getsockname()[1]
         app = create_app(folders, token, host_names_of(self._socket))
-        config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
-        super().__init__(config)
+        super().__init__(app)
 
     def serve_forever(self) -> None:
         """Serve until a signal, or until `should_exit` is set."""

@@ -76,7 +76,7 @@ class EpisodeView:
     def describe(self) -> dict[str, Any]:
         """Return the episode without its tokens, as data for JSON."""
         stored, scored, t = self.stored, self.stored.scored, self.trajectory
-        turn_of = {index: turn for turn, index in enumerate(_message_indexes(t))}
+        turn_of = {index: turn for turn, index in enumerate(u.message_index for u in t.turns)}
         return {
             "episode": t.episode_id,
             "step": stored.step,
@@ -162,12 +162,9 @@ def decode(tokenizer: Tokenizer, token: Any) -> str:
 @lru_cache(8)
 def read_tokenizer(folder: Path) -> Tokenizer | None:
     """Return the tokenizer of a run's folder; None if it has none."""
-    # Not with transformers, whose import takes longer than everything else here. Older runs have
-    # the tokenizer only in the folder of their trained model.
-    for name in ("tokenizer", "model"):
-        if (path := folder / name / "tokenizer.json").is_file():
-            return Tokenizer.from_file(str(path))
-    return None
+    # Not with transformers, whose import takes longer than everything else here.
+    path = folder / "tokenizer/tokenizer.json"
+    return Tokenizer.from_file(str(path)) if path.is_file() else None
 
 
 def largest_gaps(run: Run, step: int, n: int = 1) -> list[dict[str, Any]]:
@@ -223,14 +220,6 @@ def _range(values: np.ndarray) -> list[float] | None:
     """Return the smallest and the largest known value; None if none is known."""
     known = values[~np.isnan(values)]
     return [float(known.min()), float(known.max())] if len(known) else None
-
-
-def _message_indexes(t: Trajectory) -> list[int]:
-    """Return the index of each turn's message; files of older versions do not store it."""
-    if all(turn.message_index >= 0 for turn in t.turns):
-        return [turn.message_index for turn in t.turns]
-    assistant = [i for i, m in enumerate(t.messages) if m.role == "assistant"]
-    return assistant[len(assistant) - len(t.turns) :]
 
 
 def _describe_calls(turn: Turn) -> list[dict[str, Any]]:

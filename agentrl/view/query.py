@@ -31,42 +31,19 @@ from agentrl.store import parse_json
 pc: Any = pyarrow.compute  # its functions are made at run time, unknown to type checkers
 
 COLUMNS = {
-    "step": "step",
-    "split": "split",
-    "group": "group",
-    "rollout": "rollout",
-    "episode": "episode_id",
-    "sample": "sample_id",
-    "agent": "agent_name",
-    "source": "data_source",
-    "reward": "reward",
-    "masked": "masked",
-    "stop": "stop_reason",
-    "dropped": "dropped",
+    "step": "step", "split": "split", "group": "group", "rollout": "rollout",
+    "episode": "episode_id", "sample": "sample_id", "agent": "agent_name", "source": "data_source",
+    "reward": "reward", "masked": "masked", "stop": "stop_reason", "dropped": "dropped",
     "seconds": "seconds",
-}
+}  # fmt: skip
 """The fields that are columns of the stored episodes (`agentrl.store.SCHEMA`)."""
 _FOUND = {
-    "step": pa.int32(),
-    "split": pa.string(),
-    "group": pa.int32(),
-    "rollout": pa.int32(),
-    "episode": pa.string(),
-    "sample": pa.string(),
-    "agent": pa.string(),
-    "source": pa.string(),
-    "reward": pa.float64(),
-    "masked": pa.bool_(),
-    "stop": pa.string(),
-    "dropped": pa.int32(),
-    "seconds": pa.float64(),
-    "turns": pa.int32(),
-    "tokens": pa.int32(),
-    "calls": pa.int32(),
-    "failed": pa.int32(),
-    "tool": pa.list_(pa.string()),
-    "error": pa.list_(pa.string()),
-}
+    "step": pa.int32(), "split": pa.string(), "group": pa.int32(), "rollout": pa.int32(),
+    "episode": pa.string(), "sample": pa.string(), "agent": pa.string(), "source": pa.string(),
+    "reward": pa.float64(), "masked": pa.bool_(), "stop": pa.string(), "dropped": pa.int32(),
+    "seconds": pa.float64(), "turns": pa.int32(), "tokens": pa.int32(), "calls": pa.int32(),
+    "failed": pa.int32(), "tool": pa.list_(pa.string()), "error": pa.list_(pa.string()),
+}  # fmt: skip
 FOUND_SCHEMA = pa.schema(list(_FOUND.items()))
 """The columns of `Found.rows`, which are the fields of a query. `tokens` counts the sampled tokens,
 `calls` the tool calls that were run, `failed` those of them that failed. `tool` has the name of the
@@ -257,13 +234,11 @@ def _find_in_file(run: Run, query: Query, path: Path) -> pa.Table:
 
 
 def _read_fields(run: Run, path: Path, names: Collection[str]) -> pa.Table:
-    """Return fields of `COLUMNS` for all rows of a file, and `row`; null if the file lacks them."""
+    """Return fields of `COLUMNS` for all rows of a file, and `row`."""
     stored = run.store.read_columns(path, [COLUMNS[name] for name in names] or ["step"])
     table = pa.table({"row": np.arange(len(stored))})
     for name in names:
-        known, kind = COLUMNS[name] in stored.column_names, _FOUND[name]
-        column = stored[COLUMNS[name]].cast(kind) if known else pa.nulls(len(stored), kind)
-        table = table.append_column(name, column)
+        table = table.append_column(name, stored[COLUMNS[name]].cast(_FOUND[name]))
     return table
 
 

@@ -43,10 +43,9 @@ def describe_step(run: Run, step: int) -> dict[str, Any]:
             zip(rows, run.store.read_columns(path, names).to_pylist(), strict=True)
         ):
             with run.store.row_of(path, index):
-                spans = parse_json(cells.get("spans") or "[]")
+                row["spans"] = parse_json(cells["spans"])
                 calls += _find_calls(row, parse_json(cells["turns"]))
-            row["started"], row["spans"] = cells.get("started"), spans
-            row["drop_causes"] = cells.get("drop_causes")
+            row |= {name: cells[name] for name in ("started", "drop_causes")}
             rollouts.append(row)
     time = _summarize_time(rollouts)
     untrained = _find_untrained(run, rollouts)
@@ -85,13 +84,12 @@ def _summarize_time(rollouts: list[dict[str, Any]]) -> dict[str, Any] | None:
     If a step has rollouts of training and of a validation, only those of training are counted.
 
     Returns:
-        None if the run did not record it. Else `seconds` from the first start to the last end;
+        None if there is no rollout. Else `seconds` from the first start to the last end;
         `parts`: for each kind of span the sum over all rollouts, and `loop` for the time between
         spans; `others_end`: when the last of the other rollouts ended; and `last`: the
         `LAST_SHARE` of the rollouts that ended last, each with `parts` after `others_end`.
     """
-    timed = [row for row in rollouts if row["split"] in TRAINING and row["started"] is not None]
-    timed = timed or [row for row in rollouts if row["started"] is not None]
+    timed = [row for row in rollouts if row["split"] in TRAINING] or [*rollouts]
     for row in rollouts:
         row["start"] = row["end"] = None
     if not timed:
@@ -131,7 +129,7 @@ def _sum_spans(row: Mapping[str, Any], start: float, end: float) -> dict[str, fl
         if (inside := min(end, span["end"]) - max(start, span["start"])) > 0:
             seconds[span["name"]] += inside
     rest = row["end"] - row["start"] - max(0.0, start) - sum(seconds.values())
-    if row["spans"] and rest > 0:
+    if rest > 0:
         seconds["loop"] = rest
     return dict(sorted(seconds.items(), key=lambda part: -part[1]))
 
@@ -142,7 +140,7 @@ def _limit_spans(rollouts: Sequence[dict[str, Any]]) -> None:
     for row in sorted(rollouts, key=lambda row: -(row["end"] or 0.0)):
         left -= len(row["spans"])
         row["spans"] = (
-            [[s["name"], s["start"], s["end"], s.get("thread", 0)] for s in row["spans"]]
+            [[s["name"], s["start"], s["end"], s["thread"]] for s in row["spans"]]
             if left >= 0
             else None
         )
@@ -154,18 +152,17 @@ def _find_untrained(run: Run, rollouts: Sequence[Mapping[str, Any]]) -> list[dic
     Returns:
         Of each kind: `what` (its name), `count` (of rollouts), `why`, some `episodes`, `groups`.
     """
-    causes: dict[tuple[str, str], list[int | None]] = defaultdict(list)
-    groups = {(row["split"], row["group"], row["sample"]): row for row in rollouts}
+    causes: dict[tuple[str, str], list[int]] = defaultdict(list)
+    groups = {(row["split"], row["group"]): row for row in rollouts}
     for row in groups.values():
-        known = row["drop_causes"] or []
-        for cause in [*known, *[None] * ((row["dropped"] or 0) - len(known))]:
+        for cause in row["drop_causes"]:
             causes[row["split"], cause].append(row["group"])
     found = [
         {
             "what": "dropped after an error" + ("" if split in TRAINING else f" ({split})"),
             "count": len(of),
             "why": cause,
-            "groups": sorted({g for g in of if g is not None}),
+            "groups": sorted(set(of)),
             "episodes": [],
         }
         for (split, cause), of in causes.items()
@@ -181,7 +178,7 @@ def _find_untrained(run: Run, rollouts: Sequence[Mapping[str, Any]]) -> list[dic
     evicted = [row for row in rollouts if row["split"] == "evicted"]
     if evicted:
         why = "all advantages of the group are 0 (algorithm.filter_groups)"
-        numbers = sorted({row["group"] for row in evicted if row["group"] is not None})
+        numbers = sorted({row["group"] for row in evicted})
         found.append({"what": "evicted", "count": len(evicted), "why": why, "groups": numbers})
         found[-1]["episodes"] = []
     return found

@@ -10,14 +10,6 @@ from agentrl.workers.processes import Processes, WorkerDied, WorkerError, locate
 from agentrl.workers.threads import Outcome, Threads
 
 __all__ = [
-    "IterationLimit",
-    "LoopThread",
-    "Outcome",
-    "PerLoop",
-    "Processes",
-    "Threads",
-    "WorkerDied",
-    "WorkerError",
-    "locate_function",
-    "run_all",
-]
+    "IterationLimit", "LoopThread", "Outcome", "PerLoop", "Processes", "Threads", "WorkerDied",
+    "WorkerError", "locate_function", "run_all",
+]  # fmt: skip

@@ -28,9 +28,7 @@ class LoopThread:
     """
 
     def __init__(
-        self,
-        name: str,
-        make: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+        self, name: str, make: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     ):
         self._loop = make()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -14,6 +15,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark, whose help is its docstring."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 @dataclass(frozen=True, slots=True)

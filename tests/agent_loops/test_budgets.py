@@ -13,7 +13,7 @@ from agentrl.config import AlgorithmConfig, Config
 from agentrl.config.sections import BUDGETS
 from agentrl.engine.scripted import Scripted
 from agentrl.errors import EngineError
-from agentrl.rewards import make_scorer, reward
+from agentrl.rewards import Scorer, reward
 from agentrl.testing import byte_tokenizer, call, react_call
 from agentrl.tools import tool
 from agentrl.trainer.algorithms import make_targets
@@ -79,7 +79,7 @@ def batch_of(trajectories, policies):
             "reward": {"function": "speaks_of_17_budgets"},
         }
     )
-    scorer = make_scorer(config.reward, config.rollout.budget_policy)
+    scorer = Scorer(config.reward, config.rollout.budget_policy)
 
     async def scored():
         return tuple([await scorer.score(t) for t in trajectories])

@@ -17,7 +17,7 @@ from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.engine.scripted import Scripted
 from agentrl.errors import EngineError, UserCodeError
-from agentrl.interactions import Interaction, interaction
+from agentrl.interactions import Interaction, Reply, interaction
 from agentrl.testing import byte_tokenizer, call, react_call
 from agentrl.tools import LocalToolbox, tool
 from agentrl.trajectory import Generation, Message, Sample, float_array, token_array
@@ -425,3 +425,52 @@ def test_the_row_is_what_the_engine_saw_for_any_sampled_tokens(seed):
 def test_an_engine_that_lost_the_prefix_is_caught():
     with pytest.raises(EngineError, match="continued"):
         play(sample(), Babbler(random.Random(0), off_by_one=True), TOKENIZER)
+
+
+def test_an_episode_that_changes_its_row_changes_it_for_nobody_else():
+    @tool
+    class Stock:
+        """A stock."""
+
+        def __init__(self, items: list, sample):
+            self.items, self.sample = items, sample
+
+        def take(self) -> str:
+            """Take one."""
+            return self.items.pop() + self.sample.extra["left"].pop()
+
+    @interaction("takes")
+    class Takes(Interaction):
+        def __init__(self, sample, words):
+            self.sample, self.words = sample, words
+
+        async def respond(self, messages):
+            return Reply(self.words.pop() + self.sample.ground_truth["all"].pop())
+
+    @agent_loop("takes")
+    async def takes(ep):
+        await ep.generate()
+        await ep.call_tools()
+        ep.sample.tools_kwargs["stock"].clear()
+        ep.schemas[0]["function"]["description"] += "!"
+        ep.observe(Message("user", ep.schemas[0]["function"]["description"]))
+        await ep.generate()
+        await ep.interact()
+
+    def make() -> Sample:
+        return sample(
+            "takes",
+            ground_truth={"all": ["A", "B"]},
+            tools=("stock",),
+            tools_kwargs={"stock": {"create_kwargs": {"items": ["a", "b"]}}},
+            interaction="takes",
+            interaction_kwargs={"words": ["v", "w"]},
+            extra={"left": ["x", "y"]},
+        )
+
+    row = make()
+    for _ in range(2):
+        t = play(row, Scripted([call("take"), "done"], TOKENIZER), TOKENIZER)
+        said = [m.content for m in t.messages if m.role in ("user", "tool")]
+        assert said == [row.prompt[0].content, "by", "Take one.!", "wB"]
+        assert t.sample is row == make()

@@ -17,7 +17,7 @@ from agentrl.engine.base import Sampling
 from agentrl.engine.scripted import Scripted
 from agentrl.evaluate import evaluate
 from agentrl.metrics import rollout_metrics
-from agentrl.rewards import make_scorer
+from agentrl.rewards import Scorer
 from agentrl.rewards.scorer import overlong
 from agentrl.rollout import Rollouts
 from agentrl.testing import byte_tokenizer
@@ -53,7 +53,7 @@ def episode(sampled: int, observed: int, stop_reason: str = "done") -> Trajector
 
 def score(trajectory: Trajectory, policy: Any = None, trains: bool = True, **keys: Any) -> Scored:
     section = RewardConfig(overlong_buffer=20, overlong_penalty=0.5, **keys)
-    return asyncio.run(make_scorer(section, policy, 100).score(trajectory, trains=trains))
+    return asyncio.run(Scorer(section, policy, 100).score(trajectory, trains=trains))
 
 
 def test_observed_tokens_do_not_count():
@@ -80,7 +80,7 @@ def test_the_penalty_is_added_after_the_budget_policy(policy, reward):
 
 
 def test_without_a_buffer_there_is_no_penalty():
-    scored = asyncio.run(make_scorer(RewardConfig(), {}, 100).score(episode(100, 5)))
+    scored = asyncio.run(Scorer(RewardConfig(), {}, 100).score(episode(100, 5)))
     assert "overlong" not in scored.rewards and scored.reward == 1.0
 
 
@@ -91,7 +91,7 @@ def test_only_training_rollouts_are_penalized():
     config = Config.model_validate(tree)
     engine = Scripted(["#### 12"], tokenizer)
     runtime = Runtime(engine, ChatTemplate(tokenizer), LocalToolbox(), config)
-    rollouts = Rollouts(runtime, make_scorer(config.reward, {}, 20), seed=0)
+    rollouts = Rollouts(runtime, Scorer(config.reward, {}, 20), seed=0)
     try:
         [played] = rollouts.collect([SAMPLE], n=1, sampling=Sampling(), step=0, greedy=True)
         result = evaluate(rollouts, [SAMPLE], config.val)

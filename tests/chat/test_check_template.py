@@ -465,6 +465,15 @@ def test_a_model_without_a_template(saved):
     result = run(saved("qwen2_5", tokenizer))
     assert result.exit_code == 2
     assert "has no chat template" in result.output
+    # Qwen's vocabulary has ChatML's tokens.
+    assert "--with-tools hermes` writes one into its folder. Then train it with `agentrl sft`" in (
+        " ".join(result.output.split())
+    )
+
+
+def test_fix_and_with_tools_are_refused_together(saved):
+    result = run(saved("qwen2_5"), "--fix", "--with-tools", "hermes")
+    assert "--fix and --with-tools: use one of them" in str(result.exception)
 
 
 def test_a_template_without_tools_fails_and_react_is_suggested(saved):
@@ -778,6 +787,7 @@ def test_shipped_loops_lists_all_loops_of_the_package():
     assert ours == set(SHIPPED_LOOPS)
 
 
+@pytest.mark.timing
 def test_verifying_the_rows_of_a_run_is_fast(plan):
     template = load(family_tokenizer("qwen3"), "qwen3")
     made = plan(*([CALLS, TALKS, REACTS, BOTH] * 50))

@@ -58,6 +58,7 @@ def without_added(name: str) -> Tokenizer:
 
 
 @families
+@pytest.mark.timing
 def test_the_vocabulary_is_small_and_made_quickly(name):
     tokenizer = family_tokenizer(name)
     assert 300 <= len(tokenizer) <= 1000

@@ -37,6 +37,7 @@ def text_of(case):
 
 
 @pytest.mark.parametrize(("name", "case"), list(hostile_turns(NAMES)))
+@pytest.mark.timing
 def test_hostile_turns_are_parsed_as_in_the_table(name, case):
     text = text_of(case)
     began = time.process_time()

@@ -400,8 +400,9 @@ def test_apply_chat_template_never_encodes():
                 files.append(path.name)
             if isinstance(node, ast.Call) and "apply_chat_template" in ast.unparse(node.func):
                 assert "tokenize=False" in map(ast.unparse, node.keywords), path
-    # The other is a reward model's own, and shows it text in which no control token is left.
-    assert sorted(files) == ["render.py", "reward_model.py"]
+    # `hermes.py` renders an empty message. A reward model has a template of its own, which shows
+    # text in which no control token is left.
+    assert sorted(files) == ["hermes.py", "render.py", "reward_model.py"]
 
 
 @families
@@ -419,6 +420,11 @@ def test_a_turn_of_no_tokens_is_closed(name):
     template = chat(name)
     row = list(template.conversation([Q, Message("assistant", ""), Q], (), {1: []}))
     assert row == [*template.prompt([Q]), *template.delta([Q, A], [Q], -1)]
+
+
+def test_a_result_without_a_parsed_call_keeps_its_id():
+    delta = chat("mistral_v3").delta([Q, A], [Message("tool", "12", tool_call_id="call00000")], -1)
+    assert "call00000" in chat("mistral_v3").decode(delta)
 
 
 # -- thoughts that a prompt has begun --------------------------------------------------------------

@@ -94,6 +94,10 @@ RAISES = (
 )
 CASES = {
     "misspelt key": (lambda c: c.train("rollout.temprature=1"), ["rollout.temprature", "rollout.temperature"]),
+    "output is a URL": (lambda c: [*c.train(), "--output", "s3://b/run"], ["'s3://b/run' is a URL"]),
+    "a path option is a URL": (lambda c: ["generate", "--model", str(c.model), "--dataset", c.rows(GOOD), "--output", "s3://b/o.jsonl"], ["output: 's3:/b/o.jsonl' is a URL"]),
+    "a path argument is a URL": (lambda c: ["view", str(c.folder), "s3://b/run"], ["runs: 's3:/b/run' is a URL"]),
+    "a command below a command": (lambda c: ["data", "dump", "gs://b/run", "out"], ["run: 'gs:/b/run' is a URL"]),
     "wrong type": (lambda c: c.train("rollout.n=abc"), ["rollout.n", "abc"]),
     "out of range": (lambda c: c.train("rollout.temperature=0"), ["rollout.temperature", "0"]),
     "key without its section": (lambda c: c.train("lr=1e-3"), ["optim.lr"]),

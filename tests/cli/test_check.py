@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
+from shutil import copytree
 
 import pytest
-from transformers import AutoTokenizer, Gemma3TextConfig, Qwen3_5Config
+from huggingface_hub import constants
+from transformers import (
+    AutoTokenizer,
+    Gemma3TextConfig,
+    Qwen2Config,
+    Qwen3_5Config,
+    Qwen3MoeConfig,
+)
 from typer.testing import CliRunner
 
 from agentrl import registry
 from agentrl.cli import app
+from agentrl.cli import check as check_module
 from agentrl.config import load_config
 from agentrl.data.table import hash_file
 from agentrl.engine.local.decoder import CannotDecode
-from agentrl.trainer import memory
+from agentrl.errors import UserError
+from agentrl.trainer import memory, speed
 from agentrl.trainer.checkpoint import save_checkpoint
 
 ROW = {
@@ -30,6 +42,7 @@ def check(tmp_path, random_model):
 
     def run(*words: str) -> str:
         rows = ["--dataset", str(tmp_path / "rows.jsonl"), "--model", str(random_model)]
+        rows += ["tools.transport=in_process"]
         result = CliRunner().invoke(app, ["check", *rows, *words], catch_exceptions=False)
         assert result.exit_code == 0, result.output
         return result.output
@@ -50,7 +63,7 @@ def gpus(monkeypatch):
 
 def unchecked(output: str) -> list[str]:
     """Return the lines of the last section."""
-    _, title, lines = output.partition("all checks passed\nNot checked here:\n")
+    _, title, lines = output.partition("\nNot checked here:\n")
     assert title, output
     return [line.strip() for line in lines.splitlines()]
 
@@ -119,16 +132,160 @@ def test_a_config_for_a_gpu_on_a_machine_without(check, gpus):
     assert unchecked(check("trainer.device=cuda"))[0] == "GPUs: torch finds none on this machine"
 
 
+@pytest.mark.parametrize("size", ["0", "nan", "inf"])
+def test_a_gpu_of_an_impossible_size_is_refused(size):
+    result = CliRunner().invoke(app, ["check", "--gpu-memory", size])
+    assert result.exit_code == 2 and "--gpu-memory" in result.output
+
+
 def test_a_laptop_with_a_cpu(check):
     output = check("trainer.device=cpu")
-    assert "GPU" not in output and len(unchecked(output)) == 1
+    assert "GPU" not in output and output.endswith("all checks passed\n")
+    assert f"GiB of {memory.gib(memory.find_ram())} (update, passes of" in output
+    measured = re.search(
+        r"time on this CPU, from a few measured rows: the engine samples (\d+) tokens/s, the"
+        r" learner runs (\d+) tokens/s\. If all responses have 460 tokens, a step takes (\S+)"
+        r" minutes and the run of 3 steps (\S+) minutes, without",
+        check("trainer.device=cpu", "trainer.total_steps=3", "rollout.max_trajectory_tokens=460"),
+    )
+    assert measured and float(measured[4]) == pytest.approx(3 * float(measured[3]), rel=0.1)
+
+
+def test_a_folder_without_weights_is_checked_without_a_measurement(gpus, tmp_path, random_model):
+    result = check_config_of(tmp_path, random_model, Qwen2Config(**SMALL))
+    assert result.exit_code == 0 and "time on this CPU" not in result.output
+    assert f"weights of {tmp_path / 'model'}: only its config" in unchecked(result.output)[-1]
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_nothing_is_downloaded_to_be_measured(tmp_path, monkeypatch, is_here):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--owner--name"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs/main").write_text("a1")
+    (folder / "snapshots/a1").mkdir(parents=True)
+    if is_here:
+        (folder / "snapshots/a1/model.safetensors").touch()
+    (folder / "snapshots/a1/config.json").write_text("{}")
+    config = load_config(overrides=["model.path=owner/name"])
+    assert check_module._is_measured(config, memory.read_shape(Qwen2Config(**SMALL))) == is_here
+
+
+def test_a_model_of_unknown_size_is_not_measured(gpus, tmp_path, random_model):
+    config = Qwen3MoeConfig(**SMALL, num_experts=2, num_experts_per_tok=1)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/model.safetensors").touch()  # It is not read.
+    result = check_config_of(tmp_path, random_model, config)
+    assert result.exit_code == 0 and "RAM of the run" not in result.output
+    assert "memory of a run: Qwen3MoeForCausalLM is a mixture of experts" in unchecked(
+        result.output
+    )
+
+
+def test_a_machine_that_is_too_slow_to_be_measured(check, monkeypatch):
+    monkeypatch.setattr(speed, "SECONDS", 0.0)
+    output = check("trainer.device=cpu")
+    assert "time on this CPU: not measured (episode " in output and "deadline passed" in output
+    assert output.endswith("all checks passed\n")
+
+
+def test_a_run_that_would_use_the_cpu_here_is_not_sized_for_a_gpu(check, gpus):
+    output = check()
+    assert "device: the CPU, as torch finds no GPU here (--gpu-memory 24 sizes a GPU" in output
+    assert "RAM of the run, estimated: " in output and "80 GiB" not in output
+
+
+def test_several_ranks_on_cpus_are_not_sized(check, gpus):
+    output = check("trainer.device=cpu", "trainer.n_gpus_per_node=2")
+    assert "estimated" not in output and "time on this CPU" not in output
+
+
+def test_too_little_ram(check, gpus, monkeypatch):
+    monkeypatch.setattr(memory, "find_ram", lambda: memory.GIB // 2)
+    output = check("trainer.device=cpu")
+    assert "memory of this machine, also with all settings that save memory. Use a" in output
+    verdict = "no errors, but the run may end for lack of memory: the estimate exceeds the"
+    assert (
+        f"{verdict} memory of this machine (see the note)\n" in output
+        and "all checks passed" not in output
+    )
+    assert "time on this CPU" not in output  # Nothing that does not fit is loaded.
+
+
+def test_the_advice_for_a_small_gpu_names_lora(check, gpus, tmp_path, random_model):
+    """7B fits into 24 GiB with weights in RAM; an adapter needs less."""
+    model = tmp_path / "model"
+    copytree(random_model, model)
+    (model / "config.json").write_text(json.dumps(QWEN_7B))
+    output = check("--gpu-memory", "48", "--model", str(model), "rollout.name=sglang")
+    (note,) = [x for x in output.splitlines() if x.startswith("note: the estimate exceeds the")]
+    whole, adapter = note.split("; ")
+    assert "optim.offload=all needs" in whole and "lora" not in whole
+    assert "model.lora_rank=32 needs" in adapter and "n_gpus_per_node" not in adapter
+    assert "no errors, but the run may end for lack of memory: the estimate exceeds the" in output
+
+
+QWEN_7B = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 152064,
+    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "dtype": "bfloat16",
+    "tie_word_embeddings": False, "max_position_embeddings": 32768,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+def test_a_gpu_that_is_not_here(check, gpus, tmp_path, random_model, device):
+    """7B in bfloat16 has 14.2 GiB: half of 24 GiB holds no server."""
+    model = tmp_path / "model"
+    copytree(random_model, model)
+    (model / "config.json").write_text(json.dumps(QWEN_7B))
+    words = ["--gpu-memory", "24", "--model", str(model), f"trainer.device={device}"]
+    words += ["rollout.name=sglang", "model.lora_rank=32", "rollout.max_turn_tokens=4096"]
+    output = check(*words)
+    assert (
+        "note: rollout.gpu_memory_utilization=0.5 gives a server 12 GiB, but the weights and"
+        in (output)
+    )
+    assert "set rollout.gpu_memory_utilization=0.61 or more" in output
+    assert " GiB of 24 GiB (update, passes of" in output and "(--gpu-memory)" in output
+    assert "weights 14.5, engine 14.4, gathered weights 14.3, " in output
+    page = (Path(__file__).parents[2] / "docs/gpu.md").read_text()
+    notes = [line for line in output.splitlines() if line.startswith("note: ") and "GiB" in line]
+    assert len(notes) == 2 and all(note in page for note in notes), notes
+    assert "allocator reserves 8 to 85 % more than it uses" in output
+    if device != "auto":
+        return  # the memory of a server does not depend on the device
+    assert "15 GiB of RAM per rank. Then rollout.gpu_memory_utilization=0.5 gives a" in check(
+        *words, "rollout.name=local"
+    )
+    output = check(*words, "rollout.gpu_memory_utilization=0.7")
+    assert "engine 16.8" in output and "gives a server" not in output
+    assert "gives a server 5.6 GiB, but" in check(
+        *words[2:], "--gpu-memory=7", "rollout.gpu_memory_utilization=0.8"
+    )
+
+
+def test_tokens_that_the_model_does_not_know(check, tmp_path, random_model):
+    model = tmp_path / "model"
+    copytree(random_model, model)
+    config = json.loads((model / "config.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<image_soft_token>"], special_tokens=True)
+    tokenizer.save_pretrained(model)
+    config["vocab_size"] = len(tokenizer) - 1
+    (model / "config.json").write_text(json.dumps(config))
+    assert "all checks passed" in check("--model", str(model))
+    config["vocab_size"] = 200
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"has \d+ tokens that .* is 200\. Use"):
+        check("--model", str(model))
 
 
 def test_a_gpu_that_is_too_small(check, gpus, random_model):
     gpus(memory.Gpu("Toy GPU", 2**30, 1))
     output = check("trainer.n_gpus_per_node=2")
     assert "of 1.0 GiB (update, passes of" in output and "(Toy GPU)" in output
-    assert "note: the estimate exceeds the memory of the GPU. Use more GPUs, a smaller" in output
+    assert "exceeds the memory of the GPU, also with all settings that save memory and" in output
     assert unchecked(output)[0] == "2 GPUs (trainer.n_gpus_per_node): 1 here"
 
 
@@ -137,7 +294,7 @@ def test_advice_that_would_fit(check, gpus, monkeypatch):
     gpus(memory.Gpu("Toy GPU", 100 * 2**30, 1))
     needs = {False: 200, True: 50}
 
-    def estimate(model, config, ranks, **_):
+    def estimate(model, config, **_):
         tokens = config.optim.micro_batch_tokens
         return memory.MemoryEstimate(
             "update", {"activations": needs[config.optim.recompute] * 2**30}, tokens
@@ -196,6 +353,7 @@ def test_a_dry_run_checks_the_checkpoint_and_writes_nothing(tmp_path, random_mod
     }  # fmt: skip
     config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
     meta = {"config": config.model_dump(mode="json"), "rows": hash_file(str(rows))}
+    meta |= {"position": 1, "order_start": 0, "changes": []}
     folder = save_checkpoint(run, 1, lambda staging: None, meta)
     assert "  rollout.n: 8 -> 16" in dry_run("rollout.n=16")
     fork = (f"trainer.resume={run}", "rollout.n=16", "trainer.total_steps=2")

@@ -7,6 +7,7 @@ import shutil
 import time
 from pathlib import Path
 
+import pytest
 from support.needs import needs_sandbox
 from typer.testing import CliRunner
 
@@ -57,12 +58,19 @@ def test_doctor_reports_another_project_of_the_same_name(tmp_path, monkeypatch):
     )
 
 
-def test_doctor_fails_without_bwrap_and_says_what_to_install(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        ((), 0, "missing sandbox bubblewrap: needed by tools and rewards that run programs, no"),
+        (("--sandbox", "bubblewrap"), 1, "failed  sandbox bubblewrap: bubblewrap is not installed"),
+    ],
+)
+def test_doctor_fails_without_bwrap_if_it_is_named(tmp_path, monkeypatch, words, code, line):
     (tmp_path / "setpriv").symlink_to(shutil.which("setpriv"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    done = run_doctor()
-    assert done.exit_code == 1
-    assert "failed  sandbox bubblewrap: bubblewrap is not installed" in done.output
+    done = run_doctor(*words)
+    assert done.exit_code == code
+    assert line in done.output
     assert "apt-get install bubblewrap" in done.output
 
 

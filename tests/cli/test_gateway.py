@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl.cli import app
+from agentrl.errors import ConfigError
 
 # An agent by the standard library alone. `%s` changes it.
 AGENT = """
@@ -101,7 +102,8 @@ def check(tmp_path, monkeypatch):
         script.write_text(AGENT % change)
         command = ["gateway", "check", *options, "--", sys.executable, str(script)]
         result = CliRunner().invoke(app, command)
-        assert result.exception is None or isinstance(result.exception, SystemExit)
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
         return result.exit_code, result.output
 
     return run
@@ -164,11 +166,51 @@ def test_an_agent_that_hangs(check):
     assert code == 1 and "1 episode lost: the agent had not ended after 2 s" in text
 
 
+def test_config_keys_come_before_the_command(check):
+    code, text = check(HANGS, "rollout.timeout_s=2", "--rollouts", "1")
+    assert code == 1 and "1 episode lost: the agent had not ended after 2 s" in text
+    with pytest.raises(ConfigError, match=r"rollout\.timeout=2"):
+        check(HANGS, "rollout.timeout=2")
+
+
 def test_what_the_run_decides_is_counted(check):
     code, text = check("MORE = lambda: {'temperature': 0, 'tool_choice': 'required'}")
     assert code == 0
     assert "decided by the run, not by the agent: temperature (4 requests)" in text
     assert "tool_choice (4 requests)" in text
+
+
+MISTAKEN = """
+def kept(message):
+    for call in message.get("tool_calls", ()):
+        arguments = json.loads(call["function"]["arguments"])
+        if KIND == "unknown":
+            {"calculator": 1}[call["function"]["name"]]
+        if KIND == "arguments" and call["function"]["name"] == "calculator":
+            (lambda expression: 1)(**arguments)
+        if KIND == "raises":
+            eval(arguments.get("expression", "1"))
+    return message
+KIND = %r
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "mistake", "error"),
+    [
+        ("unknown", "an unknown tool", "KeyError: 'no_such_tool'"),
+        ("arguments", "bad arguments", "unexpected keyword argument 'no_such_argument'"),
+        ("raises", "a tool that raises", "SyntaxError"),
+    ],
+)
+@pytest.mark.parametrize("on_error", ["zero", "drop"])
+def test_a_mistake_of_the_policy_that_ends_the_agent(check, kind, mistake, error, on_error):
+    Path("run.yaml").write_text(f"agent: {{on_error: {on_error}}}")
+    code, text = check(MISTAKEN % kind, "--config", "run.yaml", "--rollouts", "1")
+    with_reward = "lost" if on_error == "drop" else "with reward 0 (agent.on_error=zero)"
+    assert code == 1 and error in text and text.count("\nproblem: ") == 1
+    assert f"problem: {mistake}: episode {with_reward}: the agent exited with code 1" in text
+    assert "Catch the error in the agent (try/except)" in text and "docs/agents.md" in text
 
 
 def test_calls_in_another_json_form_train_cleanly(check):

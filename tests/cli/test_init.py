@@ -52,7 +52,11 @@ def project(tmp_path_factory, tiny_model):
     """The starter project after one step of training, and what the run printed."""
     above = tmp_path_factory.mktemp("starter")
     assert "agentrl train -c run.yaml" in run([*AGENTRL, "init", "my_env"], above)
-    train = [*AGENTRL, "train", "-c", "run.yaml", "trainer.total_steps=1"]
+    val = above / "my_env/val.jsonl"
+    rows = val.read_text().splitlines(keepends=True)
+    assert len(rows) == 48
+    val.write_text("".join(rows[:8]))  # every validation plays all of them
+    train = [*AGENTRL, "train", "-c", "run.yaml", "trainer.total_steps=1", "data.batch_size=4"]
     return above / "my_env", run(train, above / "my_env")
 
 
@@ -144,7 +148,7 @@ def test_check_lists_tools_and_interactions(project):
     assert (
         "calculator" in output and "interaction coach" in output and "all checks passed" in output
     )
-    assert "reward exact: 240 rows without data_source" in output
+    assert "reward exact: 200 rows without data_source" in output
 
 
 def test_the_commands_that_a_run_prints(project):
@@ -159,15 +163,15 @@ def test_the_commands_that_a_run_prints(project):
         runs = httpx.get(f"{address}api/runs", headers={"Authorization": f"Bearer {token}"})
         assert "starter" in runs.raise_for_status().text
     assert report.startswith("config: ") and "report.html" in report
-    assert play.startswith("val.jsonl: 3 of 48 rows (sampled at T=1.0)\n")
+    assert play.startswith("val.jsonl: 3 of 8 rows (sampled at T=1.0)\n")
     assert play.count("reward ") >= 3 and "ground truth" in play
     first, head, sampled, greedy = evaluation.splitlines()
-    assert first == "val.jsonl: 48 rows x 4 (sampled at T=1.0), and a greedy pass"
+    assert first == "val.jsonl: 8 rows x 4 (sampled at T=1.0), and a greedy pass"
     assert head.split() == ["rows", "reward", "acc", "pass@2", "pass@4", "calls", "tools", "turns"]
     assert sampled.split()[:2] == ["tool_agent", "sampled"]
-    assert greedy.split()[:3] == ["tool_agent", "greedy", "48"]
+    assert greedy.split()[:3] == ["tool_agent", "greedy", "8"]
     assert re.search(r"\d ± 0\.\d{3}  \d\.\d{3} ± 0\.\d{3} +- +- ", greedy), greedy
-    assert "48 rows with 1 response each" in generation
+    assert "8 rows with 1 response each" in generation
 
 
 def test_generate_refuses_existing_files_and_other_formats(project):

@@ -156,6 +156,10 @@ def test_200_steps_with_20_kills(tiny_model, tmp_path):
 def test_without_checkpoints_it_is_refused():
     with pytest.raises(ConfigError, match=r"trainer\.max_restarts=1.*trainer\.save_freq=0"):
         load_config(flags={"trainer.max_restarts": 1, "trainer.save_freq": 0})
+    with pytest.raises(
+        ConfigError, match=r"keep_best=val/reward/mean@1 with trainer.save_freq=nev"
+    ):
+        load_config(flags={"trainer.keep_best": "val/reward/mean@1", "trainer.save_freq": "never"})
 
 
 def test_a_process_is_supervised_by_its_own_parent_only(monkeypatch):

@@ -193,11 +193,36 @@ def test_served_answers_are_those_of_an_evaluation(tiny_model, shipped_registrie
 
 
 @pytest.mark.parametrize("name", ["", "global_step_00000002", "best", "model", "other"])
-def test_a_run_brings_its_config(tmp_path, name):
-    file = tmp_path / "config.yaml"
-    assert config_of_run(str(tmp_path / name)) is None and config_of_run(None) is None
+def test_a_run_brings_its_config(tmp_path, capsys, name):
+    """A checkpoint does not, because anybody may publish a folder of that name."""
+    file, model = tmp_path / "config.yaml", str(tmp_path / name)
+    assert config_of_run(model) is None and config_of_run(None) is None
     file.touch()
-    assert config_of_run(str(tmp_path / name)) == (None if name == "other" else file)
+    assert config_of_run(model) is None
+    (tmp_path / "metrics.jsonl").touch()
+    capsys.readouterr()
+    assert config_of_run(model) == (None if name else file)
+    assert (f"To use it, with the code and the commands that it names: -c {file}"
+            in capsys.readouterr().err) == (name not in ("", "other"))  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["chat", "serve"])
+@pytest.mark.parametrize("name", ["", "model", "best", "global_step_00000001"])
+def test_a_model_runs_no_code_of_its_config(tmp_path, command, name):
+    mark = tmp_path / "mark"
+    (tmp_path / "evil.py").write_text(f"open({str(mark)!r}, 'w')\nraise ValueError('ran')")
+    (tmp_path / "config.yaml").write_text(f"files: [{tmp_path}/evil.py]")
+    (tmp_path / name).mkdir(exist_ok=True)
+    (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").touch()
+    words = [command, "--model", str(tmp_path / name), "rollout.n=0"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code and not mark.exists() and "is not used" in result.stderr
+    (tmp_path / name / "config.json").unlink()
+    result = CliRunner().invoke(app, [command, "--model", str(tmp_path), "rollout.n=0"])
+    assert result.exit_code and mark.exists()
+    loads = f"loads {tmp_path}/evil.py: {tmp_path}/config.yaml names them"
+    assert loads in result.stderr
 
 
 @pytest.mark.slow

@@ -177,6 +177,7 @@ def test_there_is_no_dashboard(cluster):
     assert all("--disable-frontend" in line for line in processes("dashboard.py").values())
 
 
+@pytest.mark.timing
 def test_a_cluster_that_is_too_small_says_so_at_once(cluster):
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"so many: 64 CPUs on each of 1 nodes .* are 1\S+ .*: 4"):

@@ -306,6 +306,7 @@ def token_of(pid):
 
 @pytest.mark.slow
 @pytest.mark.sglang
+@pytest.mark.timeout(400)
 def test_ranks_and_a_server(cluster, flags, sglang_python, tiny_model, tmp_path):
     """All weights of two ranks, by the files that they write, to a server that the run starts."""
     rows = ROOT / "datasets/arithmetic_train.parquet"

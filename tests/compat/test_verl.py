@@ -16,7 +16,7 @@ from agentrl.config import RewardConfig
 from agentrl.data import load_checked
 from agentrl.errors import DataError, RegistryError, UserCodeError, UserError
 from agentrl.registry import load_file, where_to_load
-from agentrl.rewards import make_scorer
+from agentrl.rewards import Scorer
 from agentrl.rewards.base import Grader
 from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Sample, ToolCall
@@ -260,7 +260,7 @@ def test_a_compute_score_with_verls_imports():
     config = RewardConfig(
         function=f"{FIXTURES / 'functions.py'}:compute_score", kwargs={"bonus": 0.5}
     )
-    scorer = make_scorer(config)
+    scorer = Scorer(config)
     scored = asyncio.run(scorer.score(played(["#### 7"], ground_truth="7")))
     assert scored.reward == 1.5
 
@@ -327,14 +327,16 @@ class I(BaseInteraction):
         load_file(yaml_of(tmp_path, text, **{name: bad}))
 
 
-def test_imports_of_other_verl_modules_are_named(tmp_path):
+def test_names_of_other_verl_modules_are_refused_where_they_are_used(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "from verl.tools.base_tool import BaseTool\nimport verl.trainer.ppo.ray_trainer\n"
+        "from verl.tools.base_tool import BaseTool\nimport verl.trainer.ppo.ray_trainer as ray\n"
+        "class Mine(ray.RayPPOTrainer): pass\n"
     )
-    with pytest.raises(UserError, match=r"import verl\.trainer.*docs/verl\.md"):
-        load_file(str(file))
-    file.write_text("from verl.tools.schemas import NoSuch\n")
+    with pytest.raises(UserError, match=r"verl\.trainer\.ppo\.ray_trainer import .*docs/verl\.md"):
+        load_file(str(file)).Mine()
+    file = tmp_path / "yours.py"
+    file.write_text("from verl.tools.schemas import NoSuch\nNoSuch()\n")
     with pytest.raises(UserError, match=r"NoSuch.*ToolResponse"):
         load_file(str(file))
 

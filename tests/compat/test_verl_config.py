@@ -1,6 +1,10 @@
 """`agentrl train verl.yaml`: a config of verl's is translated, and nothing is lost silently."""
 
+import json
+import os
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +14,8 @@ from agentrl.compat.verl.keys import CHANGED, DEFAULTS, REFUSED, RENAMED, SHARED
 from agentrl.config import FIELDS, load_config
 from agentrl.config.sources import Setting
 from agentrl.errors import ConfigError
+
+from .conftest import FIXTURES
 
 MULTI_TURN = """
 hydra:
@@ -75,7 +81,7 @@ def test_a_config_is_translated_and_reported(tmp_path):
     assert (config.algorithm.kl_loss_coef, config.algorithm.kl_type) == (0.001, "k3")
     assert (config.trainer.logger, config.trainer.save_freq) == (["wandb"], 0)
     short = config_of(translated(tmp_path, "actor_rollout_ref: {rollout: {n: 2}}\n"))
-    assert short.trainer.total_epochs == 30
+    assert short.trainer.total_epochs == 30 and short.data.drop_last
     assert (
         "trainer.total_epochs"
         not in translate(str(tmp_path / "verl.yaml"), ["trainer.total_training_steps=5"]).report()
@@ -96,7 +102,7 @@ def test_a_config_is_translated_and_reported(tmp_path):
 
 def test_what_the_command_line_overrides_is_not_reported_as_taken(tmp_path):
     words = ["rollout.n=4", "optim.weight_decay=0.1", "algorithm.mini_batch_size=8"]
-    report = translate(verl_yaml(tmp_path), words, {"model.path"}).report()
+    report = translate(verl_yaml(tmp_path), words, {"model.path": "m"}).report()
     overridden = report.partition("overridden by the command line:\n")[2].partition("\n\n")[0]
     assert overridden.splitlines() == [
         "  model.path  (actor_rollout_ref.model.path=some/model)",
@@ -183,7 +189,13 @@ def test_configs_in_the_wrong_place_are_refused(tmp_path, monkeypatch, words, co
         ("actor_rollout_ref.rollout.do_sample=false", "always samples"),
         ("actor_rollout_ref.actor.optim.betas=[0.9, 0.95]", "betas"),
         ("actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "linear.*lr_final"),
-        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", "lr_warmup_steps"),
+        (
+            "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",
+            r"cannot be counted \(no such file: rows.parquet .*Set .*lr_warmup_steps",
+        ),
+        ("actor_rollout_ref.model.override_config.max_position_embeddings=9", "no model at"),
+        ("actor_rollout_ref.model.override_config.vocab_size=9", "that of the model"),
+        ("distillation.enabled=true", "no teacher model"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov", "vanilla, gspo, cispo"),
         ("actor_rollout_ref.model.custom_chat_template=x", "chat_template"),
         ("algorithm.adv_estimator=opo", "reinforce_plus_plus_baseline"),
@@ -219,6 +231,91 @@ def test_epochs_have_no_effect_next_to_steps(tmp_path):
     (line,) = (line for line in done.dropped if "trainer.total_epochs=2" in line)
     assert "verl also ends after as many epochs" in line
     assert not any("total_epochs" in line for line in done.taken)
+
+
+def test_a_share_of_warm_up_steps_is_computed_from_the_rows(tmp_path):
+    """verl has `int(lr_warmup_steps_ratio * total_training_steps)` steps, of whole batches."""
+    line = json.dumps({"prompt": "1+1"}) + "\n"
+    for name, rows in (("a", 70), ("b", 60)):
+        (tmp_path / f"{name}.jsonl").write_text(line * rows)
+    words = [
+        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.5",
+        f"data.train_files=[{tmp_path}/a.jsonl, {tmp_path}/b.jsonl]",
+        "data.train_batch_size=64",  # 2 epochs of 2 whole batches
+    ]
+    assert config_of(translated(tmp_path, MULTI_TURN, *words)).optim.lr_warmup_steps == 2
+    words.append("trainer.total_training_steps=100")
+    assert config_of(translated(tmp_path, MULTI_TURN, *words)).optim.lr_warmup_steps == 50
+    for odd in (
+        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=.inf",
+        "data.train_batch_size=0",
+    ):
+        with pytest.raises(ConfigError, match=rf"batch_size=0|{odd}.*must be a number"):
+            config_of(translated(tmp_path, MULTI_TURN, *words, odd))
+    one = {"data.train": f"{tmp_path}/a.jsonl"}  # as --dataset
+    done = translate(verl_yaml(tmp_path), [words[0], words[2]], one)
+    assert config_of(done).optim.lr_warmup_steps == 1
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "verl.md"
+COMMANDS = json.loads((FIXTURES / "commands.json").read_text())
+"""The arguments of all `python3 -m verl.trainer.main_ppo` in the scripts of verl's examples
+(1dda039) and of verl-recipe (48ea0a7) that use verl's own config files, recorded on 2026-08-23."""
+
+
+def test_recorded_commands_of_verls_examples_and_recipes(tmp_path):
+    """75 of 122 commands are translated, and their configs load. Each refusal names its key."""
+    file = verl_yaml(tmp_path, "defaults: [ppo_trainer, _self_]\n")
+    sizes = {"model_type": "qwen3", "max_position_embeddings": 32768}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    local = [f"actor_rollout_ref.model.path={tmp_path}", f"critic.model.path={tmp_path}"]
+    refused = {}
+    for script, numbers in COMMANDS["commands"].items():
+        done = translate(file, [COMMANDS["settings"][n] for n in numbers] + local)
+        try:
+            config_of(done, overrides=["trainer.ray_address=auto"])  # some are for several machines
+        except ConfigError as e:
+            refused[script] = str(e)
+    assert (len(COMMANDS["commands"]), len(refused)) == (122, 47)
+    reasons = [
+        "custom_cls", "loss_mode", "adv_estimator", "distillation.enabled", "trainer.device=npu",
+        "reward_model.enable", "routing_replay", "router_replay", "mtp.enable", "bypass_mode",
+        "agent_loop_config_path", "kl_loss_type", "lora.rank", "lora_adapter_path", "fp8_recipe",
+        "exclude_modules", "tis_cap=0.5_4.0", "hydra.searchpath",
+    ]  # fmt: skip
+    assert not [s for s, text in refused.items() if not any(r in text for r in reasons)]
+
+
+SCRIPT = """
+MODEL=some/model
+LAUNCH=(uv run python3)
+%s -m verl.trainer.main_ppo \\
+    --config-path=config --config-name='ppo_megatron_trainer'\\
+    algorithm.adv_estimator=grpo \\
+    actor_rollout_ref.rollout.n=8 \\
+    actor_rollout_ref.model.path=$MODEL $@
+"""
+
+
+@pytest.mark.parametrize("program", ["python3", "python", '"${LAUNCH[@]}"'])
+def test_the_page_moves_a_launch_script(tmp_path, program):
+    section = PAGE.read_text().partition("### Move a launch script")[2]
+    (tmp_path / "run_verl.sh").write_text(SCRIPT % program)
+    (tmp_path / "agentrl").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "agentrl").chmod(0o755)
+    bash = section.partition("```bash\n")[2].partition("```")[0]
+    words = subprocess.run(
+        ["bash", "-ec", f"{bash}\nbash run.sh trainer.device=cpu"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert words[:2] == ["check", "verl.yaml"]
+    config = config_of(translate(str(tmp_path / "verl.yaml"), words[2:]))
+    assert (config.model.path, config.rollout.n) == ("some/model", 8)
+    assert (config.algorithm.name, config.trainer.device) == ("grpo", "cpu")
 
 
 def test_a_critic_of_another_size_is_reported(tmp_path):
@@ -384,7 +481,7 @@ def test_all_mistakes_are_reported_at_once_with_their_lines(tmp_path):
             },
         ),
         (["trainer.resume_mode=disable"], {"trainer.resume": "never"}),
-        (["trainer.logger=[console, swanlab]"], {"trainer.logger": []}),
+        (["trainer.logger=[console, vemlp_wandb]"], {"trainer.logger": []}),
         (["actor_rollout_ref.rollout.multi_turn.format=qwen"], {"rollout.tool_format": "auto"}),
         (["actor_rollout_ref.rollout.name=hf"], {"rollout.name": "local"}),
         # verl makes n_gpus_per_node / tensor_model_parallel_size servers.
@@ -527,3 +624,89 @@ def test_every_changed_key_is_read_by_the_translation():
         for part in _PARTS:
             part(translator)
     assert set(CHANGED) <= read
+
+
+TWO_TOOLS = '''
+from agentrl.compat.verl import function_tool
+
+@function_tool
+def subtract(a: int, b: int) -> str:
+    """Subtract b from a."""
+    return str(a - b)
+
+@function_tool
+def add(a: int, b: int) -> str:
+    """Add two numbers."""
+    return str(a + b)
+'''
+
+
+def test_rows_that_name_no_tools_have_all_of_the_files(tmp_path, caplog):
+    from agentrl.plan import make_plan
+    from agentrl.registry import tools
+
+    (tmp_path / "two.py").write_text(TWO_TOOLS)
+    inner = [
+        {},
+        {"tools_kwargs": {"add": {}}},
+        {"tool_selection": ["add"]},
+        {"tool_selection": []},
+    ]
+    rows = [{"agent_name": "tool_agent", "extra_info": extra} for extra in inner]
+    rows.append({"agent_name": "single_turn_agent"})
+    lines = [json.dumps({"prompt": "1+1", "ground_truth": "2", **row}) for row in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    done = translated(
+        tmp_path,
+        MULTI_TURN,
+        f"data.train_files={tmp_path}/rows.jsonl",
+        f"actor_rollout_ref.rollout.multi_turn.function_tool_path={tmp_path}/two.py",
+        "reward.function=gsm8k",
+    )
+    both = ("subtract", "add")
+    with tools.isolated(keep=()):
+        plan = make_plan(config_of(done))
+        assert [s.tools for s in plan.train] == [both, both, ("add",), (), ()]
+        kinds = [(kind.sample.tools, kind.rows.tolist()) for kind in plan.kinds]
+        assert kinds == [(both, [0]), (both, [1]), (("add",), [2]), ((), [3]), ((), [4])]
+        # The config.yaml of the run, which has agentrl's keys, means the same rows.
+        (tmp_path / "config.yaml").write_text(plan.config.resolved_yaml())
+        again = make_plan(load_config(str(tmp_path / "config.yaml")))
+        assert [s.tools for s in again.train] == [s.tools for s in plan.train]
+        caplog.clear()
+        by_row = make_plan(config_of(done, overrides=["data.tools=row"]))
+        assert [s.tools for s in by_row.train] == [(), ("add",), ("add",), (), ()]
+    assert "2 rows without tools, whose agent loop uses tools" in caplog.text
+
+
+def test_a_variable_of_the_environment_is_stored_as_its_reference(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "plain-words-9")
+    monkeypatch.setenv("JUDGE_PIN", "90210734")
+    monkeypatch.setenv("MY_DATA", str(tmp_path))
+    done = translated(
+        tmp_path,
+        MULTI_TURN.replace("rows.parquet", "${oc.env:MY_DATA}/rows.parquet")
+        + "  experiment_name: ${oc.env:JUDGE_KEY}\n"
+        + "custom_reward_function:\n  path: ${oc.env:MY_DATA}/r.py\n  reward_kwargs:\n"
+        + "    headers: ['Bearer ${oc.env:JUDGE_KEY}']\n    pin: ${oc.env:JUDGE_PIN}\n"
+        + "    url: http://me:${trainer.experiment_name}@host\n",
+    )
+    config = config_of(done)
+    assert config.reward.kwargs == {
+        "headers": ["Bearer plain-words-9"],
+        "pin": 90210734,
+        "url": "http://me:plain-words-9@host",
+    }
+    assert config.data.train == f"{tmp_path}/rows.parquet"
+    moved = config.model_copy(update={"model": config.model.model_copy(update={"path": "m"})})
+    for text in (
+        done.report(), config.resolved_yaml(), json.dumps(config.model_dump(mode="json")),
+        "\n".join(config.diff()), moved.resolved_yaml(),
+    ):  # fmt: skip
+        assert "plain-words-9" not in text and "90210734" not in text
+        assert "Bearer ${oc.env:JUDGE_KEY}" in text and "${oc.env:MY_DATA}/rows.parquet" in text
+    (tmp_path / "config.yaml").write_text(config.resolved_yaml())
+    monkeypatch.setenv("JUDGE_KEY", "another-key")
+    again = load_config(str(tmp_path / "config.yaml"))
+    assert again.reward.kwargs["headers"] == ["Bearer another-key"]
+    assert again.model_dump() == config.model_dump()

@@ -5,6 +5,8 @@ import json
 import subprocess
 import sys
 from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -12,14 +14,18 @@ from support.needs import needs_sandbox
 
 import agentrl
 from agentrl import registry
-from agentrl.compat.verl import stand_in
+from agentrl.compat.verl import classes, stand_in
 from agentrl.compat.verl.__main__ import main
-from agentrl.config import Config, RewardConfig
+from agentrl.compat.verl.config import translate
+from agentrl.config import Config, RewardConfig, load_config
+from agentrl.demo.arithmetic import rows as arithmetic_rows
 from agentrl.errors import ConfigError, RegistryError, UserError
 from agentrl.plan import make_plan
 from agentrl.registry import load_file
-from agentrl.rewards import make_scorer
+from agentrl.report import diagnose, load_run
+from agentrl.rewards import Scorer
 from agentrl.tools import LocalToolbox
+from agentrl.trainer.trainer import Trainer
 from agentrl.trajectory import Sample
 
 from .conftest import played, yaml_of
@@ -192,7 +198,7 @@ def test_a_reward_file_with_verls_imports_scores(tmp_path):
         "    assert remove_boxed(last_boxed_only_string(solution_str)) == '7'\n"
         "    return math_verify.compute_score(solution_str, ground_truth)\n"
     )
-    scorer = make_scorer(RewardConfig(function=write(tmp_path, "r.py", text) + ":compute_score"))
+    scorer = Scorer(RewardConfig(function=write(tmp_path, "r.py", text) + ":compute_score"))
     scored = asyncio.run(scorer.score(played([r"\boxed{7}"], ground_truth="7")))
     assert scored.reward == 1.0
 
@@ -247,7 +253,7 @@ def test_a_reward_of_verls_generative_reward_model_is_refused(tmp_path):
         " reward_router_address, reward_model_tokenizer):\n    return 1.0\n"
     )
     with pytest.raises(ConfigError, match=r"reward_router_address.*genrm.*judge"):
-        make_scorer(RewardConfig(function=write(tmp_path, "r.py", text) + ":compute_score"))
+        Scorer(RewardConfig(function=write(tmp_path, "r.py", text) + ":compute_score"))
 
 
 # -- tools that use a service ---------------------------------------------------------------------
@@ -335,10 +341,165 @@ def test_verls_search_tool_asks_its_retrieval_server(tmp_path):
 
 @needs_sandbox
 def test_verls_sandbox_tool_runs_in_the_sandbox_of_the_run(tmp_path, caplog):
+    classes._note_other_sandbox.cache_clear()
     load_file(yaml_of(tmp_path, SANDBOX))
     assert results("code_interpreter", {"code": "print(6 * 7)"}) == ["42"]
-    assert "sandbox.backend=https://x" in caplog.text
+    assert caplog.text.count("sandbox.backend=https://x") == 1
+    load_file(yaml_of(tmp_path, SANDBOX))  # as `agentrl check` does
+    assert caplog.text.count("sandbox.backend=https://x") == 1
     assert "sandbox" in registry.tools.get("code_interpreter").injected
+
+
+RECIPE = """
+import re
+from verl.tools.base_tool import OpenAIFunctionToolSchema
+from verl.tools.sandbox_fusion_tools import SandboxFusionTool
+from verl.tools.schemas import ToolResponse
+from verl.utils.dataset import RLHFDataset
+from verl.utils.rollout_trace import rollout_trace_op
+from recipe.mine.texts import clean
+
+class MyDataset(RLHFDataset):
+    def __init__(self, files):
+        super().__init__(files)
+
+class Interpreter(SandboxFusionTool):
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
+        super().__init__(config, tool_schema)
+        self.code_pattern = re.compile("A(.*)Z")
+
+    @rollout_trace_op
+    async def execute(self, instance_id, parameters, **kwargs):
+        code = clean(parameters["code"])
+        timeout = parameters.get("timeout", self.default_timeout)
+        language = parameters.get("language", self.default_language)
+        result = await self.execution_pool.execute.remote(
+            self.execute_code, instance_id, code, timeout, language
+        )
+        if isinstance(result, ToolResponse):
+            return result, None, None
+        return ToolResponse(text=None if result is None else str(result)), None, None
+"""
+WITHOUT_SANDBOX = """
+    def execute_code(self, instance_id, code, timeout=30, language="python"):
+        import threading
+        return f"{code} {threading.current_thread().name} {timeout} {language}"
+"""
+
+
+def recipe(folder, monkeypatch, text: str) -> str:
+    """Write a recipe as verl has them, below the current folder; return its YAML file."""
+    (folder / "recipe" / "mine").mkdir(parents=True)
+    write(folder / "recipe" / "mine", "texts.py", "def clean(code):\n    return code.strip()\n")
+    write(folder / "recipe" / "mine", "tool.py", text)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    config = SANDBOX.replace(
+        "verl.tools.sandbox_fusion_tools.SandboxFusionTool", "recipe.mine.tool.Interpreter"
+    )
+    return write(folder, "tool_config.yaml", config)
+
+
+@pytest.fixture
+def own_recipe():
+    yield
+    for name in [n for n in sys.modules if n.partition(".")[0] == "recipe"]:
+        del sys.modules[name]
+
+
+@needs_sandbox
+def test_a_recipes_sandbox_tool_runs_in_the_sandbox(tmp_path, monkeypatch, own_recipe):
+    with registry.tools.isolated(keep=()):
+        load_file(recipe(tmp_path, monkeypatch, RECIPE))
+        assert results("code_interpreter", {"code": " print(6 * 7) "}) == ["42"]
+
+
+def test_a_recipes_own_way_to_run_code_runs_in_a_thread(tmp_path, monkeypatch, own_recipe):
+    with registry.tools.isolated(keep=()):
+        load_file(recipe(tmp_path, monkeypatch, RECIPE + WITHOUT_SANDBOX))
+        assert results("code_interpreter", {"code": "x"}) == [
+            "x agentrl-code_interpreter-1 30 python"
+        ]
+
+
+SCORE = """
+from verl.utils.reward_score import math_dapo
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs):
+    result = math_dapo.compute_score(solution_str, ground_truth, strict_box_verify=True)
+    return {**result, "score": result["score"] + 0.05 * extra_info["num_turns"]}
+"""
+
+
+@needs_sandbox
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_recipe_trains_three_steps(
+    tmp_path, monkeypatch, own_recipe, tiny_model, caplog, is_broken
+):
+    """The files are like ReTool's: rows with `agent_name` alone, a YAML, a tool class, a reward.
+
+    A tool that crashes in every call is an error, while the run trains and in the report.
+    """
+    # The tool has the name and the argument that the tiny model writes; the broken one has not.
+    text = RECIPE.replace('clean(parameters["code"])', "f\"print({parameters['expression']})\"")
+    tools = recipe(tmp_path, monkeypatch, (RECIPE if is_broken else text) + SCORE)
+    yaml = Path(tools).read_text().replace("code_interpreter", "calculator")
+    Path(tools).write_text(yaml.replace("{code:", "{expression:").replace("[code]", "[expression]"))
+    rows = [
+        {
+            "data_source": "aime_2025",
+            "prompt": [m.as_dict() for m in row.sample.prompt],
+            "reward_model": {"ground_truth": row.sample.ground_truth},
+            "agent_name": "tool_agent",
+        }
+        for row in islice(arithmetic_rows(1, loops=("tool_agent",)), 8)
+    ]
+    write(tmp_path, "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    rollout = "actor_rollout_ref.rollout"
+    words = [
+        "algorithm.adv_estimator=grpo", "data.train_files=['rows.jsonl']",
+        "data.train_batch_size=2", "data.max_response_length=100",
+        "custom_reward_function.path=recipe/mine/tool.py",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2", f"{rollout}.n=2", f"{rollout}.name=hf",
+        f"{rollout}.multi_turn.enable=True", f"{rollout}.multi_turn.max_user_turns=3",
+        f"{rollout}.multi_turn.format=hermes", f"{rollout}.multi_turn.tool_config_path={tools}",
+        f"actor_rollout_ref.model.path={tiny_model}", "trainer.logger=['console']",
+        "trainer.total_training_steps=3", "trainer.default_local_dir=run",
+        "trainer.device=cpu", "tools.transport=in_process",
+    ]  # fmt: skip
+    done = translate(write(tmp_path, "verl.yaml", "defaults: [ppo_trainer]\n"), words)
+    with registry.tools.isolated(keep=()):
+        Trainer(load_config(translated=done.settings, mistakes=done.mistakes)).run()
+    run = load_run(tmp_path / "run")
+    assert run.metrics.column("step").to_pylist() == [1, 2, 3]
+    first = diagnose(run)[0]
+    error = "error: every valid call of the tool 'calculator' crashes or times out"
+    assert (first.subject == "calculator") == (error in caplog.text) == is_broken
+    working = run.behaviour.column("working_tools").to_pylist()
+    assert any(working) != is_broken
+
+
+def test_a_python_file_finds_a_recipe_in_the_current_folder(tmp_path, monkeypatch, own_recipe):
+    recipe(tmp_path, monkeypatch, RECIPE)
+    (tmp_path / "mine").mkdir()
+    module = load_file(write(tmp_path / "mine", "r.py", "from recipe.mine.texts import clean\n"))
+    assert module.clean(" x ") == "x"
+
+
+def test_a_name_of_verls_that_is_not_replaced_is_an_error_only_if_it_is_used(tmp_path):
+    text = (
+        "from abc import ABC\nfrom verl import DataProto\n"
+        "from verl.utils.dataset import RLHFDataset\n"
+        "class Mine(RLHFDataset, ABC):\n    def f(self, data: DataProto | None): pass\n"
+    )
+    module = load_file(write(tmp_path, "mine.py", text))
+    with pytest.raises(
+        UserError, match=r"from verl\.utils\.dataset import RLHFDataset`, which Mine"
+    ):
+        module.Mine()
+    with pytest.raises(UserError, match="from verl import DataProto"):
+        module.DataProto.from_dict({})
+    assert not hasattr(module.Mine, "anything")
 
 
 def test_an_mcp_server_of_verls_is_named_as_an_option(tmp_path):

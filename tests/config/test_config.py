@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from hypothesis import given
@@ -23,6 +24,7 @@ from agentrl.config import (
 from agentrl.config.checks import doubtful
 from agentrl.config.load import allowed
 from agentrl.config.page import page
+from agentrl.config.section import Section, refuse_url
 from agentrl.config.sources import assignment, parse_value
 from agentrl.errors import ConfigError
 
@@ -47,7 +49,7 @@ def test_defaults_are_valid_and_few():
     config = load_config()
     assert config.diff() == ["trainer.output=runs/run"]
     assert config.rollout.n == 8 and config.optim.lr == 1e-6
-    assert len(FIELDS) <= 135
+    assert len(FIELDS) <= 138
     assert all(info.description for info in FIELDS.values())
 
 
@@ -78,7 +80,7 @@ def test_later_layers_win(tmp_path):
         ("data.shuffle=False", "data.shuffle", False),
         ("trainer.resume=no", "trainer.resume", "no"),
         ("trainer.output=2026-11-20", "trainer.output", "2026-11-20"),
-        ("trainer.output=007", "trainer.output", "7"),
+        ("trainer.output=007", "trainer.output", "007"),
         ("data.agent_name='007'", "data.agent_name", "007"),
         ("data.train=größe=1.jsonl", "data.train", "größe=1.jsonl"),
         ("data.train=[", "data.train", "["),
@@ -167,6 +169,81 @@ def test_an_assignment_is_read_back(value):
     assert (path, parse_value(text)) == ("a.b", value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "####", "#", "right answer # short", "Grade: 10 if right", "a:", "- a", "? a", "-", "a\nb",
+        "#### ", "&x y", "*x", "!x y", "!!str 5", "@x", "%x", "`x`", "| a", "> a", "---", "--- a",
+        "no", "off", "on", "1:30", "2026-11-20", "0x1F", "1_000", "5 # five", "true # yes",
+        '"a" # b', '"a" b', "[1, 2] # b", "{a: 1} # b", "[0-9]+", "{answer}",
+        "[{answer}]", "{a: [{answer}]}",
+        "C:\\x", "http://x:1", "=", "<<",
+    ],
+)  # fmt: skip
+def test_a_text_on_the_command_line_is_not_cut(text):
+    config = load_config(None, [f"reward.kwargs.marker={text}", f"data.prompt_key={text}"])
+    assert config.reward.kwargs == {"marker": text} and config.data.prompt_key == text
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("null", None), ("~", None), ("true", True), ("False", False), ("012", 12), ("1e-5", 1e-5),
+        ("+1", 1), (".5", 0.5), (" 3 ", 3), ("'####'", "####"), ('"a # b"', "a # b"), ("'1'", "1"),
+        ("[a, '#']", ["a", "#"]), ("{a: 1}", {"a": 1}), ("{a: {b: x}}", {"a": {"b": "x"}}),
+        ("{}", {}), ("{a: {}, b: ''}", {"a": {}, "b": ""}),
+    ],
+)  # fmt: skip
+def test_values_that_are_read_as_yaml(text, value):
+    assert load_config(None, [f"reward.kwargs.x={text}"]).reward.kwargs == {"x": value}
+
+
+def test_a_number_or_boolean_for_a_text_is_the_text(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "data: {prompt_key: 012, train: 1.10}\ntrainer:\n  tags: [1e3, 007, True]\n"
+        "agent: {command: true}\n"
+    )
+    overrides = [
+        *("data.prompt_key=012", "data.train=1.10"),
+        *("trainer.tags=[1e3, 007, True]", "agent.command=true"),
+    ]
+    for config in (load_config(str(path)), load_config(None, overrides)):
+        data, tags = config.data, config.trainer.tags
+        assert (data.prompt_key, data.train, tags) == ("012", "1.10", ["1e3", "007", "True"])
+        assert config.agent.command == "true"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.budget_policy.turns=true",
+        "tools.penalties.bad_call=true",
+        "reward.functions={a: false}",
+        "trainer.profile_steps=[true]",
+        "trainer.save_freq=true",
+        "rollout.n=true",
+        "data.train=[{path: a, weight: true}]",
+    ],
+)
+def test_a_boolean_is_no_number(tmp_path, override):
+    key, _, value = override.partition("=")
+    path = tmp_path / "run.yaml"
+    section, _, leaf = key.partition(".")
+    *names, leaf = leaf.split(".")
+    path.write_text(
+        f"{section}: {''.join(f'{{{n}: ' for n in names)}{{{leaf}: {value}}}{'}' * len(names)}\n"
+    )
+    for source in (lambda: load_config(None, [override]), lambda: load_config(str(path))):
+        with pytest.raises(ConfigError, match=rf"{section}\.[^ ]*=.* must be "):
+            source()
+
+
+def test_a_list_that_is_not_closed_is_no_text():
+    with pytest.raises(ConfigError, match=r"trainer.tags=\[a, b \(command line\): must be a list"):
+        load_config(None, ["trainer.tags=[a, b"])
+
+
 def test_diff_against_another_config():
     base = load_config(None, ["rollout.n=4"])
     assert load_config(None, ["optim.lr=1e-4"]).diff(base) == ["rollout.n=8", "optim.lr=0.0001"]
@@ -184,6 +261,8 @@ def test_diff_against_another_config():
         ("algorithm.critic_lr=1", "unknown key. Did you mean optim.critic_lr or"),
         ("sandbox.qq=1", "unknown key. Keys of sandbox: backend, slots, timeout_s"),
         ("zork=1", "unknown key. Sections: files, data, model,"),
+        ("reward.kwargs={a: 1, a: 2}", "reward.kwargs={a: 1, a: 2}: a is set twice"),
+        ("reward.kwargs.x=[{a: {b: ':', b: 2}}]", "a.b is set twice"),
         ("optim.lr.x=1", "optim.lr is a key, not a section"),
         ("optim=3", "optim is a section. Its keys: optim.name, optim.lr, optim"),
         ("~optim.lr", "keys cannot be removed. Write optim.lr=null for the default"),
@@ -206,10 +285,13 @@ def test_diff_against_another_config():
             "must be grpo or ppo or dr_grpo or dapo or gspo or cispo or rloo or",
         ),
         ("algorithm.name=grop", "Did you mean 'grpo'?"),
-        ("trainer.logger=[console]", "must be a list of tensorboard, wandb, mlflow, trackio and"),
+        ("trainer.logger=[console]", "must be a list of tensorboard, wandb, mlflow, trackio,"),
         ("trainer.test_freq=-1", "must be a whole number >= 0. The number of steps between"),
-        ("trainer.save_freq=often", "must be auto, or a whole number >= 0. The number of steps"),
-        ("trainer.save_freq=true", "must be auto, or a whole number >= 0"),
+        (
+            "trainer.save_freq=often",
+            "must be auto, never, or a whole number >= 0. The number of steps",
+        ),
+        ("trainer.save_freq=true", "must be auto, never, or a whole number >= 0"),
         ("trainer.keep_trajectories=last:0", "must be all, last:N or every:N, with N >= 1. The"),
         ("rollout.budget_policy.turn=zero", "unknown budget 'turn'. Did you mean 'turns'?"),
         ("rollout.budget_policy.turns=drop", "unknown policy turns=drop"),
@@ -258,7 +340,7 @@ def test_diff_against_another_config():
             "algorithm.filter_groups.enable=true",
             "this is verl's name. Use algorithm.filter_groups=true",
         ),
-        ("trainer.save_freq=-1", "use 0 instead of verl's -1. It must be auto, or a whole"),
+        ("trainer.save_freq=-1", "use 0 instead of verl's -1. It must be auto, never, or a whole"),
         ("trainer.test_freq=-1", "use 0 instead of verl's -1"),
         ("trainer.logger=[console]", "the console is always on: remove it. It must be a list"),
         ("trainer.logger=console", "the console is always on: remove it"),
@@ -341,7 +423,7 @@ def test_contradictions(overrides, message):
         ("- a\n- b", "run.yaml: must contain `section:` and `key: value` lines"),
         ("optim: !!python/object:os.system {}", "run.yaml:1: YAML syntax: could not determine"),
         ("optim: 1\n---\nval: 2", "run.yaml:2: YAML syntax"),
-        ("a: &x [*x]", "run.yaml: is not a YAML file"),
+        ("a: &x [*x]", "run.yaml: YAML syntax: it has more than 100,000"),
         ("a\x00", "run.yaml: YAML syntax"),
         (f"a: {'9' * 5000}", "run.yaml: is not a YAML file"),
         ("? [a]\n: 1", "run.yaml"),
@@ -380,7 +462,8 @@ def test_all_mistakes_are_reported_at_once(tmp_path):
     lines = mistakes(*overrides, yaml=yaml, flags={"data.train": {}}, tmp=tmp_path)
     assert [line.partition(":" if "twice" in line else ")")[0] for line in lines] == [
         "run.yaml",
-        "'foo' is not of the form section.key=value",
+        "'foo' is not of the form section.key=value, without spaces. Files and models"
+        " need an option: --dataset, --model, --file or --config",
         "actor_rollout_ref.rollout.n=5 (run.yaml:5",
         "rolout.n=1 (command line",
         "data.train={} (--dataset",
@@ -567,3 +650,85 @@ def test_dotted_keys_change_the_arguments_of_one_of_several_rewards():
         "judge": {"url": "http://y", "model": "m"},
         "a.py:f": {"x": 3, "y": 2},
     }
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "reward.kwargs.header=Bearer sk-abcdefghijklmnopqrst",
+        "reward.kwargs.api_key=abc",
+        "reward.kwargs.judge={client: {auth_token: abc}}",
+        "interaction.kwargs.gsm8k.url=http://user:word@host:1",
+        "agent.command=python a.py --key hf_abcdefghijklmnopqrstuvwx",
+        "model.template_kwargs.secret='${oc.env:NO,sk-abcdefghijklmnopqrst}'",
+    ],
+)
+def test_a_key_of_a_service_is_not_stored(setting):
+    with pytest.raises(
+        ConfigError, match=r"looks like a key or a password.*\$\{oc.env:NAME\}"
+    ) as e:
+        load_config(None, [setting])
+    assert "abc" not in str(e.value) and "word@" not in str(e.value)
+
+
+def test_what_is_no_key_may_be_stored(monkeypatch):
+    monkeypatch.setenv("ENGINES", "3")
+    names = [
+        "reward.kwargs.token_env=JUDGE_KEY",
+        "data.prompt_key=question_2",
+        "model.path=a/task-b",
+    ]
+    config = load_config(
+        None,
+        [
+            *names,
+            "reward.kwargs.api_key='${oc.env:NO_SUCH_KEY}'",
+            "rollout.engines='${oc.env:ENGINES}'",
+            "model.template_kwargs={'n${oc.env:ENGINES}': 1}",
+        ],
+    )
+    assert config.model.template_kwargs == {"n3": 1}
+    assert "${oc.env:ENGINES}: 1" in config.resolved_yaml()
+    assert config.rollout.engines == 3 and "engines: ${oc.env:ENGINES}" in config.resolved_yaml()
+    assert config.reward.kwargs["api_key"] == "${oc.env:NO_SUCH_KEY}"
+    from agentrl.plan import make_plan
+    from agentrl.rewards import Scorer
+
+    for use in (make_plan, lambda config: Scorer(config.reward)):
+        with pytest.raises(ConfigError, match="environment variable NO_SUCH_KEY is not set"):
+            use(config)
+
+
+PATHS = {
+    "agent.python": "s3://bucket/a.py:run",
+    "data.train": "[{path: s3://bucket/a.jsonl, weight: 2}, b.jsonl]",
+    "data.val": "hf://datasets/a.parquet",
+    "files": "[a.py, gs://bucket/b.py]",
+    "model.path": "s3://bucket/model",
+    "reward.function": "s3://bucket/a.py:f",
+    "reward.functions": "{s3://bucket/a.py:f: 1.0}",
+    "rollout.python": "file:///usr/bin/python3",
+    "sandbox.python": "file:/usr/bin/python3",
+    "trainer.output": "s3://bucket/run",
+    "trainer.resume": "hdfs://host/run",
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_is_no_url(path):
+    (mistake,) = mistakes(f"{path}={PATHS[path]}")
+    assert "is a URL, but only paths on this machine are supported" in mistake
+
+
+def test_every_key_of_a_path_is_tested():
+    sections = {f"{name}.": type(getattr(Config(), name)) for name in Config.model_fields}
+    sections = {name: cls for name, cls in sections.items() if issubclass(cls, Section)}
+    declared = {
+        prefix + name
+        for prefix, cls in [("", Config), *sections.items()]
+        for name, hint in get_type_hints(cls, include_extras=True).items()
+        if refuse_url.__name__ in str(hint)
+    }
+    assert declared | {"data.train", "data.val"} == PATHS.keys()
+    for text in ("mcp+http://h/mcp", "shelf:calculator", "C:/a.py"):
+        assert load_config(None, [f"files={text}"]).files == [text]

@@ -93,6 +93,8 @@ def test_csv_and_json(output, tmp_path):
         ("a.csv", "a,a\n1,2\n", "two columns have the same name: a, a"),
         ("a.csv", "a,b\n", "has no rows"),
         ("a.json", '{"a": 1}\n{"a": 2}', "not JSON: .* One object per line is a .jsonl file"),
+        ("a.json", f'[{{"a": {2**64}}}]', "an integer that needs more than 64 bits"),
+        ("a.json", '[{"a": 1, "a": 2}]', "the key 'a' twice. Remove one$"),
         ("a.json", '{"a": 1}', "must be a list of objects"),
         ("a.xlsx", "", r"unknown format. Choices: hf://OWNER/NAME, .* \.csv, \.json"),
     ],

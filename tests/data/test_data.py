@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 
 import orjson
 import pyarrow as pa
@@ -250,10 +253,67 @@ def test_written_rows_are_read_back(tmp_path_factory, nested):
         assert read_rows(path) == rows
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_integers_of_64_bits_are_written_exactly(tmp_path, suffix):
+    rows = [{"truth": 2**63, "extra": {"a": [2**64 - 1]}}, {"truth": -(2**63), "extra": {"a": []}}]
+    write_rows(tmp_path / f"x.{suffix}", rows)
+    assert read_rows(tmp_path / f"x.{suffix}") == rows
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (2**64, "more than 64 bits: 18446744073709551616. Write it as a text"),
+        (-(2**63) - 1, "more than 64 bits: -9223372036854775809. Write"),
+        (float("nan"), "JSON has neither NaN nor infinities"),
+        (float("-inf"), "JSON has neither NaN nor infinities"),
+    ],
+)
+def test_numbers_that_json_would_change_are_not_written(tmp_path, suffix, value, message):
+    with pytest.raises(DataError, match=message):
+        write_rows(tmp_path / f"x.{suffix}", [{"extra": {"a": value}}, {"extra": {"b": None}}])
+
+
+@pytest.mark.parametrize(
+    "column", ["reward_model", "extra_info", "tools_kwargs", "interaction_kwargs"]
+)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f'{{"a": {2**64}}}', "has an integer that needs more than 64 bits: 18446744073709551616"),
+        ('{"a": {"b": 1, "c": 2, "b": 3}}', "has the key 'b' twice. Remove one"),
+        (r'{"a": 1, "a": "\u003A"}', "has the key 'a' twice. Remove one"),
+        ('{"a": 1e400}', "is neither a mapping nor JSON"),
+        ('{"a": NaN}', "is neither a mapping nor JSON"),
+    ],
+)
+def test_json_texts_that_would_be_read_as_other_values(tmp_path, column, text, message):
+    assert f"row 0, {column}: {message}" in refused(jsonl(tmp_path, {"prompt": "q", column: text}))
+
+
+def test_a_key_twice_in_a_line(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a:b"}\n{"prompt": "c", "prompt" : "d:e"}\n')
+    message = refused(str(tmp_path / "rows.jsonl"))
+    assert message.endswith("rows.jsonl: line 2 has the key 'prompt' twice. Remove one")
+
+
 def test_a_column_of_mixed_types_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"x\.parquet: cannot be written: column ground_truth: "):
         write_rows(tmp_path / "x.parquet", [{"ground_truth": 1}, {"ground_truth": "one"}])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_dates_are_kept_or_refused(tmp_path):
+    """Parquet has dates; JSON does not."""
+    rows = [{"when": datetime(2024, 5, 1)}, {"when": datetime(2024, 5, 2)}]
+    write_rows(tmp_path / "x.parquet", rows)
+    assert read_rows(tmp_path / "x.parquet") == rows
+    for name, cell in [("y.jsonl", rows[0]["when"]), ("y.jsonl", [time(1)]), ("y.parquet", [])]:
+        mixed = [{"a": 1, "when": cell}, {"a": 1, "when": [{"x": 1}, {"y": date(2024, 5, 1)}]}]
+        with pytest.raises(DataError, match=r"written: column when: Type is not.*date.*as a text"):
+            write_rows(tmp_path / name, mixed)
+        assert not (tmp_path / name).exists()
 
 
 # -- what is wrong with a file ------------------------------------------------------------------
@@ -433,6 +493,41 @@ def test_constructors_that_rows_cannot_call(tmp_path):
     assert "tool 'named': argument 'size' is positional-only" in message
     assert "row 1, tools_kwargs: tool 'bag': " in message and "has no signature" in message
     assert "row 2" not in message
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(datetime(2024, 5, 1), date(2024, 5, 1), time(1), timedelta(1), Decimal("1.5"), b"x"),
+        *(math.inf, math.nan, [("k", 1)], 2**64, {1: 2}, {"set"}),
+    ],
+    ids=str,
+)
+def test_values_that_json_cannot_hold_are_refused_for_tools_that_receive_them(value):
+    @tool
+    class Reader:
+        def __init__(self, sample, data=None): ...
+
+        def read(self): ...
+
+    @tool
+    class Blind:
+        def __init__(self, data=None): ...
+
+        def look(self): ...
+
+    def check(**fields) -> None:
+        check_samples([Sample("a", (Message("user", "x"),), "tool_agent", **fields)], "rows")
+
+    check(tools=("blind",), extra={"inner": [value]})
+    for field in ("ground_truth", "extra"):
+        with pytest.raises(DataError, match=rf"row 0, {field}\.inner\[0\].*: is .* JSON cannot"):
+            check(tools=("reader",), **{field: {"inner": [value]}})
+    for name in ("reader", "blind"):
+        kwargs = {name: {"create_kwargs": {"data": value}}}
+        with pytest.raises(DataError, match=rf"tools_kwargs\.{name}\.create_kwargs\.data"):
+            check(tools=(name,), tools_kwargs=kwargs)
+    check(tools=("reader",), extra={"a": [1, 2.5, None, True, "x", {"b": []}, 2**64 - 1]})
 
 
 def test_two_tools_that_offer_the_same_function(tmp_path):

@@ -452,7 +452,7 @@ def test_the_config_names_files_with_weights(tmp_path, monkeypatch):
         config.data.train
     )
     plan = make_plan(config)
-    assert (len(plan.train), plan.epoch_rows, plan.total_steps) == (6, 10, 3)
+    assert (len(plan.train), plan.epoch_rows, plan.total_steps) == (6, 10, 4)
     assert "       4 rows of a.jsonl, 2 times per epoch" in describe_run(plan)
     for wrong, message in (
         ("data.train=[{path: a, weight: 0}]", "mappings with path and weight > 0"),
@@ -545,3 +545,51 @@ def test_ignored_interactions_are_counted_for_each_file(tmp_path, caplog):
     assert [record.getMessage().rpartition("(")[2] for record in caplog.records] == [
         "rows: 2)", "rows: 3)",
     ]  # fmt: skip
+
+
+def give_away(path: Path) -> None:
+    """Give a file or a folder to another user."""
+    if os.geteuid():
+        pytest.skip("only root can give files to another user")
+    os.chown(path, 12345, 12345)
+
+
+@pytest.mark.parametrize("case", ["another user's folder", "link to a folder", "open folder"])
+def test_a_cache_folder_of_another_user_is_not_trusted(tmp_path, cached, home, caplog, case):
+    mine, theirs = numbered(tmp_path / "a.jsonl", 3), numbered(tmp_path / "b.jsonl", 3)
+    before = list(open_rows(mine))
+    folder = home / "rows"
+    (own,) = folder.iterdir()
+    open_rows(theirs)
+    (other,) = (file for file in folder.iterdir() if file != own)
+    key, content = own.name.partition("-")[0], other.name.partition("-")[2]
+    own.unlink()
+    other.rename(folder / f"{key}-{content}")  # valid, but the rows of another file
+    assert open_rows(mine)[0].prompt[0].content == "b 0"
+    if case == "another user's folder":
+        give_away(folder)
+    elif case == "link to a folder":
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.chmod(0o777)
+    assert list(open_rows(mine)) == before
+    assert ("is not used" in caplog.text) == (case != "open folder")
+
+
+@pytest.mark.parametrize("case", ["another user's file", "link to a file", "open file"])
+def test_a_cache_file_of_another_user_is_not_trusted(tmp_path, cached, home, case):
+    path = numbered(tmp_path / "a.jsonl", 3)
+    before = list(open_rows(path))
+    (file,) = (home / "rows").iterdir()
+    if case == "another user's file":
+        give_away(file)
+    elif case == "link to a file":
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+    else:
+        file.chmod(0o666)
+    assert list(open_rows(path)) == before
+    (file,) = (home / "rows").iterdir()
+    assert not file.is_symlink()
+    assert file.stat().st_uid == os.geteuid() and file.stat().st_mode & 0o777 == 0o600

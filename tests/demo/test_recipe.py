@@ -1,5 +1,6 @@
 """The tiny model: where it is kept, how it is made, and what it must be able to do."""
 
+import shutil
 from dataclasses import replace
 from itertools import islice
 
@@ -35,6 +36,18 @@ def test_the_model_is_made_once(hasty):
     assert tiny_model(folder.parent, HASTY, messages.append) == folder
     assert folder.stat().st_mtime_ns == before
     assert [f.name for f in folder.parent.iterdir()] == [folder.name]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_damaged_model_is_made_again(tmp_path, monkeypatch, name, hasty):
+    monkeypatch.setattr(
+        recipe, "make", lambda r, to, say: shutil.copytree(hasty[0], to, dirs_exist_ok=True)
+    )
+    folder, messages = tiny_model(tmp_path, HASTY, lambda text: None), []
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) // 2])
+    assert tiny_model(tmp_path, HASTY, messages.append) == folder
+    assert (folder / name).read_bytes() == content and "is damaged" in messages[0]
 
 
 def test_transformers_loads_it(hasty):
@@ -104,6 +117,15 @@ def test_names_of_models(hasty, tmp_path, monkeypatch):
     (tmp_path / "model_a" / "weights.pt").touch()
     with pytest.raises(UserError, match=r"weights\.pt is a file: use its folder, model_a"):
         resolve_model("model_a/weights.pt")
+    (tmp_path / "model_a" / "small.gguf").touch()
+    with pytest.raises(UserError, match=r"Use one of its files: model_a/small\.gguf$"):
+        resolve_model("model_a")
+    with pytest.raises(
+        UserError, match=r"no model file at smal\.gguf .*Use .*, a GGUF file, a hub"
+    ):
+        resolve_model("smal.gguf")
+    with pytest.raises(UserError, match=r"Did you mean 'small\.gguf'\?"):
+        resolve_model("model_a/smal.gguf")
 
 
 @pytest.mark.parametrize("name", ["tinny", "Tiny"])

@@ -48,6 +48,8 @@ OTHER_PAGES = [
     "AGENTS.md", "CONTRIBUTING.md", "README.md", "SECURITY.md", "datasets/README.md",
     "agentrl/cli/starter/README.md",
     *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("examples/*/README.md")),
+    "recipes/README.md",
+    *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("recipes/*/README.md")),
 ]  # fmt: skip
 PAGES = [*GUIDES, *OTHER_PAGES]
 
@@ -230,7 +232,7 @@ VERL_CONFIG = "actor_rollout_ref: {model: {path: models/mine}}\ndata: {train_fil
 @pytest.fixture
 def reader(tmp_path, monkeypatch) -> Path:
     """The reader's folder, as the working directory: the checkout's folders and a run.yaml."""
-    for name in ("datasets", "examples", "tests"):
+    for name in ("datasets", "examples", "recipes", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     return tmp_path

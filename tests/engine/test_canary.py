@@ -3,7 +3,10 @@
 import asyncio
 import json
 from array import array
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.trainer_fixtures import config
-from support.updates import sent_of
+from support.updates import publish, sent_of
 
 from agentrl.engine.remote.files import transfer_folder
 from agentrl.engine.remote.loaders import SGLangFileLoader
@@ -170,9 +173,7 @@ def test_a_resumed_run_measures_drift_from_the_same_point(noise, moves, stop):
     for k, move in enumerate([0.0, *moves]):
         row = moved(row, move * noise)
         if k == stop:
-            state = json.loads(json.dumps(resumed.state))
-            resumed = Canary(resumed.baseline_noise)
-            resumed.load(state)
+            resumed = Canary.load(json.loads(json.dumps(resumed.state)))
         engine = off(row, noise).float()
         assert check(resumed, row, engine) == check(straight, row, engine)
 
@@ -229,12 +230,13 @@ class Faulty(SGLangFileLoader):
         super().__init__(admin)
         self.loaded = {}
 
-    def load(self, version, sent, folder):
-        now = {name: t for file in sorted(folder.iterdir()) for name, t in load_file(file).items()}
+    def load(self, route, sent):
+        files = sorted(route.folder.iterdir())
+        now = {name: t for file in files for name, t in load_file(file).items()}
         weights, self.loaded = self.wrong(now), now
         with transfer_folder() as other:
             sent_of(weights.items(), Path(other))
-            super().load(version, sent, other)
+            super().load(replace(route, folder=other), sent)
 
     def wrong(self, now):
         if self.fault == "off":  # an update cannot be empty: send a tensor that does not change
@@ -260,10 +262,11 @@ def world(sglang_server, tiny_model):
         loader=Faulty,
     )
     with asyncio.Runner() as runner:
+        pool = SimpleNamespace(publish=partial(publish, engine))
         yield (
             learner,
             engine,
-            Publisher(learner, engine, ROW_IDS, lambda ids: [runner.run(engine.score(ids))]),
+            Publisher(learner, pool, ROW_IDS, lambda ids: [runner.run(engine.score(ids))]),
         )
 
 
@@ -271,6 +274,7 @@ def world(sglang_server, tiny_model):
 def learn(learner, seed):
     """Change all weights, by more than an optimizer step would."""
     torch.manual_seed(seed)
+    learner.policy_steps += 1
     for p in learner.rank.policy.model.parameters():
         p.add_(0.02 * p.abs().mean() * torch.randn_like(p))
 
@@ -302,6 +306,19 @@ def test_an_update_that_did_not_arrive_stops_the_run(world, fault):
         publisher.publish(2)
     engine.loader.fault = ""
     assert publisher.publish(3)["canary/drift"] > 100 * publisher.noise
+
+
+@pytest.mark.sglang
+def test_a_server_takes_a_version_without_weights(world):
+    learner, engine, publisher = world
+    publisher.publish(0)
+    learn(learner, 1)
+    publisher.publish(1)
+    engine.set_version(3)
+    assert engine.has_weights and [*engine.probe().versions] == [3]
+    learn(learner, 2)
+    assert publisher.publish(4)["canary/drift"] > 100 * publisher.noise
+    assert [*engine.probe().versions] == [4]
 
 
 @pytest.mark.sglang

@@ -9,7 +9,8 @@ import random
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -198,11 +199,34 @@ def plain_logprobs(model, row: Sequence[int], temperature: float = 1.0) -> np.nd
 # -- what is sampled -------------------------------------------------------------------------------
 
 
+class NotRecorded:
+    """In place of `DecodeGraphs`: it runs the pass at once, for as many rows as a graph."""
+
+    def __init__(self, run: Callable[..., torch.Tensor], failures: int = 0):
+        self.run, self.shapes, self.failures = run, set(), failures
+
+    def clear(self) -> None:
+        pass
+
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+        self.shapes.add((len(ids), length))
+        if self.failures and len(self.shapes) == self.failures:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return self.run(ids, positions, length)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("deterministic", [True, False])
-async def test_logprobs_are_those_of_a_full_forward(temperature: float, deterministic: bool):
+@pytest.mark.parametrize("graphs", ["none", "all", "until one fails"])
+async def test_logprobs_are_those_of_a_full_forward(temperature, deterministic, graphs, caplog):
     with running(deterministic=deterministic) as engine:
+        if graphs != "none":
+            recorded = NotRecorded(engine._decoder._decode, 2 if graphs != "all" else 0)
+            engine._decoder._graphs = recorded
         played = await play(engine, 16, 4, temperature=temperature)
+    if graphs != "none":
+        assert all(n in (1, 2, 4, 8, 16) and t == 128 for n, t in recorded.shapes)
+        assert ("without CUDA graphs: operation not" in caplog.text) == (graphs != "all")
     model, off, turns = random_model(), [], 0
     for row, answers in played:
         full = plain_logprobs(model, row, temperature)
@@ -305,6 +329,35 @@ async def test_an_edited_history_drops_the_cache_to_the_common_prefix():
         assert (third.prompt_tokens, third.cached_tokens) == (10, 9)
         full = plain_logprobs(random_model(), shorter + third.token_ids)
         np.testing.assert_allclose(full[10:], third.logprobs, atol=1e-5)
+
+
+async def test_a_shared_prefix_is_computed_once():
+    """One of the prompts has less than the others share; two more have a beginning of their own."""
+    shared, other = tokens(540, seed=1), tokens(30, seed=2)
+    prompts = [shared + tokens(10, seed=i) for i in range(3, 6)]
+    prompts += [shared[:520], other + tokens(9, seed=6), other + tokens(7, seed=7)]
+    model = random_model(max_position_embeddings=1024)
+    with running(random_model(max_position_embeddings=1024)) as engine:
+        answers = await flood(engine, prompts, Sampling(max_tokens=6))
+    assert [a.cached_tokens for a in answers] == [0, 519, 519, 519, 0, 0], "30 tokens are too few"
+    for prompt, answer in zip(prompts, answers, strict=True):
+        full = plain_logprobs(model, prompt + answer.token_ids)
+        np.testing.assert_allclose(full[len(prompt) :], answer.logprobs, atol=1e-5)
+
+
+async def test_a_prompt_may_equal_the_prefix_that_others_share():
+    """Four such prompts beside long ones: no pass may consist only of rows that lack nothing."""
+    prompts = []
+    for seed in range(4):
+        shared = tokens(200, seed)
+        prompts += [shared + tokens(1, seed + 4), shared + tokens(600, seed + 8)]
+    model = random_model(max_position_embeddings=1024)
+    with running(random_model(max_position_embeddings=1024)) as engine:
+        answers = await flood(engine, prompts, Sampling(max_tokens=2))
+    assert [a.cached_tokens for a in answers] == [0, 200] * 4
+    for prompt, answer in zip(prompts, answers, strict=True):
+        full = plain_logprobs(model, prompt + answer.token_ids)
+        np.testing.assert_allclose(full[len(prompt) :], answer.logprobs, atol=1e-5)
 
 
 async def test_equal_prompts_are_computed_once():
@@ -881,6 +934,36 @@ async def test_nan_logits_fail_their_episode_only():
     assert [a.token_ids for a in again] == [good.token_ids] * 2
 
 
+async def test_nan_of_a_cancelled_turn_fails_no_later_episode_in_its_row():
+    """With graphs its row goes on to be fed, while the other rows decode."""
+    poison = 77
+    model = random_model(tie_word_embeddings=False)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[poison] = torch.nan
+        model.lm_head.weight[poison] = 0  # It is never the most likely token.
+    with running(model, slots=4, deterministic=False) as engine:
+        engine._decoder._graphs = NotRecorded(engine._decoder._decode)
+        others, greedy = [], Sampling(0, max_tokens=200)
+        for i in range(3):
+            engine.begin(f"{i}")
+            turn = ask(engine, array("i", range(60)), greedy, episode_id=f"{i}")
+            others.append(asyncio.create_task(turn))
+        engine.begin("bad")
+        prompt = array("i", [1, 2, 3, 4, 5, 6, 7, poison, *range(8, 16)])
+        bad = asyncio.create_task(ask(engine, prompt, Sampling(), episode_id="bad"))
+        gate = Gate(model)
+        await asyncio.to_thread(gate.inside.wait, 20)
+        bad.cancel()
+        gate.open()
+        await asyncio.gather(bad, return_exceptions=True)
+        await asyncio.sleep(0.05)  # until the poison is fed
+        engine.end("bad")
+        engine.begin("good")
+        good = await ask(engine, tokens(9), Sampling(0, max_tokens=3), episode_id="good")
+        assert len(good.token_ids) == 3 and not any(turn.done() for turn in others)
+        await asyncio.gather(*others)
+
+
 async def gather(
     engine: LocalEngine,
     prompts: list[array[int]],
@@ -918,6 +1001,20 @@ async def test_publish_replaces_weights_and_drops_caches():
     np.testing.assert_allclose(
         second.logprobs, plain_logprobs(new, row + second.token_ids)[26:], atol=1e-5
     )
+
+
+async def test_a_version_without_new_weights_keeps_the_cache():
+    row = tokens(20)
+    with running(random_model(0)) as engine:
+        engine.begin("e")
+        first = await ask(engine, row, Sampling(max_tokens=6), episode_id="e")
+        assert engine.publish(replace(update([], 3), is_changed=False)) == 0
+        row.extend(first.token_ids)
+        second = await ask(engine, row, Sampling(max_tokens=6), episode_id="e")
+    assert set(first.versions) == {0} and set(second.versions) == {3}
+    assert second.cached_tokens == 25
+    expected = plain_logprobs(random_model(0), row + second.token_ids)[26:]
+    np.testing.assert_allclose(second.logprobs, expected, atol=1e-5)
 
 
 async def test_publish_in_the_middle_of_a_turn():

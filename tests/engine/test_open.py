@@ -6,12 +6,16 @@ from concurrent.futures import CancelledError, Future
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from agentrl.chat import load_tokenizer
 from agentrl.config import load_config
-from agentrl.engine.open import EngineStart
+from agentrl.engine.local.load import load_causal_lm
+from agentrl.engine.open import EngineStart, open_engine
 from agentrl.engine.remote import open as remote_open
 from agentrl.engine.remote.launch import EngineSlot, SGLangLaunch
 from agentrl.errors import ConfigError, EngineDead
+from agentrl.trainer.policy import ACTOR, Policy
 
 
 class Slots:
@@ -27,6 +31,7 @@ class Slots:
     def runner(self, index):
         def run(start):
             self.started.append(index)
+            self.launch = start.__self__
             assert self.server_may_run.wait(20)
             if self.error is not None:
                 raise self.error
@@ -82,6 +87,44 @@ def test_servers_start_at_once_unless_they_share_a_gpu(random_model, closed):
     assert slots.started == [0, 1]
     opening.close()
     wait_until(lambda: len(closed) == 2)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_an_adapter_is_merged_in_the_precision_of_the_servers(
+    random_model, closed, tmp_path, caplog, on_gpu
+):
+    """The base is in bfloat16, and the change of the adapter is far below its precision."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    load_causal_lm(random_model, torch.bfloat16).save_pretrained(base)
+    tokenizer = load_tokenizer(random_model)
+    tokenizer.save_pretrained(base)
+    policy = Policy(load_causal_lm(base, torch.float32), 1.0)
+    policy.add_adapter(ACTOR, 2, 4, "all-linear", seed=0)
+    for name, parameter in policy.parameters(ACTOR).items():
+        if "lora_B" in name:
+            parameter.data.fill_(1e-5)
+    policy.save_adapter(adapter)
+    slots = Slots(on_gpu)
+    slots.server_may_run.set()
+    config = load_config(None, ["rollout.name=sglang", f"model.path={adapter}"])
+    opening = EngineStart(config, tokenizer, slots.slots)
+    opening.finish()
+    merged = load_causal_lm(slots.launch.model, "auto")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    assert (merged.dtype, opening.dtype) == (dtype, str(dtype)[6:])
+    assert ("which rounds it" in caplog.text) == on_gpu
+    weights = merged.state_dict()
+    assert all(torch.equal(weights[n], t.to(dtype)) for n, t in policy.export())
+    opening.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_engine_that_rounds_a_model_in_float32_says_so(random_model, monkeypatch, caplog, dtype):
+    monkeypatch.setattr(EngineStart, "finish", lambda start: setattr(start, "dtype", dtype))
+    config = load_config(None, [f"model.path={random_model}"])
+    open_engine(config, load_tokenizer(random_model))
+    message = "the engine rounds its float32 weights to bfloat16"
+    assert (message in caplog.text) == (dtype == "bfloat16")
 
 
 def test_the_error_of_a_server_does_not_wait_for_the_learner(random_model, closed):

@@ -5,6 +5,7 @@ import contextlib
 import threading
 import time
 from array import array
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from support.fake_engines import PROMPT, QUICK, FakeLoader, FakeOpener, PoolHarn
 from agentrl.engine.base import Sampling
 from agentrl.engine.remote import supervisor as supervisor_module
 from agentrl.engine.remote.pool import EnginePool
-from agentrl.engine.remote.supervisor import Breaker, RecoveryPolicy
+from agentrl.engine.remote.supervisor import RecoveryPolicy, Replica, Supervisor
 from agentrl.errors import (
     EngineDead,
     EngineError,
@@ -121,7 +122,7 @@ async def test_a_turn_that_fails_is_sent_with_the_same_tokens_to_another_engine(
     assert harness.pool.metrics()["engine/failovers"] == 0.0, "since the last call"
 
 
-async def test_three_failures_in_a_row_open_the_circuit_breaker_and_a_probe_closes_it(make):
+async def test_three_failures_in_a_row_exclude_an_engine_and_a_probe_readmits_it(make):
     harness = await make(1)
     engine = harness.engines[0]
     for outcome in "xx.xx.xx.xxx":
@@ -155,6 +156,7 @@ async def test_a_deadline_that_passed_does_not_count_against_the_engine(make):
     assert harness.request_counts() == [4] and harness.usable_count() == 1
 
 
+@pytest.mark.timing
 async def test_an_engine_that_is_full_is_not_broken(make):
     harness = await make(2, recovery=PATIENT)
     a, b = harness.engines
@@ -218,6 +220,7 @@ async def test_one_of_two_engines_dies_with_turns_in_flight(make):
     assert [e for e, _ in again.requests] == ["new"], "the fewest episodes are there"
 
 
+@pytest.mark.timing
 async def test_turns_wait_for_the_restart_of_the_only_engine(make):
     harness = await make(1)
     harness.openers[0].seconds = 0.1
@@ -260,6 +263,7 @@ async def test_late_failures_of_an_engine_do_not_count_against_the_next(make):
 
 
 @pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.timing
 async def test_the_turns_of_an_engine_that_hangs_are_sent_to_another(make, ours):
     harness = await make(2, ours=ours)
     first, other = harness.engines
@@ -350,6 +354,7 @@ async def test_if_all_engines_failed_the_error_has_their_last_lines(make):
     assert harness.pool.metrics()["engine/restarts"] == 6
 
 
+@pytest.mark.timing
 async def test_servers_of_the_user_are_waited_for_with_a_limit(make):
     harness = await make(
         2, ours=False, recovery=RecoveryPolicy(first_backoff=0.02, max_backoff=0.1, outage=0.4)
@@ -403,8 +408,8 @@ async def test_an_engine_that_fails_its_check_is_never_usable(make):
     harness = await make(2, recovery=PATIENT)
     failing, replica = harness.engines[0], harness.pool.replicas[0]
 
-    def fail(version, sent, folder):
-        failing.version = version
+    def fail(route, sent):
+        failing.version = route.version
         raise EngineError("it holds other values")
 
     failing.finish_update = fail
@@ -526,6 +531,46 @@ async def test_a_version_that_is_published_twice_is_sent_twice(make):
     await harness.publish(1)
     await harness.until(lambda: harness.usable_count() == 2)
     assert (a.published, a.weights) == ([1, 1], 10)
+
+
+async def test_a_policy_that_has_not_changed_is_not_sent_again(make):
+    harness = await make(2)
+    first, second = harness.engines
+    await harness.move_weights()
+    assert await harness.publish(2, weights=10) == 0
+    await harness.sleep()
+    assert await harness.publish(3, weights=10) == 0
+    assert [(e.published, e.version, e.asleep) for e in (first, second)] == [([1], 3, False)] * 2
+    answer = await harness.pool.generate(
+        PROMPT, Sampling(), episode_id="e", seed=1, deadline=time.monotonic() + 5
+    )
+    assert (list(answer.token_ids), list(answer.versions)) == ([10], [3])
+    assert await harness.publish(4) == 4 and first.published == second.published == [1, 4]
+
+
+async def test_a_policy_is_sent_again_to_engines_that_do_not_hold_it(make):
+    harness = await make(2)
+    first, second = harness.engines
+    second.forgets = True
+    await harness.sleep()
+    assert await harness.publish(2, weights=10) == 4
+    assert first.published == second.published == [1, 2], "one has released its weights"
+    first.dead = True
+    await harness.sleep()
+    await harness.until(lambda: len(harness.openers[0].opened) == 1)
+    assert await harness.publish(3, weights=10) == 4
+    await harness.until(lambda: harness.usable_count() == 2)
+    assert harness.engines[0] is not first and harness.engines[0].weights == 10
+
+
+async def test_an_engine_that_cannot_take_a_version_is_excluded(make):
+    harness = await make(2)
+    first = harness.engines[0]
+    first.dead = True
+    assert await harness.publish(2, weights=10) == 0
+    await harness.until(lambda: harness.usable_count() == 2)
+    assert [e.published for e in harness.openers[0].opened] == [[1], [2]]
+    assert harness.engines[1].published == [1] and harness.engines[1].version == 2
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -704,9 +749,9 @@ async def test_an_engine_that_ended_when_it_received_memory_reads_files_after_it
     sources = by_memory(harness)
     await harness.publish(2)
     engine = harness.engines[0]
-    engine.loader.can_use_files = lambda: True
+    engine.loader.has_loaded = False
 
-    def dies(version, sent, folder):
+    def dies(route, sent):
         engine.dead = True
         engine.check_alive()
 
@@ -801,6 +846,7 @@ def test_a_failed_start_closes_the_other_engines_also_late_ones():
         time.sleep(0.01)
 
 
+@pytest.mark.timing
 def test_engines_start_concurrently():
     openers = [FakeOpener(i, True) for i in range(4)]
     for opener in openers:
@@ -811,6 +857,7 @@ def test_engines_start_concurrently():
     pool.close()
 
 
+@pytest.mark.timing
 async def test_close_ends_all_engines_and_threads():
     closed = []
     openers = [FakeOpener(0, True), FakeOpener(1, False), FakeOpener(2, True)]
@@ -856,21 +903,23 @@ async def test_a_cancelled_turn_is_not_sent_to_another_engine(make):
 # -- any faults at all -----------------------------------------------------------------------------
 
 
-def test_the_circuit_breaker_backs_off_until_a_request_succeeds():
-    breaker = Breaker()
+def test_an_excluded_engine_is_tried_less_often_until_it_answers_a_request(monkeypatch):
+    replica = Replica(0, None, SimpleNamespace())
+    supervisor = Supervisor([replica], RecoveryPolicy())
+    monkeypatch.setattr(
+        supervisor, "exclude", lambda *_, **__: setattr(replica, "is_excluded", True)
+    )
     for _ in range(2):
-        assert [breaker.record_failure(), breaker.record_failure(), breaker.record_failure()] == [
-            False,
-            False,
-            True,
-        ]
-        breaker.is_open = True
-        breaker.record_success()  # a late answer says nothing
-        assert [breaker.next_wait() for _ in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
-        breaker.close()
-        assert breaker.next_wait() == 60, "it has not answered a request yet"
-        breaker.record_success()
-    assert breaker.next_wait() == 1
+        for excluded in (False, False, True):
+            supervisor.record_failure(replica, replica.engine, EngineError("no"))
+            assert replica.is_excluded == excluded
+        supervisor.record_success(replica, replica.engine)  # a late answer says nothing
+        waits = [supervisor._next_wait(replica) for _ in range(8)]
+        assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
+        supervisor._admit(replica)
+        assert supervisor._next_wait(replica) == 60, "it has not answered a request yet"
+        supervisor.record_success(replica, replica.engine)
+    assert supervisor._next_wait(replica) == 1
 
 
 FAULTS = ("die", "hang", "fail", "full", "claim", "refuse", "sleep", "publish", "wait")

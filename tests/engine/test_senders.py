@@ -18,6 +18,7 @@ from support.exact_rank import ExactRank
 from support.fake_sglang import FakeSGLang
 from support.processes import Processes
 from support.trainer_fixtures import config, tiny_folder
+from support.updates import update_from
 
 from agentrl.engine.base import Update
 from agentrl.engine.remote import distributor as distributor_module
@@ -31,7 +32,7 @@ from agentrl.engine.remote.loaders import (
     SGLangFileLoader,
     SharedAdapterLoader,
 )
-from agentrl.engine.remote.senders import Route, Target, WeightsSender
+from agentrl.engine.remote.senders import Route, Sent, Target, WeightsSender
 from agentrl.errors import ConfigError, EngineError
 from agentrl.trainer.rank import LocalRankGroup
 
@@ -57,10 +58,10 @@ class Engine:
     def begin_update(self):
         time.sleep(self.seconds)
 
-    def finish_update(self, version, sent, folder):
+    def finish_update(self, route, sent):
         time.sleep(self.seconds)
-        self.loader.load(version, sent, folder)
-        self.version = version
+        self.loader.load(route, sent)
+        self.version = route.version
 
     def fail_update(self, error): ...
 
@@ -80,7 +81,7 @@ class Weights:
             self.gathers += 1
             yield from WEIGHTS
 
-        return Update(version, gather)
+        return update_from(gather, version)
 
 
 @pytest.mark.parametrize("loader", [memory, SGLangFileLoader], ids=["memory", "files"])
@@ -92,7 +93,7 @@ def test_32_servers_take_about_as_long_as_one(fake, loader):
         engines = [Engine(fake.url(1 + k), loader, 0.2) for k in range(count)]
         with closing(Distributor()) as distributor:
             start = time.monotonic()
-            size, errors = distributor.publish(engines, weights.update(count))
+            size, errors = distributor.send(engines, weights.update(count))
             seconds.setdefault(count, []).append(time.monotonic() - start)
         assert not errors and size == 12 * 64 * 4
         assert all(engine.version == count for engine in engines)
@@ -104,7 +105,7 @@ def test_a_server_that_refuses_affects_no_other(fake):
     fake.refusing = {"127.0.0.2"}
     engines = [Engine(fake.url(n), memory) for n in (1, 2, 3)]
     with closing(Distributor()) as distributor:
-        _, errors = distributor.publish(engines, Weights().update(7))
+        _, errors = distributor.send(engines, Weights().update(7))
     assert list(errors) == [engines[1]] and "out of memory" in str(errors[engines[1]])
     assert [engine.version for engine in engines] == [7, None, 7]
     assert fake.versions == {"127.0.0.1": ["7"], "127.0.0.3": ["7"]}
@@ -120,7 +121,7 @@ def test_a_server_that_cannot_read_memory_reads_files_from_then_on(fake, caplog)
     weights, engines = Weights(), [Engine(fake.url(n), auto) for n in (1, 2, 3)]
     with closing(Distributor()) as distributor:
         for version in (1, 2):
-            _, errors = distributor.publish(engines, weights.update(version))
+            _, errors = distributor.send(engines, weights.update(version))
             assert not errors and [engine.version for engine in engines] == [version] * 3
     assert [engine.loader.source for engine in engines] == ["memory", "files", "memory"]
     assert fake.requests.count(("127.0.0.2", "/update_weights_from_disk")) == 2
@@ -133,9 +134,9 @@ def test_a_server_that_cannot_read_memory_reads_files_from_then_on(fake, caplog)
 def test_a_server_that_received_weights_before_does_not_switch_to_files(fake):
     engine = Engine(fake.url(), lambda admin: MemoryLoader(admin, ranks=(0,), may_use_files=True))
     with closing(Distributor()) as distributor:
-        assert not distributor.publish([engine], Weights().update(1))[1]
+        assert not distributor.send([engine], Weights().update(1))[1]
         fake.refused_paths = {("127.0.0.1", "/update_weights_from_tensor")}
-        assert distributor.publish([engine], Weights().update(2))[1]
+        assert distributor.send([engine], Weights().update(2))[1]
     assert engine.loader.source == "memory"
 
 
@@ -145,17 +146,18 @@ ADAPTER = {f"layers.{i}.lora_{k}.weight": torch.randn(4, 8) for i in range(3) fo
 def adapter_update(version, calls):
     memory = []
 
-    def share(readers):
-        calls.append("memory")
-        bucket, shared = senders_module.share_adapter({"r": 4}, ADAPTER, readers)
-        memory[:] = [bucket]
-        return shared
+    def send(route):
+        sent = Sent()
+        if route.adapter_readers:
+            calls.append("memory")
+            memory[:] = senders_module.share_adapter({"r": 4}, ADAPTER, route.adapter_readers)
+            sent.adapter = memory.pop()
+        if route.adapter_folder:
+            calls.append("folder")
+            save_file(ADAPTER, route.adapter_folder / "adapter.safetensors")
+        return sent
 
-    def write(folder):
-        calls.append("folder")
-        save_file(ADAPTER, folder / "adapter.safetensors")
-
-    return Update(version, lambda: iter(()), write, share)
+    return Update(version, lambda: iter(()), send)
 
 
 def shared_files():
@@ -166,14 +168,14 @@ def shared_files():
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("field", ["serialized_named_tensors", "serialized_tensors", None])
 def test_adapters_come_through_memory_if_the_server_reads_it(fake, caplog, field, processes):
-    """Older servers take one text. It counts one reader, so it is for one process."""
+    """Servers before 0.5.17 take one text. It counts one reader, so it is for one process."""
     fake.adapter_field, calls, before = field, [], shared_files()
     reads_memory = field == "serialized_named_tensors" or (field is not None and processes == 1)
     load = partial(SharedAdapterLoader, processes=processes)
     engines = [Engine(fake.url(n), load) for n in (1, 2)]
     with closing(Distributor()) as distributor:
         for version in (1, 2, 3):
-            size, errors = distributor.publish(engines, adapter_update(version, calls))
+            size, errors = distributor.send(engines, adapter_update(version, calls))
             assert not errors and size >= 6 * 32 * 4
     assert calls == (["memory"] * 3 if reads_memory else ["memory", *["folder"] * 3])
     for engine, host in zip(engines, ("127.0.0.1", "127.0.0.2"), strict=True):
@@ -194,17 +196,17 @@ def test_adapters_stay_loaded_while_turns_name_them(fake):
     loader, held = engine.loader, []
     with closing(Distributor()) as distributor, ExitStack() as turns:
         for version in range(1, 5):
-            assert not distributor.publish([engine], adapter_update(version, []))[1]
+            assert not distributor.send([engine], adapter_update(version, []))[1]
             if version in (1, 3):
                 held.append(loader.request_fields())
                 turns.enter_context(loader.in_use(held[-1]))
         names = fake.adapters["127.0.0.1"]
         assert len(names) == 3 and all(fields["lora_path"] in names for fields in held)
         turns.enter_context(loader.in_use(loader.request_fields()))
-        errors = distributor.publish([engine], adapter_update(5, []))[1]
+        errors = distributor.send([engine], adapter_update(5, []))[1]
         assert "turns in flight use all its 3 adapters" in str(errors[engine])
         turns.close()
-        assert not distributor.publish([engine], adapter_update(5, []))[1]
+        assert not distributor.send([engine], adapter_update(5, []))[1]
         assert held[0]["lora_path"] not in names and held[1]["lora_path"] in names
 
 
@@ -225,7 +227,7 @@ def test_an_adapter_that_cannot_be_shared_goes_through_a_folder(fake, monkeypatc
         monkeypatch.setattr(loaders_module, "this_machine", lambda: "another")
     engine = Engine(fake.url(), SharedAdapterLoader)
     with closing(Distributor()) as distributor:
-        assert not distributor.publish([engine], adapter_update(1, calls := []))[1]
+        assert not distributor.send([engine], adapter_update(1, calls := []))[1]
     assert calls == ["memory", "folder"] and engine.loader.source == "adapter"
     assert ("bytes left" if full else "rank 0 is on") in caplog.text
     assert not any("from_tensors" in path for _, path in fake.requests)
@@ -233,18 +235,18 @@ def test_an_adapter_that_cannot_be_shared_goes_through_a_folder(fake, monkeypatc
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), SafetensorError("I/O error")])
 def test_an_adapter_that_cannot_be_written_is_an_engine_error(fake, error):
-    def write(folder):
+    def send(route):
         raise error
 
     with closing(Distributor()) as distributor, pytest.raises(EngineError, match="set TMPDIR"):
         engine = Engine(fake.url(), SGLangAdapterLoader)
-        distributor.publish([engine], Update(1, lambda: iter(()), write))
+        distributor.send([engine], Update(1, lambda: iter(()), send))
 
 
 def test_a_temporary_folder_that_is_missing_is_an_engine_error(fake, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with closing(Distributor()) as distributor, pytest.raises(EngineError, match="missing"):
-        distributor.publish([Engine(fake.url(), SGLangFileLoader)], Weights().update(1))
+        distributor.send([Engine(fake.url(), SGLangFileLoader)], Weights().update(1))
 
 
 def test_a_server_that_hangs_fails_after_its_time_and_is_named_before(fake, monkeypatch, caplog):
@@ -254,7 +256,7 @@ def test_a_server_that_hangs_fails_after_its_time_and_is_named_before(fake, monk
     engines = [Engine(fake.url(n), memory) for n in (1, 2)]
     start = time.monotonic()
     with closing(Distributor()) as distributor:
-        _, errors = distributor.publish(engines, Weights().update(7))
+        _, errors = distributor.send(engines, Weights().update(7))
     assert 1 < time.monotonic() - start < 8
     assert list(errors) == [engines[1]] and "127.0.0.2" in str(errors[engines[1]])
     assert caplog.text.count("version 7 of the policy is not on every engine after 0.3 s") == 1
@@ -278,7 +280,7 @@ def test_the_log_names_the_servers_that_are_slow(fake, monkeypatch, caplog):
     monkeypatch.setattr(distributor_module, "SLOW_SECONDS", 0.3)
     engines = [Engine(fake.url(1), memory), Engine(fake.url(2), memory, 0.6)]
     with closing(Distributor()) as distributor:
-        distributor.publish(engines, Weights().update(7))
+        distributor.send(engines, Weights().update(7))
     assert f"waiting for {engines[1].url}" in caplog.text and engines[0].url not in caplog.text
 
 
@@ -293,6 +295,7 @@ def test_weights_that_cannot_be_gathered_leave_nothing_waiting(fake):
     assert not fake.versions, "the version comes with the last bucket only"
 
 
+@pytest.mark.timing
 def test_what_is_sent_next_is_gathered_while_a_bucket_is_sent(fake):
     """12 tensors of 50 ms each, in 12 buckets of 100 ms: together 1.2 s, not 1.8 s."""
     fake.seconds = 0.1
@@ -349,6 +352,20 @@ def test_two_ranks_send_what_one_rank_sends(fake, folder, two_ranks, tmp_path, l
         for name, tensor in expected.items():
             torch.testing.assert_close(received[name], tensor, atol=1e-7, rtol=0)
     assert fake.versions == {f"127.0.0.{n}": ["5"] for n in (1, 2, 3)}
+
+
+def test_a_rank_sends_its_adapter_in_each_way_that_a_route_names(folder, tmp_path):
+    one = LocalRankGroup(ExactRank(folder))
+    one.begin(config(model__lora_rank=4))
+    sent = one.send_weights(Route(1, adapter_folder=tmp_path, adapter_readers=2))
+    _, tensors = one.rank.policy.gather_adapter()
+    assert load_file(tmp_path / "adapter_model.safetensors").keys() == tensors.keys()
+    assert len(sent.adapter.handles) == 2 and not sent.names, "no weights were sent"
+    assert sent.adapter.size == sum(t.nbytes for t in tensors.values())
+    closed = []
+    one.rank._weights_sender._broadcast = SimpleNamespace(close=lambda: closed.append(1))
+    one.close()
+    assert closed, "it has left the group of the broadcast"
 
 
 def test_a_server_of_another_rank_that_fails_does_not_end_the_ranks(fake, two_ranks):

@@ -15,14 +15,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support.reference_model import ask, greedy_of, logprobs_of
-from support.updates import update
+from support.updates import publish, update
 from transformers import AutoModelForCausalLM
 
 from agentrl.agent_loops.attempt import load_template
+from agentrl.chat import ChatTemplate
 from agentrl.config import load_config
 from agentrl.demo import TINY_SETTINGS
 from agentrl.demo.recipe import CALCULATOR
 from agentrl.engine.base import Sampling
+from agentrl.engine.pieces import SamplerInPieces
 from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.engine.remote.pool import EnginePool
 from agentrl.engine.remote.senders import Route, Sent, WeightsSender
@@ -63,7 +65,7 @@ def close(actual, expected, temperature=1.0, *, mean=False, bound=1e-5):
 def engine(sglang_server, model):
     """The server with the tiny model's weights as version 0, and an empty cache."""
     engine = connect(sglang_server, model)
-    engine.publish(update(weights(model), 0))
+    publish(engine, update(weights(model), 0))
     return engine
 
 
@@ -145,6 +147,17 @@ async def test_greedy_and_its_end(engine, model, tiny_tokenizer):
     assert cut.token_ids == turn.token_ids[:3] and cut.finish_reason == "length"
 
 
+async def test_a_turn_is_the_same_in_pieces(engine, tiny_tokenizer):
+    """`agentrl chat` samples in pieces, to print an answer before it is complete."""
+    prompt, pieces = question(tiny_tokenizer), []
+    template = ChatTemplate(tiny_tokenizer)
+    sampler = SamplerInPieces(engine, template, lambda *piece: pieces.append(piece))
+    turn, at_once = await ask(sampler, prompt, GREEDY), await ask(engine, prompt, GREEDY)
+    assert turn.token_ids == at_once.token_ids and turn.finish_reason == at_once.finish_reason
+    assert len(pieces) == -(-len(turn.token_ids) // 4) > 1
+    assert "".join(text for text, _ in pieces) == template.decode_turn(turn.token_ids)
+
+
 async def test_stop_ids_and_texts_stay_in_the_ids(engine, tiny_tokenizer):
     prompt = question(tiny_tokenizer)
     ids = (await ask(engine, prompt, GREEDY)).token_ids
@@ -220,7 +233,7 @@ def in_flight(engine):
 
 @pytest.mark.parametrize("how", ["cancelled", pytest.param("deadline", marks=pytest.mark.slow)])
 async def test_the_server_aborts_a_turn_whose_client_gave_up(engine, model, how):
-    await asyncio.to_thread(engine.publish, update(without_end(model), 1))
+    await asyncio.to_thread(publish, engine, update(without_end(model), 1))
     endless = Sampling(temperature=0.0, max_tokens=2_000)
 
     async def turn(seconds):
@@ -285,7 +298,7 @@ async def test_publishing_changes_what_is_sampled(engine, model, tiny_tokenizer)
     with torch.no_grad():
         for p in other.parameters():
             p.add_(0.05 * torch.randn_like(p))
-    await asyncio.to_thread(engine.publish, update(weights(other), 7))
+    await asyncio.to_thread(publish, engine, update(weights(other), 7))
     after = await ask(engine, prompt, GREEDY)
     assert after.token_ids == greedy_of(other, prompt, GREEDY.max_tokens) != before.token_ids
     assert set(after.versions) == {7} and after.cached_tokens == 0
@@ -294,7 +307,7 @@ async def test_publishing_changes_what_is_sampled(engine, model, tiny_tokenizer)
     # What is not named stays: as merged adapters are published.
     name = "model.layers.0.mlp.down_proj.weight"
     tensor = model.get_parameter(name).detach()
-    await asyncio.to_thread(engine.publish, update([(name, tensor)], 8))
+    await asyncio.to_thread(publish, engine, update([(name, tensor)], 8))
     with torch.no_grad():
         other.get_parameter(name).copy_(tensor)
     mixed = await ask(engine, prompt, GREEDY)
@@ -305,12 +318,12 @@ async def test_publishing_changes_what_is_sampled(engine, model, tiny_tokenizer)
 async def test_weights_in_many_files_are_the_same_weights(engine, model, tiny_tokenizer, tmp_path):
     prompt = question(tiny_tokenizer)
     scores = await engine.score(prompt)
-    await asyncio.to_thread(engine.publish, update(without_end(model), 1))
+    await asyncio.to_thread(publish, engine, update(without_end(model), 1))
     assert await engine.score(prompt) != scores
     route = Route(2, folder=tmp_path, bucket_bytes=1)
     sent = WeightsSender().send(weights(model), route)
     assert len(list(tmp_path.iterdir())) == len(sent.names)
-    await asyncio.to_thread(engine.finish_update, 2, sent, tmp_path)
+    await asyncio.to_thread(engine.finish_update, route, sent)
     assert await engine.score(prompt) == scores
 
 
@@ -344,12 +357,12 @@ def test_an_update_without_effect_is_noticed(engine, model, tmp_path):
     flush, load = engine.flush_cache, engine.loader.load
     engine.flush_cache = lambda: None
     with pytest.raises(EngineError, match="127 tokens of the old weights are still in the cache"):
-        engine.publish(update(weights(model), 1))
+        publish(engine, update(weights(model), 1))
     engine.flush_cache, engine.loader.load = flush, lambda *_: None
     with pytest.raises(EngineError, match=r"weights were '5' when .* and '1'"):
-        engine.publish(update(weights(model), 5))
+        publish(engine, update(weights(model), 5))
     with pytest.raises(EngineError, match="update_weights_from_disk: status 400"):
-        load(6, Sent(), tmp_path)
+        load(Route(6, folder=tmp_path), Sent())
 
 
 async def paused(engine, mode, turn):
@@ -363,7 +376,7 @@ async def paused(engine, mode, turn):
 
 @pytest.mark.parametrize("mode", ["in_place", pytest.param("retract", marks=pytest.mark.slow)])
 async def test_a_pause_loses_nothing(engine, model, tiny_tokenizer, mode):
-    await asyncio.to_thread(engine.publish, update(endless(model), 1))
+    await asyncio.to_thread(publish, engine, update(endless(model), 1))
     prompt = question(tiny_tokenizer)
     turn = ask(engine, prompt, Sampling(temperature=0.0, max_tokens=300))
     task = await paused(engine, mode, turn)
@@ -382,7 +395,7 @@ async def test_a_pause_loses_nothing(engine, model, tiny_tokenizer, mode):
 
 
 async def test_a_pause_may_abort_turns_in_flight(engine, model):
-    await asyncio.to_thread(engine.publish, update(without_end(model), 1))
+    await asyncio.to_thread(publish, engine, update(without_end(model), 1))
     turn = ask(engine, array("i", [5, 6]), Sampling(temperature=0.0, max_tokens=2_000))
     task = await paused(engine, "abort", turn)
     with pytest.raises(EngineError, match=r"(?i)abort"):
@@ -418,7 +431,7 @@ async def test_a_prompt_that_is_too_long_does_not_count_against_the_engine(
                 with pytest.raises(PromptTooLong, match=message):
                     await turn(array("i", [5] * row))
         assert (await turn(array("i", [5]))).prompt_tokens == 1
-        assert not pool.replicas[0].breaker.is_open
+        assert not pool.replicas[0].is_excluded
         assert pool.metrics() == {
             "engine/usable": 1.0, "engine/restarts": 0.0, "engine/failovers": 0.0,
         }  # fmt: skip

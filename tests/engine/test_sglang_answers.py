@@ -4,10 +4,11 @@ import copy
 from array import array
 
 import pytest
+from support.fake_sglang import FakeSGLang
 
 from agentrl.engine.remote.admin import refusal
 from agentrl.engine.remote.client import PolicyVersion
-from agentrl.engine.remote.sglang import read_generation, read_scores
+from agentrl.engine.remote.sglang import SGLangEngine, read_generation, read_scores
 from agentrl.errors import (
     EngineError,
     EngineOverloaded,
@@ -146,3 +147,28 @@ def test_scores_of_the_vocabularys_last_token():
     assert read_scores(scores, [5, 9], 10, "here") == array("f", [0.0, -0.5])
     with pytest.raises(InvalidEngineResponse, match="another row"):
         read_scores(scores, [5, 8], 10, "here")
+
+
+class OneToken(FakeSGLang):
+    """A server that samples one token for each request, from weights of a version."""
+
+    version = "default"
+
+    def handle(self, host, path, body):
+        if path != "/generate":
+            return 200, {"max_req_input_len": 512, "weight_version": self.version}
+        one = {"completion_tokens": 1, "output_token_logprobs": [[-0.5, 3, None]]}
+        return 200, answer(**one, weight_version=self.version)
+
+
+def test_a_restarted_server_does_not_take_a_version_without_weights():
+    server = OneToken()
+    try:
+        engine = SGLangEngine(server.url(), vocabulary=10)
+        engine.set_version(3)
+        assert engine.version == 3 and [*engine.probe().versions] == [3]
+        server.version = "of another process"
+        with pytest.raises(EngineError, match="'default' when this turn began and 'of another"):
+            engine.set_version(4)
+    finally:
+        server.close()

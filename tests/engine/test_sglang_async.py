@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.reference_model import ask, logprobs_of
-from support.updates import update
+from support.updates import publish, update
 from transformers import AutoModelForCausalLM
 
 from agentrl.config import load_config
@@ -54,7 +54,7 @@ def engine(sglang_server, policies):
         key=sglang_server.token,
         admin_key=sglang_server.admin_token,
     )
-    engine.publish(update_of(policies[0], 0))
+    publish(engine, update_of(policies[0], 0))
     return engine
 
 
@@ -76,7 +76,7 @@ async def play_and_publish(engine, policies, sampling, has_enough):
             await asyncio.sleep(0.1)
             assert not any(task.done() for task in tasks), "a turn failed"
             update = update_of(policies[version % len(policies)], version)
-            await asyncio.to_thread(engine.publish, update)
+            await asyncio.to_thread(publish, engine, update)
             if has_enough([turn for _, turn in pairs]):
                 break
         else:
@@ -142,13 +142,13 @@ async def test_turns_fail_if_the_weights_do_not_arrive(engine, policies, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(engine.loader, "load", fail)
         with pytest.raises(EngineError, match="disk is full"):
-            await asyncio.to_thread(engine.publish, update_of(policies[1], 1))
+            await asyncio.to_thread(publish, engine, update_of(policies[1], 1))
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert any(isinstance(r, EngineError) and "disk is full" in str(r) for r in results)
     with pytest.raises(EngineError, match="disk is full"):  # The weights are unknown.
         await ask(engine, PROMPTS[0], sampling)
     assert engine.probe().versions[0] == 0, "the pause has ended"
-    await asyncio.to_thread(engine.publish, update_of(policies[2], 2))
+    await asyncio.to_thread(publish, engine, update_of(policies[2], 2))
     turn = await ask(engine, PROMPTS[0], Sampling(max_tokens=20))
     assert set(turn.versions) == {2} and worst_gap(policies, PROMPTS[0], turn) < 1e-5
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.reference_model import ask
 from support.trainer_fixtures import config
+from support.updates import publish
 from transformers import AutoModelForCausalLM
 
 from agentrl.engine.base import Sampling
@@ -49,7 +50,8 @@ async def test_a_server_loads_it(load, sglang_server, tiny_model, tiny_tokenizer
     with torch.no_grad():
         for parameter in learner.rank.optimizers["actor"].parameters.values():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-    save_checkpoint(tmp_path, 1, learner.ranks.save, {"config": cfg.model_dump(mode="json")})
+    meta = {"config": cfg.model_dump(mode="json"), "dtype": "float32"}
+    save_checkpoint(tmp_path, 1, learner.ranks.save, meta)
     export(tmp_path, tmp_path / "out", merge=True)
     load(tmp_path / "out")
     vocabulary = AutoModelForCausalLM.from_pretrained(tiny_model).config.vocab_size
@@ -103,7 +105,7 @@ async def test_adapters_come_through_memory_or_a_folder(
         with torch.no_grad():
             for parameter in learner.rank.optimizers["actor"].parameters.values():
                 parameter.add_(0.05 * torch.randn(parameter.shape))
-        size = engine.publish(learner.make_update(version))
+        size = publish(engine, learner.make_update(version))
         assert engine.version == version and size >= 4 * sum(
             p.numel() for p in learner.rank.optimizers["actor"].parameters.values()
         )
@@ -136,7 +138,7 @@ async def test_turns_in_flight_end_with_the_adapter_that_they_named(lora_server,
                 parameter.add_(0.05 * torch.randn(parameter.shape))
         states[version] = [p.detach().clone() for p in parameters]
         spanned += sum(not task.done() for task in tasks.get(version - 1, ()))
-        await asyncio.to_thread(engine.publish, learner.make_update(version))
+        await asyncio.to_thread(publish, engine, learner.make_update(version))
         tasks[version] = [
             asyncio.create_task(ask(engine, prompt, Sampling(max_tokens=150), f"e{version}-{i}"))
             for i, prompt in enumerate(prompts)

@@ -24,7 +24,7 @@ from agentrl.engine.remote.pool import EnginePool
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.engine.remote.supervisor import RecoveryPolicy
 from agentrl.errors import EngineDead
-from agentrl.rewards import make_scorer
+from agentrl.rewards import Scorer
 from agentrl.rollout import Rollouts
 from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Message, Sample, token_array
@@ -109,7 +109,7 @@ class World:
         self.pool = EnginePool(openers, recovery=QUICK)
         self.rollouts = Rollouts(
             attempt.Runtime(self.pool, attempt.load_template(config), LocalToolbox(), config),
-            make_scorer(config.reward),
+            Scorer(config.reward),
             seed=0,
         )
         policy = ((n, p.detach()) for n, p in model.named_parameters())
@@ -283,12 +283,12 @@ class Ranks:
         self.ranks.move(0.02)
         self.version += 1
         start = time.monotonic()
-        self.pool.publish(Update(self.version, lambda: iter(()), send=send))
+        self.pool.publish(Update(self.version, lambda: iter(()), send))
         return time.monotonic() - start
 
     async def check(self, *usable):
         """Check that exactly these servers are used, and that they have the ranks' weights."""
-        assert [r.index for r in self.pool.replicas if not r.breaker.is_open] == [*usable]
+        assert [r.index for r in self.pool.replicas if not r.is_excluded] == [*usable]
         expected = self.ranks.score(ROW.tolist())
         for index in usable:
             engine = self.pool.replicas[index].engine

@@ -17,7 +17,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.reference_model import ask, greedy_of, logprobs_of
-from support.updates import update
+from support.updates import publish, update
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.config import load_config
@@ -26,6 +26,7 @@ from agentrl.engine.base import Sampling, Update
 from agentrl.engine.remote.launch import VLLMLaunch
 from agentrl.engine.remote.loaders import VLLMAdapterLoader, VLLMFileLoader
 from agentrl.engine.remote.open import make_openers, parameter_names
+from agentrl.engine.remote.senders import Sent
 from agentrl.engine.remote.vllm import Completions, Generate, VLLMEngine
 from agentrl.errors import ConfigError, EngineDead, EngineError, PromptTooLong, UserError
 from agentrl.http import fetch
@@ -110,7 +111,7 @@ def attached(server, model, loader, **options):
 def engine(server, model, untied):
     """It takes weights, and has the tiny model's as version 0."""
     engine = attached(server, model, partial(VLLMFileLoader, names=parameter_names(str(untied))))
-    engine.publish(update(weights(model), 0))
+    publish(engine, update(weights(model), 0))
     return engine
 
 
@@ -221,7 +222,7 @@ def running(engine):
 
 @pytest.mark.parametrize("how", ["cancelled", "deadline"])
 async def test_the_server_aborts_a_turn_whose_client_gave_up(engine, model, how):
-    await asyncio.to_thread(engine.publish, update(without_end(model), 1))
+    await asyncio.to_thread(publish, engine, update(without_end(model), 1))
     endless = Sampling(temperature=0.0, max_tokens=2_000)
     seconds = 1.5 if how == "deadline" else 120.0
     task = asyncio.create_task(ask(engine, array("i", [5, 6]), endless, seconds=seconds))
@@ -251,7 +252,7 @@ async def test_publishing_changes_what_is_sampled(engine, model, tiny_tokenizer)
     prompt = question(tiny_tokenizer)
     before = await ask(engine, prompt, GREEDY)
     other = moved(model)
-    sent = await asyncio.to_thread(engine.publish, update(weights(other), 7))
+    sent = await asyncio.to_thread(publish, engine, update(weights(other), 7))
     assert sent == sum(p.nbytes for p in other.parameters())
     after = await ask(engine, prompt, GREEDY)
     assert after.token_ids == greedy_of(other, prompt, GREEDY.max_tokens) != before.token_ids
@@ -268,7 +269,7 @@ def test_an_update_without_effect_is_noticed(engine, model, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(engine.admin, "manage", deaf)
         with pytest.raises(EngineError, match=r"version 9 was published, .*another \S*norm"):
-            engine.publish(update(weights(moved(model)), 9))
+            publish(engine, update(weights(moved(model)), 9))
     manage("/resume", {})  # it had stayed paused
     engine.probe()
     assert engine.probe().cached_tokens > 0  # what was cached before would be seen
@@ -280,11 +281,11 @@ def test_an_update_without_effect_is_noticed(engine, model, monkeypatch):
 def test_updates_that_would_leave_old_weights_are_refused(engine, model, server):
     some = [("model.layers.0.self_attn.q_proj.weight", torch.zeros(1))]
     with pytest.raises(ConfigError, match=r"26 of 27 are not published .*lora=adapter"):
-        engine.publish(update(some, 1))
+        publish(engine, update(some, 1))
     engine.probe()  # goes on as it was
     engine = attached(server, model, partial(VLLMFileLoader, names=frozenset(), stale_head=True))
     with pytest.raises(ConfigError, match="keep using the old head"):
-        engine.publish(update(weights(model), 1))
+        publish(engine, update(weights(model), 1))
 
 
 async def test_weights_change_between_turns(either, model):
@@ -308,7 +309,7 @@ async def test_weights_change_between_turns(either, model):
 
 
 async def test_a_pause_loses_nothing(engine, model):
-    await asyncio.to_thread(engine.publish, update(without_end(model), 1))
+    await asyncio.to_thread(publish, engine, update(without_end(model), 1))
     turn = Sampling(temperature=0.0, max_tokens=300)
     task = asyncio.create_task(ask(engine, array("i", [5, 6]), turn))
     while not await asyncio.to_thread(running, engine):
@@ -325,7 +326,12 @@ def adapter_of(model, seed):
     torch.manual_seed(seed)
     lora = LoraConfig(r=RANK, target_modules="all-linear", init_lora_weights=False)
     tuned = get_peft_model(copy.deepcopy(model), lora)
-    return tuned, Update(seed, lambda: iter(()), lambda folder: tuned.save_pretrained(str(folder)))
+
+    def send(route):
+        tuned.save_pretrained(str(route.adapter_folder))
+        return Sent()
+
+    return tuned, Update(seed, lambda: iter(()), send)
 
 
 async def test_adapters_by_name(server, engine, model, tiny_tokenizer):
@@ -334,7 +340,7 @@ async def test_adapters_by_name(server, engine, model, tiny_tokenizer):
     assert (await ask(lora, prompt, GREEDY)).token_ids == greedy_of(model, prompt, 24)
     for seed in (1, 2, 3, 4):
         tuned, published = adapter_of(model, seed)
-        sent = await asyncio.to_thread(lora.publish, published)
+        sent = await asyncio.to_thread(publish, lora, published)
         assert sent > 4 * sum(p.numel() for n, p in tuned.named_parameters() if "lora_" in n)
         turn = await ask(lora, prompt, Sampling(max_tokens=24))
         assert set(turn.versions) == {seed} and turn.cached_tokens == 0
@@ -419,7 +425,7 @@ def test_two_steps(server, engine, untied, tmp_path, monkeypatch, lora_rank):
 
 async def test_the_death_of_a_server_is_reported(engine, model, server):
     """The last test: it ends the server."""
-    await asyncio.to_thread(engine.publish, update(without_end(model), 1))
+    await asyncio.to_thread(publish, engine, update(without_end(model), 1))
     endless = Sampling(temperature=0.0, max_tokens=2_000)
     task = asyncio.create_task(ask(engine, array("i", [5, 6]), endless))
     while not await asyncio.to_thread(running, engine):

@@ -18,6 +18,7 @@ from agentrl.engine.remote.client import PolicyVersion
 from agentrl.engine.remote.launch import VLLMLaunch
 from agentrl.engine.remote.loaders import VLLMAdapterLoader, VLLMFileLoader
 from agentrl.engine.remote.open import parameter_names, vllm_loader
+from agentrl.engine.remote.senders import Route
 from agentrl.engine.remote.vllm import (
     Completions,
     Generate,
@@ -348,5 +349,6 @@ def test_a_server_whose_weights_cannot_be_checked_is_logged_once(caplog, tmp_pat
 
     loader = VLLMFileLoader(Admin(), frozenset({"model.norm.weight"}))  # type: ignore[arg-type]
     for version in (1, 2):
-        loader.load(version, sent_of([("model.norm.weight", torch.ones(4))]), tmp_path)
+        sent = sent_of([("model.norm.weight", torch.ones(4))])
+        loader.load(Route(version, folder=tmp_path), sent)
     assert caplog.text.count("http://server has no checksums of its weights") == 1

@@ -1,10 +1,13 @@
 """The check that a server has the weights that it was sent."""
 
+from dataclasses import replace
+
 import orjson
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.updates import publish as publish_to
 from support.updates import sent_of, update
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
@@ -250,7 +253,7 @@ def test_weights_of_a_real_llama_server_are_checked(sglang_python, random_model,
                 for p in model.parameters():
                     p.mul_(1.01)
             sent = [(n, p.detach().clone()) for n, p in model.named_parameters()]
-            engine.publish(update(sent, version))
+            publish_to(engine, update(sent, version))
         admin = AdminClient(server.url, key=server.token, admin_key=server.admin_token)
         for name, tensor in sent:  # what is never compared is what the server gives wrongly
             rows = admin.manage(
@@ -262,8 +265,8 @@ def test_weights_of_a_real_llama_server_are_checked(sglang_python, random_model,
         other = tmp_path / "other"
         other.mkdir()
         sent_of([("lm_head.weight", sent[0][1])], other)
-        engine.loader.load = lambda version, sent, folder: load(version, sent, other)
+        engine.loader.load = lambda route, sent: load(replace(route, folder=other), sent)
         with pytest.raises(EngineError, match=r"version 3 .* the server holds other values"):
-            engine.publish(update([(n, t + 1) for n, t in sent], 3))
+            publish_to(engine, update([(n, t + 1) for n, t in sent], 3))
     finally:
         server.stop()

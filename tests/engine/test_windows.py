@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from agentrl.engine.local.decoder import Decoder
+from agentrl.engine.local.decoder import CannotDecode, Decoder
+from agentrl.engine.local.load import UNLIMITED, max_row_length
 from agentrl.engine.local.windows import SHORT, find_windows, small_copy
 from agentrl.errors import ConfigError, UserError
 from agentrl.trainer.attention import PACKED, Layout
@@ -101,9 +102,9 @@ def test_rows_are_packed_exactly_where_this_is_right_beyond_a_models_window(kind
     assert right == (kind != "phimoe")
 
 
-def test_a_model_whose_masks_depend_on_later_tokens_is_refused():
+def test_a_model_whose_masks_depend_on_the_number_of_later_tokens_is_refused():
     config = CONFIG_MAPPING["doge"](**SHAPE, keep_window_size=4096)
-    with pytest.raises(ConfigError, match="for longer rows a token changes the logits of earlier"):
+    with pytest.raises(ConfigError, match="for longer rows the logits of a token depend on the"):
         prove_mode(random_model(config))
 
 
@@ -151,7 +152,8 @@ def test_windows_are_found_anywhere_in_a_config():
     assert not find_windows(CONFIG_MAPPING["qwen2"]())
 
 
-def test_the_copy_is_small_and_does_not_change_the_model_or_the_random_state():
+def test_the_copy_is_small_and_does_not_change_the_model_or_the_random_state(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # their random state is not read
     model = random_model(config_of("qwen2", 4096))
     before, state = model.config.to_dict(), torch.get_rng_state()
     copy = small_copy(model)
@@ -220,3 +222,23 @@ def test_the_check_takes_no_longer_for_a_longer_window():
 
     seconds(64)
     assert min(seconds(32_768) for _ in range(3)) < 3 * max(seconds(64) for _ in range(3)) + 0.05
+
+
+def test_the_length_of_a_row_is_known_of_every_causal_model_of_transformers():
+    configs = {kind: CONFIG_MAPPING[kind]() for kind in ("bloom", "mpt", "mamba", "mamba2")}
+    lengths = {kind: max_row_length(config) for kind, config in configs.items()}
+    assert lengths == {"bloom": UNLIMITED, "mpt": 2048, "mamba": UNLIMITED, "mamba2": UNLIMITED}
+    assert max_row_length(CONFIG_MAPPING["qwen3"](max_position_embeddings=4096)) == 4096
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("bloom", {"n_layer": 2, "n_head": 4}),
+        ("mamba", {"num_hidden_layers": 2, "state_size": 8}),
+    ],
+)
+def test_a_model_without_a_length_that_the_local_engine_cannot_run_is_refused(kind, shape):
+    config = CONFIG_MAPPING[kind](vocab_size=64, hidden_size=32, pad_token_id=0, **shape)
+    with pytest.raises(CannotDecode, match="this engine's cache"):
+        Decoder(AutoModelForCausalLM.from_config(config))

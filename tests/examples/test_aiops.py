@@ -17,7 +17,7 @@ from agentrl.config import load_config, without_effect
 from agentrl.data import check_samples, load_samples, write_rows
 from agentrl.record import read_metrics
 from agentrl.registry import load_file
-from agentrl.rewards import check_graders, make_scorer
+from agentrl.rewards import Scorer, check_graders
 from agentrl.testing import Scripted, byte_tokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples/aiops"
@@ -43,7 +43,7 @@ def scored(sample, *answers):
     config = load_config(str(EXAMPLE / "run.yaml"), ROOM)
     tokenizer = byte_tokenizer()
     trajectory = play(sample, Scripted(list(answers), tokenizer), tokenizer, config=config)
-    return asyncio.run(make_scorer(config.reward).score(trajectory))
+    return asyncio.run(Scorer(config.reward).score(trajectory))
 
 
 @pytest.mark.parametrize(
@@ -125,14 +125,14 @@ def test_one_turn_alone_earns_nothing(env, tmp_path):
     tokenizer = byte_tokenizer()
     trajectory = play(sample, Scripted(env.gold(row)[1:], tokenizer), tokenizer, config=config)
     assert trajectory.stop_reason == "turns"
-    assert asyncio.run(make_scorer(config.reward).score(trajectory)).reward == 0
+    assert asyncio.run(Scorer(config.reward).score(trajectory)).reward == 0
 
 
 def test_the_config_loads_and_every_key_has_an_effect(env, tmp_path):
     config = load_config(str(EXAMPLE / "run.yaml"))
     assert without_effect(config) == [] and config.diff()
     samples = [sample for _, sample in made(env, tmp_path, 3)]
-    check_graders(samples, make_scorer(config.reward), "rows.jsonl")
+    check_graders(samples, Scorer(config.reward), "rows.jsonl")
 
 
 @pytest.mark.slow

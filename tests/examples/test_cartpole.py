@@ -20,7 +20,7 @@ from agentrl import play
 from agentrl.config import load_config, without_effect
 from agentrl.data import check_samples, load_samples, write_rows
 from agentrl.registry import load_file
-from agentrl.rewards import make_scorer
+from agentrl.rewards import Scorer
 from agentrl.testing import Scripted, byte_tokenizer
 from agentrl.workers.variables import environment_variables
 
@@ -52,7 +52,7 @@ def scored(sample, policy):
         return policy(prompt.rpartition("user\n")[2].partition("<|im_end|>")[0])
 
     t = play(sample, Scripted(says, TOKENIZER), TOKENIZER, config=config)
-    return asyncio.run(make_scorer(config.reward).score(t))
+    return asyncio.run(Scorer(config.reward).score(t))
 
 
 def test_the_gold_policy_keeps_the_pole_up(env, starts):

@@ -15,7 +15,7 @@ from agentrl.config import load_config, without_effect
 from agentrl.data import check_samples, load_samples
 from agentrl.interactions import Gsm8kInteraction, build_interaction
 from agentrl.registry import load_file
-from agentrl.rewards import check_graders, make_scorer
+from agentrl.rewards import Scorer, check_graders
 from agentrl.trajectory import Sample
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k"
@@ -64,7 +64,7 @@ def test_published_problems_become_rows(published, tmp_path, variant, suffix):
         load_file("shelf:calculator")
     samples = load_samples(str(output))
     check_samples(samples, str(output))
-    check_graders(samples, make_scorer(load_config().reward), str(output))
+    check_graders(samples, Scorer(load_config().reward), str(output))
 
     assert len(samples) == ROWS
     for sample, one in zip(samples, problems, strict=True):
@@ -117,7 +117,7 @@ def test_the_configs_load_and_every_key_has_an_effect(path):
     assert config.diff(), "the file sets something"
     rollouts = config.data.batch_size * config.rollout.n
     assert rollouts % (config.algorithm.mini_batch_size or rollouts) == 0
-    make_scorer(config.reward, config.rollout.budget_policy).grader("openai/gsm8k")
+    Scorer(config.reward, config.rollout.budget_policy).grader("openai/gsm8k")
 
 
 def test_there_are_two_configs():

@@ -16,7 +16,7 @@ from agentrl.data import load_checked
 from agentrl.demo import TINY_SETTINGS
 from agentrl.plan import make_plan
 from agentrl.record import METRICS, read_metrics
-from agentrl.rewards import make_scorer
+from agentrl.rewards import Scorer
 from agentrl.testing import Scripted, byte_tokenizer
 from agentrl.trainer import Trainer
 
@@ -41,7 +41,7 @@ def played(env, tmp_path, answers):
     truth = sample.interaction_kwargs["answers"]
     trajectory = play(sample, Scripted(answers(truth), tokenizer), tokenizer)
     config = load_config(str(HERE / "turns.yaml"))
-    return asyncio.run(make_scorer(config.reward).score(trajectory))
+    return asyncio.run(Scorer(config.reward).score(trajectory))
 
 
 def test_the_right_answers_earn_all(env, tmp_path):

@@ -17,7 +17,7 @@ from agentrl.config import load_config, without_effect
 from agentrl.data import check_samples, load_samples, write_rows
 from agentrl.record import read_metrics
 from agentrl.registry import load_file
-from agentrl.rewards import check_graders, make_scorer
+from agentrl.rewards import Scorer, check_graders
 from agentrl.testing import Scripted, byte_tokenizer, call
 from agentrl.trajectory import Scored
 
@@ -58,7 +58,7 @@ def earned(name, sample, answers, seconds=10) -> Scored:
     """An episode in which these texts are said; a program may take so many seconds."""
     overrides = [*ROOM, f"reward.function={name}", f"sandbox.timeout_s={seconds}"]
     config = load_config(None, overrides)
-    scorer = make_scorer(config.reward)
+    scorer = Scorer(config.reward)
     trajectory = play(sample, Scripted(answers, byte_tokenizer()), byte_tokenizer(), config=config)
     return asyncio.run(scorer.score(trajectory))
 
@@ -232,7 +232,7 @@ def test_the_config_loads_and_every_key_has_an_effect(name):
     assert without_effect(config) == []
     assert config.files == [f"examples/{name}/env.py"]
     world(name)
-    make_scorer(config.reward)
+    Scorer(config.reward)
     assert config.reward.function == name
 
 
@@ -248,7 +248,7 @@ def test_the_command_of_the_readme_writes_rows(tmp_path, name, monkeypatch):
     samples = load_samples(str(file))
     check_samples(samples, str(file))
     config = load_config(str(EXAMPLES / name / "run.yaml"))
-    check_graders(samples, make_scorer(config.reward), str(file))
+    check_graders(samples, Scorer(config.reward), str(file))
     assert str(file.relative_to(tmp_path)) in (config.data.train, config.data.val)
     assert len(samples) == int(command.split("--rows ")[1].split()[0])
 

@@ -7,9 +7,13 @@ import json
 import os
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.failing_engine import FailingEngine
 
@@ -19,13 +23,23 @@ from agentrl.agent_loops.play import play, play_episode
 from agentrl.config import AgentConfig, Config, RolloutConfig, load_config
 from agentrl.engine.base import Sampling
 from agentrl.engine.scripted import Scripted
-from agentrl.errors import ConfigError, EngineError, UserCodeError, UserError
+from agentrl.errors import (
+    ConfigError,
+    EngineError,
+    Infrastructure,
+    RunStopped,
+    UserCodeError,
+    UserError,
+)
 from agentrl.gateway import agent as agent_module
 from agentrl.gateway.agent import check_agent, describe_sample
-from agentrl.plan import make_plan
+from agentrl.metrics import rollout_metrics
+from agentrl.plan import describe_run, make_plan
+from agentrl.rewards import Scorer
+from agentrl.rollout import Rollouts
 from agentrl.testing import byte_tokenizer, call
 from agentrl.tools import LocalToolbox
-from agentrl.trajectory import Message, Sample
+from agentrl.trajectory import Group, Message, Sample
 
 TOKENIZER = byte_tokenizer()
 SAMPLE = Sample(
@@ -135,21 +149,64 @@ def test_the_environment_of_an_agent_is_an_allow_list(script, monkeypatch, tmp_p
     assert json.loads(seen["AGENTRL_SAMPLE"]) == describe_sample(SAMPLE)
 
 
-def test_an_agent_does_not_see_the_ground_truth():
-    assert "12" not in json.dumps(describe_sample(SAMPLE))
-    assert describe_sample(SAMPLE)["extra_info"] == {"level": 1}
+def test_the_keys_of_an_agent_are_in_no_message(script, function, monkeypatch):
+    monkeypatch.setenv("MY_SETTING", "hunter2")
+    monkeypatch.setenv("SEARCH_TOKEN", "plain-words-9")
+    end = "solve(); sys.exit('bad ' + os.environ['MY_SETTING'] + os.environ['OPENAI_API_KEY'])"
+    error = "the agent exited with code 1: bad ******;"
+    assert run(script(end, env=["MY_SETTING"])).error.startswith(error)
+    code = "import os\ndef run(): raise OSError('bad ' + os.environ['SEARCH_TOKEN'])"
+    config = Config(agent=function(code))
+    engine = Scripted(TURNS, TOKENIZER)
+    runtime = Runtime(engine, make_template(TOKENIZER, config), LocalToolbox(), config)
+    playing = closing(Rollouts(runtime, Scorer(config.reward), seed=0))
+    with playing as rollouts, pytest.raises(RunStopped, match=r"bad \*\*\*"):
+        rollouts.collect([SAMPLE], n=1, sampling=Sampling(), step=0)
+
+
+def test_an_agent_sees_only_the_named_keys(script, function):
     extra = {
         "answer": "3 times 4 is 12.\n#### 12",
-        "solution": r"So it is $\boxed{12}$.",
-        "tools_of_row": {"calc": {"ground_truth": " 12", "unit": "m"}},
-        "targets": [12, 13],
-        "question": "Write the answer after ####.",
+        "options": ["72.0", "$12$"],
+        "nested": {"truth": {"12": 1}},
+        "level": [1],
     }
-    assert describe_sample(replace(SAMPLE, extra=extra))["extra_info"] == {
-        "tools_of_row": {"calc": {"unit": "m"}},
-        "targets": [13],
-        "question": "Write the answer after ####.",
+    sample = replace(SAMPLE, extra=extra)
+    described = {
+        "id": "r0",
+        "row": 0,
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "How much is 3*4?"}],
+        "extra_info": {},
     }
+    assert describe_sample(sample) == described
+    described["extra_info"] = {"level": [1]}
+    assert describe_sample(sample, ["level", "missing"]) == described
+    end = f"assert json.loads(os.environ['AGENTRL_SAMPLE']) == {described!r}; solve()"
+    assert run(script(end, extra_info=["level"]), sample=sample).final_text == "#### 12"
+    check = f"    assert sample == {described!r}; sample['extra_info']['level'].clear()\n"
+    code = ASYNC.replace("    headers =", check + "    headers =")
+    agent = function(code, extra_info=["level"])
+    for _ in range(2):
+        assert run(agent, ["#### 12"], sample=sample).final_text == "#### 12"
+    with pytest.raises(UserError, match=r"row 0 \(id 'r0'\), extra.level: is inf"):
+        describe_sample(replace(SAMPLE, extra={"level": float("inf")}), ["level"])
+
+
+def test_a_long_row_is_in_a_file(script, tmp_path):
+    long = replace(SAMPLE, extra={"text": "ü" * 100_000})
+    end = f"""
+path = os.environ["AGENTRL_SAMPLE_FILE"]
+row = open(path, encoding="utf-8").read()
+assert json.loads(row)["extra_info"]["text"] == chr(252) * 100_000
+assert "AGENTRL_SAMPLE" not in os.environ and os.stat(os.path.dirname(path)).st_mode & 0o77 == 0
+open({str(tmp_path / "path")!r}, "w").write(path)
+os.environ["AGENTRL_SAMPLE"] = row
+solve()
+"""
+    assert run(script(end, extra_info=["text"]), sample=long).final_text == "#### 12"
+    path = Path((tmp_path / "path").read_text())
+    assert path.name == "sample.json" and not path.parent.exists()
 
 
 @pytest.mark.parametrize(
@@ -159,8 +216,21 @@ def test_the_exit_code_is_the_reward(script, end, outcome):
     assert run(script(end, reward="exit")).outcome == outcome
 
 
+@pytest.mark.parametrize("number", ["np.float32(0.5)", "np.int64(2)", "Fraction(1, 2)", "True"])
+def test_any_real_number_is_the_reward_of_a_function(function, number):
+    code = SYNC.replace("\n\ndef", "\nimport numpy as np\nfrom fractions import Fraction\n\ndef", 1)
+    expected = float(eval(number, {"np": np, "Fraction": Fraction}))
+    assert run(function(f"{code}\n    return {number}\n", reward="post"), ["a"]).outcome == expected
+
+
 def test_an_agent_posts_its_reward(script):
-    end = 'solve(); post(os.environ["AGENTRL_REWARD_URL"], {"reward": 0.25})'
+    """With its key, as `post` does."""
+    end = """
+try: urllib.request.urlopen(os.environ["AGENTRL_REWARD_URL"], b'{"reward": 1}')
+except urllib.error.HTTPError as e: assert e.code == 401
+else: sys.exit("no key was needed")
+solve(); post(os.environ["AGENTRL_REWARD_URL"], {"reward": 0.25})
+"""
     assert run(script(end, reward="post")).outcome == 0.25
 
 
@@ -184,10 +254,13 @@ def test_a_function_returns_its_reward(function):
     [
         ("solve()", {"reward": "post"}, "without its reward"),
         ("solve(); sys.exit(2)", {"reward": "exit"}, "exited with code 2"),
-        ("solve(); print('no key'); sys.exit(1)", {}, r"exited with code 1(.|\n)*no key"),
+        ("print('no key'); sys.exit(1)", {}, r"exited with code 1(.|\n)*no key"),
         ("print('hello')", {}, r"without a request to OPENAI_BASE_URL(.|\n)*hello"),
         ("sys.stdin.read(); os.abort()", {}, "exited with code -6, and printed nothing"),
-        ("solve(); raise OSError('boom')", {}, "^the agent exited with code 1: OSError: boom;"),
+        ("raise OSError('boom')", {}, "^the agent exited with code 1: OSError: boom;"),
+        ("solve(); sys.exit(75)", {}, "exited with code 75"),
+        ("solve(); os.kill(os.getpid(), 9)", {}, "exited with code -9"),
+        ("solve(); ask([])", {}, "exited with code 1: urllib.error.HTTPError"),
         (
             "post(os.environ['OPENAI_BASE_URL'] + '/chat/completions',"
             " {'messages': [{'role': 'user', 'content': 'x'}], 'n': 2})",
@@ -210,6 +283,77 @@ def test_a_function_returns_its_reward(function):
 def test_an_agent_that_fails_gets_no_reward(script, end, keys, message):
     with pytest.raises(UserCodeError, match=message):
         run(script(end, **keys))
+
+
+@pytest.mark.parametrize("reward", ["grader", "post"])
+def test_an_error_after_an_answer_is_the_outcome_0(script, reward):
+    t = run(script("solve(); [][0]", reward=reward))
+    assert t.outcome == 0 and t.stop_reason == "agent_error" and len(t.turns) == 2
+    assert t.error.startswith("the agent exited with code 1: IndexError: list index out of range")
+    assert all(sum(s.response_mask) for s in t.segments)
+    with pytest.raises(UserCodeError, match="exited with code 1: IndexError"):
+        run(script("solve(); [][0]", reward=reward, on_error="drop"))
+
+
+def test_a_reward_that_was_posted_stays(script):
+    end = 'solve(); post(os.environ["AGENTRL_REWARD_URL"], {"reward": 0.5}); 1 / 0'
+    assert run(script(end, reward="post")).outcome == 0.5
+
+
+@pytest.mark.parametrize("code", [ASYNC, SYNC], ids=["async", "sync"])
+def test_a_function_that_raises_after_an_answer_has_the_outcome_0(function, code):
+    t = run(function(code + "        raise KeyError('sk-abcdefghijklmnopqrst')\n"), ["#### 12"])
+    assert t.outcome == 0 and "agent.python raised KeyError: '***'" in t.error
+    lost = "    from agentrl.errors import Infrastructure\n    raise Infrastructure('no search')\n"
+    with pytest.raises(Infrastructure, match="no search"):
+        run(function(code + lost), ["#### 12"])
+
+
+def test_a_client_that_does_not_wait_for_its_answer_is_no_mistake_of_the_policy(script):
+    end = """
+solve()
+whole = urllib.request.urlopen
+urllib.request.urlopen = lambda request, timeout: whole(request, timeout=0.05)
+solve()
+"""
+    with pytest.raises(UserCodeError, match="exited with code 1: TimeoutError"):
+        run(script(end), engine=SlowEngine(["#### 12"] * 9, TOKENIZER))
+
+
+RAISES_AT_B = (
+    ASYNC
+    + """
+        if answer.json()["choices"][0]["message"]["content"] == "b":
+            raise KeyError("no_such_tool")
+        return 1.0
+"""
+)
+
+
+def collect(agent: AgentConfig, *steps: str) -> list[Group]:
+    """Play a group in each step; each character is the answer of an episode, in any order."""
+    config, answers = Config(agent=agent), iter("".join(steps))
+    engine = Scripted(lambda prompt, turn: next(answers), TOKENIZER)
+    runtime = Runtime(engine, make_template(TOKENIZER, config), LocalToolbox(), config)
+    with closing(Rollouts(runtime, Scorer(config.reward), seed=0)) as rollouts:
+        play = partial(rollouts.collect, [SAMPLE], sampling=Sampling())
+        return [play(n=len(step), step=i)[0] for i, step in enumerate(steps)]
+
+
+def test_episodes_of_failed_agents_train_with_the_others(function):
+    first, second = collect(function(RAISES_AT_B, reward="post"), "abbb", "bb")
+    assert sorted(s.reward for s in first.scored) == [0, 0, 0, 1] and not first.dropped
+    assert rollout_metrics([first])["stop/agent_error"] == 0.75
+    assert [s.reward for s in second.scored] == [0, 0]
+
+
+@pytest.mark.parametrize("steps", [["bbbb"], ["a", "bbb", "bbb"]], ids=["first", "later"])
+def test_a_run_whose_agents_all_fail_stops(function, steps, monkeypatch):
+    monkeypatch.setattr("agentrl.rollout.MAX_AGENT_ERRORS", 6)
+    number = len("".join(steps).replace("a", ""))
+    message = rf"\(agent_name external\) failed in each of the last {number} episodes(.|\n)*Causes:"
+    with pytest.raises(RunStopped, match=rf"{message}\n  {number} x agent.python raised KeyError"):
+        collect(function(RAISES_AT_B, reward="post"), *steps)
 
 
 def test_a_function_that_raises_fails(function):
@@ -249,18 +393,23 @@ def test_an_async_function_that_raises_anything_fails_alone(function, end, messa
     assert isinstance(failed, UserCodeError) and message in str(failed)
 
 
-def test_a_daemon_of_an_agent_ends_with_it(script, tmp_path):
+@pytest.mark.parametrize("seconds", [0.1, 99], ids=["it ends", "it is stopped"])
+def test_a_daemon_of_an_agent_ends_with_it(script, tmp_path, seconds, monkeypatch):
+    """The daemon has a session of its own and no variables."""
+    monkeypatch.setattr(agent_module, "OVER_SECONDS", 0.5)
     end = f"""
 solve()
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
-        time.sleep(60)
+        wait = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid()));"
+        wait += "time.sleep(60)"
+        os.execve(sys.executable, [sys.executable, "-c", wait, {str(tmp_path / "pid")!r}], {{}})
     os._exit(0)
-while not os.path.exists({str(tmp_path / "pid")!r}) or os.wait() == 0: time.sleep(0.01)
+while not os.path.exists({str(tmp_path / "pid")!r}): time.sleep(0.01)
+time.sleep({seconds})
 """
-    run(script(end))
+    run(script(end), timeout_s=5.0)
     assert not _is_running(int((tmp_path / "pid").read_text()))
 
 
@@ -377,7 +526,7 @@ def test_mistakes_in_the_config(overrides, message):
 
 def test_rows_are_checked_with_their_agent(tmp_path, function):
     rows = tmp_path / "rows.jsonl"
-    row = {"prompt": [{"role": "user", "content": "Q"}], "agent_name": "external"}
+    row = {"prompt": [{"role": "user", "content": "Q"}], "agent_name": "external", "level": 1}
     rows.write_text(json.dumps(row) + "\n")
 
     def plan(*overrides):
@@ -389,7 +538,14 @@ def test_rows_are_checked_with_their_agent(tmp_path, function):
         plan("agent.command=ls -l", "rollout.deterministic=true")
     with pytest.raises(UserError, match=r"no such file|missing.py"):
         plan("agent.python=missing.py:run")
-    assert len(plan("agent.command=ls -l", "agent.reward=post").train) == 1
+    with pytest.raises(UserError, match=r"names levl, but no row .*\. Keys of the rows: level"):
+        plan("agent.command=ls -l", "agent.extra_info=[levl]")
+    agent = ("agent.command=ls -l", "agent.reward=post", "agent.extra_info=[level]")
+    assert len((made := plan(*agent)).train) == 1
+    assert "played by ls -l (at most 16 at the same time)" in describe_run(made)
+    for code, limit in ((SYNC, "at most 16"), (ASYNC, "any number")):
+        made = plan(f"agent.python={function(code).python}", "agent.reward=post")
+        assert f"({limit} at the same time)" in describe_run(made)
 
 
 def test_an_agent_without_rows_is_refused(tmp_path):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from agentrl import registry
 from agentrl.agent_loops.play import play
 from agentrl.config import AgentConfig, Config
+from agentrl.data import load_samples
 from agentrl.engine.scripted import Scripted
 from agentrl.testing import byte_tokenizer, call
 from agentrl.trajectory import Message, Sample, Trajectory
@@ -55,11 +58,49 @@ def test_a_plain_run_is_one_row(packages_python, agent, matched):
     assert [r.content for r in t.turns[0].tool_results] == ["12"]
 
 
+MISTAKES = {"openai_agents": call("no_such_tool"), "langgraph_agent": call("divide", a=1, b=0)}
+
+
+@pytest.mark.parametrize("agent", MISTAKES)
+def test_a_mistake_that_a_package_raises(packages_python, agent):
+    config = Config(agent=AgentConfig(command=f"{packages_python} {HERE / agent}.py"))
+    t = play(SAMPLE, Scripted([MISTAKES[agent]], TOKENIZER), TOKENIZER, config=config)
+    assert (t.outcome, t.stop_reason, len(t.turns)) == (0, "agent_error", 1), t.error
+    assert {"openai_agents": "ModelBehaviorError", "langgraph_agent": "division"}[agent] in t.error
+    t = run(packages_python, f"{agent} returns", [MISTAKES[agent], "It is 12."])
+    (result,) = t.turns[0].tool_results
+    assert result.content.startswith(("Error: division by zero", "Tool 'no_such_tool' not found"))
+    assert t.final_text == "It is 12." and t.outcome is None
+
+
 def test_smolagents_rewrites_its_history(packages_python):
     """It sends the policy's calls as text in its own words, so each turn begins a row."""
     t = run(packages_python, "smolagents_agent", [CALCULATE, call("final_answer", answer="12")])
     assert t.counts["gateway/branch"] == 1 and len(t.segments) == 2
     assert "Calling tools" in TOKENIZER.decode(t.segments[1].prompt_ids)
+
+
+def test_the_agent_of_the_recipe_is_shown_what_the_loop_shows(packages_python, own_registries):
+    registry.load_file("shelf:calculator")
+    recipes = Path(__file__).parents[2] / "recipes"
+    sample = load_samples(str(recipes / "calculator/val.jsonl"))[0]
+    as_agent = replace(sample, agent_name="external")
+    as_loop = replace(sample, agent_name="tool_agent", tools=("calculator",))
+    turns = [CALCULATE, call("calculator", expression="3 *"), "The answer is 12."]
+    command = f"{packages_python} {recipes / 'my_agent/agent.py'}"
+    config = Config(agent=AgentConfig(command=command))
+    agent = play(as_agent, Scripted(turns, TOKENIZER), TOKENIZER, config=config)
+    loop = play(as_loop, Scripted(turns, TOKENIZER), TOKENIZER)
+    assert agent.counts == {"gateway/first": 1, "gateway/clean": 2}
+    assert TOKENIZER.decode(agent.segments[0].prompt_ids) == TOKENIZER.decode(
+        loop.segments[0].prompt_ids
+    )
+    first, second = (
+        [r.content for turn in t.turns for r in turn.tool_results] for t in (agent, loop)
+    )
+    assert first[0] == second[0] == "12"
+    assert first[1].startswith("Error: SyntaxError") and second[1].startswith("Error: '3 *' is not")
+    assert agent.final_text == loop.final_text == "The answer is 12."
 
 
 class SlowOnce(Scripted):

@@ -17,9 +17,10 @@ from agentrl.config import Config, RolloutConfig
 from agentrl.engine.local import LocalEngine
 from agentrl.engine.scripted import Scripted
 from agentrl.errors import EngineError
+from agentrl.gateway.check import CheckedEpisode, CheckReport
 from agentrl.gateway.dialects import ChatCompletions
 from agentrl.gateway.requests import Refusal
-from agentrl.gateway.session import Session
+from agentrl.gateway.session import VOLATILE, Session
 from agentrl.registry import load_file, tools
 from agentrl.testing import byte_tokenizer, call
 from agentrl.tools import LocalToolbox
@@ -184,8 +185,8 @@ def test_a_changed_tool_begins_a_row():
 def test_a_foreign_message_has_mask_0_in_the_same_row():
     async def agent(client):
         m = await client.ask([QUESTION])
-        said = {"role": "assistant", "content": "I wrote this."}
-        await client.ask([QUESTION, m, GO_ON, said, GO_ON])
+        foreign = {"role": "assistant", "content": "I wrote this."}
+        await client.ask([QUESTION, m, GO_ON, foreign, GO_ON])
 
     t, session = played(agent, ["one", "two"])
     (segment,) = t.segments
@@ -327,6 +328,58 @@ def test_a_volatile_line_is_not_compared():
     t, session = played(agent, ["one", "two"])
     assert kinds(session) == ["first", "realigned"] and len(t.segments) == 1
     assert session.counts["volatile"] == 1 and "01-01" in prompt_of(t, 0)
+
+
+VOLATILE_LINES = """Today's date: 2026-01-01
+Current time is 3:04 p.m.
+The current date and time is Monday, January 5, 2026 at 3:04 PM (UTC+1)
+Current datetime: 2026-01-01T12:00:00.123+00:00
+Current date: Thu Nov 26 20:54:09 UTC 2026
+Current date: 5th of Jan, 2026
+Current time: 14:30 (Europe/Berlin)
+x-anthropic-billing-header: cc_version=1; a=b"""
+COMPARED_LINES = """Current time step 3: you are at (3,3)
+Current time: 3
+Current time: 12:30 (3,3)
+Current time: 12:30, you have 3 coins
+Current date: 2026-01-01, balance 300
+Current time left: 12:30
+Current date: may 5 apples
+Today's date of delivery: 2026-01-01"""
+
+
+def test_only_a_date_a_time_or_a_billing_header_is_volatile():
+    assert VOLATILE.findall(f"{VOLATILE_LINES}\n{COMPARED_LINES}") == VOLATILE_LINES.splitlines()
+
+
+def test_a_line_with_more_than_a_time_is_sent_as_it_is_now():
+    async def agent(client):
+        system = {"role": "system", "content": "Current time step 1: you are at (1,1)"}
+        m = await client.ask([system, QUESTION])
+        system["content"] = "Current time step 3: you are at (3,3)"
+        await client.ask([system, QUESTION, m, GO_ON])
+
+    t, session = played(agent, ["one", "two"])
+    assert kinds(session) == ["first", "branch"] and "(3,3)" in prompt_of(t, 1)
+
+
+def test_the_line_that_is_replaced_is_shown():
+    """Also if the client writes a later turn differently."""
+
+    async def agent(client):
+        text = "Help.\nCurrent time: 12:30\nToday's date: 2026-01-01\nYes."
+        system = {"role": "system", "content": text}
+        m = await client.ask([system, QUESTION])
+        system["content"] = text.replace("12:30", "12:31")
+        await client.ask([system, QUESTION, m, GO_ON])
+
+    t, session = played(agent, ["one", "two"])
+    event = session.events[1]
+    assert (event.before, event.after) == ("Current time: 12:30", "Current time: 12:31")
+    report = CheckReport([CheckedEpisode(session.events, [], session.counts.copy(), t)])
+    text = "\n".join(report.lines())
+    assert "the policy keeps seeing the first one" in text and "decided by the run" not in text
+    assert "message 0 was  'Current time: 12:30'" in text and "now  'Current time: 12:31'" in text
 
 
 @pytest.mark.parametrize("line", ["Current time in {}?", "Current time in {} is 1:00"])

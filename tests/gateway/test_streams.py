@@ -125,6 +125,18 @@ def test_a_client_that_leaves_its_stream_gets_the_answer_when_it_asks_again(hast
     assert [e.kind for e in session.events] == ["first", "retry", "branch"] and len(t.turns) == 2
 
 
+def test_a_stream_that_is_lost_before_its_first_byte_is_no_new_sample():
+    async def agent(client):
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/chat/completions", json=BODY, timeout=0.1)
+        await asyncio.sleep(0.3)
+        chunks = chunks_of(await lines_of(client))
+        assert chunks[1]["choices"][0]["delta"] == {"content": "one"}
+
+    t, session = played(agent, Slow(["one", "two"], TOKENIZER))
+    assert [e.kind for e in session.events] == ["first", "retry"] and len(t.turns) == 1
+
+
 def test_an_error_after_the_headers_is_an_event(hasty):
     async def agent(client):
         *_, line = await lines_of(client)

@@ -169,7 +169,7 @@ async def check(server, policies, gpu, **target):
             sent = sender.send(weights(policies[policy], gpu), route)
             assert not sent.errors
             assert sent.size == sum(2 * p.numel() for p in policies[policy].parameters())
-            engine.finish_update(version, sent, None)
+            engine.finish_update(route, sent)
             scored_rows.append(torch.tensor(await engine.score(ROW))[1:])
     first, other = scores(policies[0], gpu), scores(policies[1], gpu)
     assert (scored_rows[0] - first).abs().mean() < 0.05

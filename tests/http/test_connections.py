@@ -117,6 +117,7 @@ async def test_a_tool_call_does_not_wait_behind_all_turns():
         await asyncio.gather(*work)
 
 
+@pytest.mark.timing
 async def test_many_turns_are_not_shut_out_by_many_calls():
     engine, tools = Counted(0.01), Counted(0.01)
     async with clients(4, engine, tools) as [turns, calls]:
@@ -167,6 +168,7 @@ async def test_waiting_for_a_connection_does_not_count():
             await asyncio.gather(*asks)
 
 
+@pytest.mark.timing
 async def test_time_without_waiting_counts():
     busy, other = Counted(0.6), Counted(hangs=True)
     async with clients(1, busy, other) as [first, second]:
@@ -185,6 +187,7 @@ async def test_time_without_waiting_counts():
     assert time.monotonic() - began < 1.0 and limit.deadline < time.monotonic()
 
 
+@pytest.mark.timing
 async def test_a_time_limit_continues_after_the_wait():
     busy, other = Counted(0.4), Counted()
     async with clients(1, busy, other) as [first, second]:
@@ -213,6 +216,7 @@ async def test_health_checks_do_not_wait_behind_turns():
         await watching.aclose()
 
 
+@pytest.mark.timing
 async def test_the_wait_for_the_connection_of_a_health_check_counts(monkeypatch):
     server = Counted(hangs=True)
     async with clients(2, server) as [client]:

@@ -189,6 +189,7 @@ async def test_a_busy_server_without_a_delay_is_not_retried_without_end(now):
 
 
 @pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n["])
+@pytest.mark.timing
 async def test_the_deadline_holds(sent):
     """A request and its retries have one deadline. After the deadline, nothing is sent again."""
     tries = []
@@ -414,6 +415,7 @@ async def test_both_clients_send_numpy_arrays():
     assert sync == other == (200, {"ids": [0, 1, 2]})
 
 
+@pytest.mark.timing
 async def test_a_timeout_is_for_the_whole_answer():
     async def drip(reader, writer):
         await read_request(reader)

@@ -264,6 +264,7 @@ def test_pages_are_read_redirects_followed_and_cut():
     assert lookups == ["page.test"] * 2
 
 
+@pytest.mark.timing
 def test_faulty_servers():
     look_up, _ = names(page_test=["127.0.0.1"])
     everywhere = {"resolve": look_up, "allowed": lambda address: True}
@@ -334,6 +335,7 @@ HOSTILE = ["<a ", '<a b="', "<a b=' ", "<a = ", "<!--", "<![a", "<", "</", "<scr
 
 
 @pytest.mark.parametrize("shape", HOSTILE)
+@pytest.mark.timing
 def test_the_time_for_a_page_is_linear_in_its_length(text_of, shape):
     for page in (shape * (1_000_000 // len(shape)), "<svg>" * 60_000 + "</div>" * 60_000):
         began = time.thread_time()

@@ -166,6 +166,7 @@ def test_an_environment_that_raises_is_named_and_closed():
     assert CLOSED == ["echo"]
 
 
+@pytest.mark.timing
 async def test_a_step_that_hangs_ends_with_the_episode_and_is_closed_after_it():
     one = GymInteraction(row(), envs=["agentrl_tests/Echo-v0"])
     await respond(one, [Message("assistant", "hi")], time.monotonic() + 5)

@@ -22,7 +22,7 @@ from agentrl.engine.base import Sampling
 from agentrl.errors import DataError, Infrastructure, PromptTooLong, RunStopped
 from agentrl.interactions import SimulatedUser
 from agentrl.interactions.simulated_user import DONE, GREETING
-from agentrl.rewards import make_scorer, reward
+from agentrl.rewards import Scorer, reward
 from agentrl.rollout import Rollouts
 from agentrl.testing import Scripted, byte_tokenizer, call
 from agentrl.tools import LocalToolbox
@@ -192,7 +192,7 @@ def collect(config, answers, **sections):
     def always_one(trajectory) -> float:
         return 1.0
 
-    scorer = make_scorer(config.reward.model_copy(update={"function": "always_one"}))
+    scorer = Scorer(config.reward.model_copy(update={"function": "always_one"}))
     runtime = Runtime(Scripted(answers, TOKENIZER), ChatTemplate(TOKENIZER), LocalToolbox(), config)
     rollouts = Rollouts(runtime, scorer, seed=0)
     try:
@@ -223,6 +223,7 @@ def test_a_server_that_stays_down_stops_the_run_without_rewards_of_0():
         collect(with_server(server.url), lambda prompt, turn: "Hi")
 
 
+@pytest.mark.timing
 def test_a_slow_answer_is_an_infrastructure_error_and_a_spent_episode_is_not():
     async def slow(messages):
         await asyncio.sleep(5)
@@ -273,7 +274,7 @@ def test_a_simulated_user_that_is_too_long_for_the_engine_is_no_budget_of_the_po
         play(long, engine, TOKENIZER)
     config = Config()
     runtime = Runtime(engine, ChatTemplate(TOKENIZER), LocalToolbox(), config)
-    rollouts = Rollouts(runtime, make_scorer(config.reward), seed=0)
+    rollouts = Rollouts(runtime, Scorer(config.reward), seed=0)
     requests = len(engine.requests)
     try:
         with pytest.raises(RunStopped, match="PromptTooLong"):
@@ -299,7 +300,7 @@ def test_the_local_engine_plays_both(tiny_model, tiny_tokenizer):
         def always_one(trajectory) -> float:
             return 1.0
 
-        scorer = make_scorer(config.reward.model_copy(update={"function": "always_one"}))
+        scorer = Scorer(config.reward.model_copy(update={"function": "always_one"}))
         conversations = []
         for _ in range(2):
             rollouts = Rollouts(Runtime(engine, template, LocalToolbox(), config), scorer, seed=0)

@@ -56,11 +56,11 @@ def test_an_unknown_severity_is_refused():
         Finding(1, "x", severity="grave")  # type: ignore[arg-type]
 
 
-def test_findings_of_an_old_run_are_a_table():
+def test_findings_of_a_stored_run_are_a_table():
     assert set(load_run(OLD).findings.column_names) >= {"step", "name", "severity", "text"}
 
 
-def test_the_behaviour_of_an_old_run_agrees_with_its_rollouts():
+def test_the_behaviour_of_a_stored_run_agrees_with_its_rollouts():
     run = load_run(OLD)
     rows = run.behaviour.to_pylist()
     stored = list(run.rollouts())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from agentrl.cli import main
 from agentrl.config import Config
@@ -158,11 +159,24 @@ def test_mistakes_are_named(run, capsys, reward, words, expected):
     assert code == 1 and expected in printed, printed
 
 
-def test_files_of_older_versions_have_no_index_of_the_group(run, capsys, caplog):
-    path = run / "trajectories/train-00000001.parquet"
-    pq.write_table(pq.read_table(path).drop_columns(["group", "as_text"]), path)
-    assert rescore(capsys, run, "ranks")[0] == 0
-    assert "was made by an older version" in caplog.text
+@pytest.mark.parametrize("key", ["files", "reward"])
+def test_the_code_of_the_run_is_named_when_it_is_loaded(run, capsys, key):
+    tree = Config.model_validate(yaml.safe_load((run / "config.yaml").read_text()))
+    file = f"{run.parent}/{key}_of_run.py"
+    Path(file).write_text(f"{MY}\nreward('of_run')(strict)" if key == "files" else MY)
+    value = [file] if key == "files" else {"function": f"{file}:strict"}
+    settings = Config.model_validate({**tree.model_dump(), key: value})
+    (run / "config.yaml").write_text(settings.resolved_yaml())
+    name = "of_run" if key == "files" else f"{file}:strict"
+    with pytest.raises(SystemExit, match="0"):
+        main(["rescore", str(run), "--reward", name])
+    assert f"loads {file}: {run}/config.yaml names them" in capsys.readouterr().err
+
+
+def test_the_folder_of_a_model_is_no_run(run, capsys):
+    (run / "config.json").write_text("{}")
+    code, printed = rescore(capsys, run, "strict")
+    assert code == 1 and "it is the folder of a model" in printed
 
 
 def test_a_folder_without_a_config(run, capsys):

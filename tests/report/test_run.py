@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from support.trajectories import make_trajectory, row
 
 from agentrl import load_run
 from agentrl.errors import DataError
@@ -143,11 +145,28 @@ def test_the_record_of_other_tokens_is_refused(folder):
         load_run(folder).tokens  # noqa: B018
 
 
-def test_an_old_run_has_tokens_without_what_was_learned():
+def test_a_stored_run_is_read(tmp_path):
     tokens, episodes = load_run(OLD).tokens, load_run(OLD).episodes
     assert len(tokens) == 411 and not tokens["logprob"].filter(tokens["mask"]).null_count
-    assert tokens["advantage"].null_count == len(tokens)
+    trained = [row["mask"] and row["split"] == "train" for row in tokens.to_pylist()]
+    assert tokens["advantage"].is_valid().to_pylist() == trained
     assert set(tokens["episode_id"].to_pylist()) == set(episodes["episode_id"].to_pylist())
-    assert episodes["group"].null_count == len(episodes)
-    with pytest.raises(DataError, match=r"tokenizer does not exist: an older .* of policy instead"):
-        load_run(OLD).tokenizer  # noqa: B018
+    assert not episodes["group"].null_count
+    assert load_run(OLD).tokenizer.encode("hi") == [71, 72]
+    without = shutil.copytree(OLD, tmp_path / "run", ignore=lambda *_: ["tokenizer"])
+    with pytest.raises(DataError, match=r"tokenizer does not exist.* of policy instead"):
+        load_run(without).tokenizer  # noqa: B018
+
+
+def test_an_answer_is_right_if_it_ends_with_the_ground_truth(tmp_path):
+    answers = {"It is 12.": "12", "1,200.0": 1200, "12 or 13": "12", "In Paris!": "paris"}
+    cases = [*answers.items(), ("12", ""), ("12", None), ("12", ["12"])]
+    groups = []
+    for i, (answer, truth) in enumerate(cases):
+        sample = row(id=f"r{i}", ground_truth=truth)
+        groups.append(
+            Group(sample, (Scored(make_trajectory(("assistant", answer), sample=sample), {}, 0.0),))
+        )
+    TrajectoryStore(tmp_path / "trajectories").write(1, groups)
+    rows = load_run(tmp_path).behaviour
+    assert rows["right"].to_pylist() == [True, True, False, True, None, None, None]

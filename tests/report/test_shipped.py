@@ -16,7 +16,7 @@ import pytest
 
 from agentrl.config import FIELDS
 from agentrl.report import Finding, Run, diagnose, shipped
-from agentrl.report.behaviour import BEHAVIOUR_SCHEMA
+from agentrl.report.behaviour import BEHAVIOUR_SCHEMA, ends_with_truth
 from agentrl.report.diagnosis import ALARMS
 from agentrl.report.run import metrics_table
 
@@ -44,6 +44,9 @@ EPISODE = {
     "generate_seconds": 0.7,
     "tool_seconds": 0.2,
     "reward_seconds": 0.1,
+    "interaction_seconds": 0.0,
+    "open_seconds": 0.0,
+    "tool_times": [],
 }
 
 
@@ -94,6 +97,9 @@ def make_run(metrics: dict[str, Any], episodes: Sequence[dict[str, Any]] = ()) -
         EPISODE | {"episode_id": f"e{i}", "answer": f"a{i}", "reward": float(i % 2)} | episode
         for i, episode in enumerate(episodes)
     ]
+    for row in rows:
+        truth = row.get("ground_truth")
+        row["right"] = ends_with_truth(row["answer"], truth) if truth else None
     run = Run(Path("runs/none"))
     run.__dict__.update(
         metrics=metrics_table(record), behaviour=pa.Table.from_pylist(rows, BEHAVIOUR_SCHEMA)
@@ -306,11 +312,34 @@ def test_mismatch(changes, subject):
     assert (finding.name, finding.subject) == ("mismatch", subject)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"/turn_1": noisy(0.002, 1, 0.1), "/turn_2": noisy(0.007, 2, 0.1)},
+        {"": noisy(0.01, 1, 0.1), "/after_observation": noisy(0.04, 2, 0.1)},
+        {"": noisy(np.r_[np.full(20, 2e-3), np.full(20, 0.06)], 1)},
+    ],
+)
+def test_rounding_of_uncertain_tokens_is_no_mismatch(changes):
+    changed = {f"rollout_corr/logprob_diff_mean{key}": values for key, values in changes.items()}
+    assert the_alarm(make_run(learning(**changed))).name == "mismatch"
+    changed["canary/rounding"] = [0.1] * N
+    assert alarms(make_run(learning(**changed))) == []
+    changed["rollout_corr/logprob_diff_mean/after_observation"] = noisy(0.3, 2, 0.1)
+    assert the_alarm(make_run(learning(**changed))).name == "mismatch"
+
+
 def test_older_tokens_are_no_mismatch():
     run = make_run(learning(**{"rollout_corr/logprob_diff_mean": noisy(0.07, 1, 0.1)}))
     assert the_alarm(run).name == "mismatch"
     run.__dict__["config"] |= {"trainer": {"max_staleness": 1}}
     assert alarms(run) == []
+
+
+def test_errors_of_an_agent():
+    found = the_alarm(make_run(learning(**{"stop/agent_error": [0.3] * N})))
+    assert found.name == "agent_error" and found.evidence == {"agent_errors": pytest.approx(0.3)}
+    assert alarms(make_run(learning(**{"stop/agent_error": [0.9] + [0.1] * (N - 1)}))) == []
 
 
 def test_lost_rollouts():
@@ -361,6 +390,21 @@ def test_truncation_of_a_run_without_trajectories():
 def test_tool_errors(error, share, fires):
     found = [f.subject for f in alarms(make_run(learning(**{f"tool_error/{error}": [share] * N})))]
     assert found == ([error] if fires else [])
+
+
+def test_a_tool_whose_every_call_crashes_is_the_first_finding():
+    """Also in a run of three steps that has other errors, such as equal rewards."""
+    broken = {"reward": 0.0, "broken_tools": ["run", "run"], "working_tools": ["search"]}
+    episodes = [{"step": s, "failed_turn": 1, **broken} for s in (1, 2, 2, 3) for _ in range(8)]
+    metrics = {"critic/score/mean": [0.0] * 3, "waste/dead_step": [1.0] * 3}
+    first, *others = diagnose(make_run(metrics, episodes))
+    assert (first.name, first.severity, first.subject) == ("tool_errors", "error", "run")
+    assert "every valid call of the tool 'run' crashes or times out (64 of 64)" in first.text
+    assert first.step == 1 and first.turns == [1] * len(first.episodes)
+    assert "run" not in [f.subject for f in others]
+    # One call that works, or few calls, are no proof.
+    assert not alarms(make_run(learning(), [*episodes, {"step": 3, "working_tools": ["run"]}]))
+    assert not alarms(make_run(learning(), episodes[:2]))
 
 
 def test_tool_use_dies_out():
@@ -745,6 +789,23 @@ def test_the_time_of_a_step():
     assert note.evidence["rewards"] == pytest.approx(0.1 * 0.55 * 0.5)
     assert note.evidence["the update"] == 0.4 and "s: the update 40%" in note.text
     assert sum(v for k, v in note.evidence.items() if k != "seconds") == pytest.approx(1.0)
+
+
+def test_the_groups_of_each_split_are_counted_from_0():
+    """Group 0 of those that were set aside is another one than group 0 of those that trained."""
+    rewards = {"train": [1.0, 0.0], "evicted": [1.0, 1.0]}
+    episodes = [{"step": 1, "split": s, "reward": r} for s, of in rewards.items() for r in of]
+    table = make_run({}, episodes).behaviour
+    assert shipped.without_group_means(table, "reward").tolist() == [0.5, -0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("passes", "helps"), [(None, True), (1.0, False), (3.0, True)])
+def test_larger_passes_are_advised_only_if_there_are_several(passes, helps):
+    metrics = learning(**{"timing_s/step": [4.0] * N, "timing_s/update_actor": [3.0] * N})
+    if passes:
+        metrics["perf/micro_batches"] = [passes] * N
+    [note] = [f for f in diagnose(make_run(metrics)) if f.name == "step_time"]
+    assert note.tries == ["a larger optim.micro_batch_tokens"] * helps + ["docs/scaling.md"]
 
 
 def test_rollouts_of_the_local_engine_wait_for_the_tool_of_one():

@@ -25,7 +25,7 @@ from agentrl.errors import (
     UserError,
 )
 from agentrl.metrics import rollout_metrics
-from agentrl.rewards import check_graders, make_scorer, reward
+from agentrl.rewards import Scorer, check_graders, reward
 from agentrl.rewards.executor import RewardExecutor
 from agentrl.rollout import Rollouts
 from agentrl.tools import LocalToolbox
@@ -65,7 +65,7 @@ async def scorer():
     made = []
 
     def make(**config):
-        made.append(make_scorer(RewardConfig(**config)))
+        made.append(Scorer(RewardConfig(**config)))
         return made[-1]
 
     yield make
@@ -118,7 +118,7 @@ async def test_the_key_of_the_deadline(scorer):
         await asyncio.sleep(60)
 
     keys = ["reward.function=sleeps_on", "reward.timeout_s=0.05"]
-    judge = make_scorer(load_config(None, keys).reward)
+    judge = Scorer(load_config(None, keys).reward)
     with pytest.raises(Infrastructure, match=r"reward\.timeout_s=0\.05"):
         await judge.score(make_trajectory())
 
@@ -230,7 +230,7 @@ def test_rewards_that_cannot_run_in_a_process_are_refused():
     def within(trajectory): ...
 
     with pytest.raises(ConfigError, match="at the top level of a separate file"):
-        make_scorer(RewardConfig(function="within"))
+        Scorer(RewardConfig(function="within"))
 
 
 # -- objects -------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_a_constructor_that_raises(error, kind):
         def __call__(self, trajectory): ...
 
     with pytest.raises(kind, match="no such thing"):
-        make_scorer(RewardConfig(function="unmade"))
+        Scorer(RewardConfig(function="unmade"))
 
 
 # -- several -------------------------------------------------------------------------------------
@@ -317,6 +317,7 @@ async def test_functions_of_files_are_named_by_their_function(scorer, mine):
     assert scored.reward == 3.0 and scored.metrics == {"best": 1.0}
 
 
+@pytest.mark.timing
 async def test_functions_wait_for_each_other_at_once(scorer):
     for name in ("one", "two", "three"):
 
@@ -352,7 +353,7 @@ def test_mistakes_in_several_functions(several, mine, config, says):
         f.write("def exact(trajectory):\n    return 0.0\n")
     functions = {k.format(mine=mine): w for k, w in config["functions"].items()}
     with pytest.raises(ConfigError) as caught:
-        make_scorer(RewardConfig(**{**config, "functions": functions}))
+        Scorer(RewardConfig(**{**config, "functions": functions}))
     assert says in str(caught.value)
 
 
@@ -369,12 +370,12 @@ def test_settings_that_contradict_several_functions(settings, says):
 
 
 def test_rows_without_a_grader_are_refused_if_the_reward_includes_it(several):
-    scorer = make_scorer(RewardConfig(functions={"exact": 1, "grader": 0.5}))
+    scorer = Scorer(RewardConfig(functions={"exact": 1, "grader": 0.5}))
     with pytest.raises(UserError, match="no grader for data_source 'mine'"):
         check_graders([row(data_source="mine")], scorer)
     check_graders([row()], scorer)
     assert scorer.describe("openai/gsm8k") == "reward 1 x exact + 0.5 x gsm8k"
-    check_graders([row(data_source="mine")], make_scorer(RewardConfig(functions={"exact": 1})))
+    check_graders([row(data_source="mine")], Scorer(RewardConfig(functions={"exact": 1})))
 
 
 # -- groups --------------------------------------------------------------------------------------
@@ -405,7 +406,7 @@ def test_a_group_reward_must_take_the_list():
     def no_list(): ...
 
     with pytest.raises(ConfigError, match="must take the list of trajectories first"):
-        make_scorer(RewardConfig(function="no_list"))
+        Scorer(RewardConfig(function="no_list"))
 
 
 @pytest.fixture
@@ -415,7 +416,7 @@ def rollouts():
     def make(engine, **sections):
         config = Config.model_validate(sections)
         runtime = Runtime(engine, ChatTemplate(TOKENIZER), LocalToolbox(), config)
-        scorer = make_scorer(config.reward, config.rollout.budget_policy)
+        scorer = Scorer(config.reward, config.rollout.budget_policy)
         opened.append(Rollouts(runtime, scorer, seed=0))
         return opened[-1]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from agentrl import sandbox
 from agentrl.config import RewardConfig, SandboxConfig
 from agentrl.errors import ConfigError, DataError, SandboxError
-from agentrl.rewards import check_graders, make_scorer
+from agentrl.rewards import Scorer, check_graders
 from agentrl.rewards.code import READY, _endings, last_program, read_tests, same_output, same_value
 from agentrl.rewards.graders import grader_of
 from agentrl.sandbox import Completed
@@ -100,7 +100,7 @@ def test_rows_with_test_cases_that_cannot_be_read_are_refused(truth, why):
         for i, t in enumerate([json.dumps(ADD), CALLED, truth])
     ]
     with pytest.raises(DataError, match="row 2: the grader 'code' cannot read") as caught:
-        check_graders(rows, make_scorer(RewardConfig()))
+        check_graders(rows, Scorer(RewardConfig()))
     assert why in str(caught.value) and len(str(caught.value)) < 700
 
 
@@ -114,7 +114,7 @@ def test_layouts_of_test_cases():
 
 def test_impossible_times_are_refused_before_anything_runs():
     with pytest.raises(ConfigError, match=r"seconds=5 \(of a test\) must be .* total_seconds=1"):
-        make_scorer(RewardConfig(function="code", kwargs={"seconds": 5, "total_seconds": 1}))
+        Scorer(RewardConfig(function="code", kwargs={"seconds": 5, "total_seconds": 1}))
 
 
 # -- comparing -----------------------------------------------------------------------------------

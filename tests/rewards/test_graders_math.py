@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from agentrl.answers import boxed_answer, named_answer, tagged_answer
 from agentrl.config import RewardConfig
 from agentrl.errors import ConfigError, DataError, GraderCrash
-from agentrl.rewards import check_graders, make_scorer, math, math_algebra
+from agentrl.rewards import Scorer, check_graders, math, math_algebra
 from agentrl.rewards.executor import RewardExecutor
 from agentrl.rewards.graders import grader_of
 from agentrl.rewards.math import is_other_kind, is_too_hard
@@ -142,6 +142,7 @@ def test_a_normal_form_is_its_own(text):
 
 
 @pytest.mark.parametrize("unit", [*PIECES, r"\frac1", r"\text{ a}", "<answer>", "Answer:"])
+@pytest.mark.timing
 def test_fifty_thousand_characters_take_no_time(unit):
     text = unit * (50_000 // max(1, len(unit)))
     started = time.thread_time()
@@ -330,8 +331,8 @@ def test_a_missing_math_verify_is_reported_before_the_run(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "agentrl.rewards.math_algebra", None)
     with pytest.raises(ConfigError, match=r"pip install .*\[math\].*verify=false"):
-        make_scorer(RewardConfig(function="math"))
-    make_scorer(RewardConfig(function="math", kwargs={"verify": False}))
+        Scorer(RewardConfig(function="math"))
+    Scorer(RewardConfig(function="math", kwargs={"verify": False}))
 
 
 def test_math_verify_logs_nothing_about_its_deadlines(caplog):
@@ -359,6 +360,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text", [HOSTILE[k] for k in HOSTILE if k not in ("spaces", "code")])
+@pytest.mark.timing
 def test_the_hardest_expressions_are_refused_at_once(text):
     started = time.thread_time()
     assert is_too_hard(text)
@@ -441,6 +443,7 @@ def test_math_dapo(text, truth, score, pred):
 
 
 @pytest.mark.parametrize("unit", [r"\text{", r"\boxed{", r"\boxed{}", "Answer: ", "$", "="])
+@pytest.mark.timing
 def test_math_dapo_takes_milliseconds_for_a_megabyte(unit):
     long = unit * (10**6 // len(unit))
     start = time.thread_time()
@@ -473,7 +476,7 @@ def row(source: str, truth: Any, number: int = 0) -> Sample:
 
 
 def check(*rows: Sample, **kwargs: Any) -> None:
-    check_graders(rows, make_scorer(RewardConfig(kwargs=kwargs)))
+    check_graders(rows, Scorer(RewardConfig(kwargs=kwargs)))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from agentrl.config import RewardConfig
 from agentrl.errors import DataError
 from agentrl.registry import rewards
-from agentrl.rewards import GRADERS, check_graders, make_scorer
+from agentrl.rewards import GRADERS, Scorer, check_graders
 from agentrl.rewards.graders import GOLD, PROBLEMS, grader_of
 from agentrl.rewards.search_qa import compute_score, normal_answer
 from agentrl.trajectory import Message, Sample
@@ -65,7 +65,7 @@ def row(source: str, truth: Any, number: int = 0) -> Sample:
 
 
 def check(*rows: Sample) -> None:
-    check_graders(rows, make_scorer(RewardConfig()))
+    check_graders(rows, Scorer(RewardConfig()))
 
 
 @pytest.mark.parametrize("truth", [BEATLES, "Paris", ["Paris"], ("Paris",), {"target": 3}, 3])
@@ -123,4 +123,4 @@ def test_a_data_source_without_a_grader_is_an_error_with_advice(source, says):
 
 def test_every_grader_exists_and_its_rows_are_checked():
     names = set(GRADERS.values())
-    assert names <= set(rewards.names()) and names == {*GOLD, *PROBLEMS}
+    assert names <= set(rewards.names()) and names | {"none"} == {*GOLD, *PROBLEMS}

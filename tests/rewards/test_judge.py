@@ -13,12 +13,12 @@ from fastapi.responses import JSONResponse
 from hypothesis import given
 from hypothesis import strategies as st
 from support.small_server import serving
-from support.trajectories import make_trajectory, row
+from support.trajectories import make_trajectory, row, turn
 
 from agentrl.config import RewardConfig
 from agentrl.errors import ChatRefused, ConfigError, EngineError, Infrastructure
 from agentrl.http.chat import OpenAIChat
-from agentrl.rewards import make_scorer
+from agentrl.rewards import Scorer
 from agentrl.rewards.judge import _code, _fenced, _json
 from agentrl.trajectory import Message
 
@@ -66,7 +66,7 @@ async def judge(model):
 
     def make(name="judge", **kwargs):
         config = RewardConfig(function=name, kwargs={"url": model.url, **kwargs}, timeout_s=10)
-        made.append(make_scorer(config))
+        made.append(Scorer(config))
         return made[-1]
 
     yield make
@@ -124,6 +124,26 @@ async def test_the_parts_of_the_conversation_that_a_judge_sees(judge, model):
         shown = messages_of(request) if show == "conversation" else blocks(request)["ANSWER"]
         assert shown == answer
         assert "RIGHT ANSWER" not in blocks(model.requests[-1])
+
+
+@pytest.mark.parametrize("name", ["judge", "judge_group"])
+async def test_a_judge_is_told_which_turns_the_policy_did_not_write(judge, model, name):
+    """Also if they have the text of a turn that it wrote."""
+    example = (Message("user", "2+2?"), Message("assistant", "Four."), Message("user", "3*4?"))
+    trajectory = make_trajectory(
+        ("assistant", "12"), ("user", "Sure?"), ("assistant", "12"), ("user", "Go on."),
+        ("assistant", "Yes."), sample=row(prompt=example),
+        turns=(turn(message_index=3), turn(message_index=7)),
+    )  # fmt: skip
+    model.rule = lambda messages: '{"score": 5, "scores": [0.5]}'
+    await judge(name, show="conversation").score_all([trajectory])
+    [request] = model.requests
+    answer = "ANSWER" if name == "judge" else "ANSWER 1"
+    roles = [role for role, _ in messages_of(request, answer)]
+    assert roles == ["assistant", "user", "other_assistant", "user", "assistant"]
+    assert [role for role, _ in messages_of(request, "TASK")] == ["user", "other_assistant", "user"]
+    text = "`other_assistant`: it is a message that this model did not write"
+    assert text in request[0]["content"]
 
 
 async def test_its_token_comes_from_the_environment(judge, model, monkeypatch):
@@ -400,7 +420,7 @@ async def test_a_comparison_that_cannot_be_read(judge, model, scores):
 )
 def test_mistakes_are_reported_before_any_request(kwargs, says):
     with pytest.raises(ConfigError) as caught:
-        make_scorer(RewardConfig(function="judge", kwargs=kwargs))
+        Scorer(RewardConfig(function="judge", kwargs=kwargs))
     assert says in str(caught.value) and "reward.kwargs" in str(caught.value)
 
 
@@ -409,7 +429,7 @@ async def test_a_real_server_is_asked(sglang_server, monkeypatch, caplog):
     """The tiny model is no judge: what it says instead arrives, and is worth nothing."""
     monkeypatch.setenv("JUDGES_TOKEN", sglang_server.token)
     kwargs = {"url": f"{sglang_server.url}/v1", "token_env": "JUDGES_TOKEN", "timeout_s": 60.0}
-    scorer = make_scorer(RewardConfig(function="judge", kwargs=kwargs, timeout_s=120))
+    scorer = Scorer(RewardConfig(function="judge", kwargs=kwargs, timeout_s=120))
     prompt = (Message("user", "3*4?"),)
     try:
         scored = await scorer.score(make_trajectory(("assistant", "12"), sample=row(prompt=prompt)))

@@ -23,7 +23,7 @@ from agentrl.errors import (
     UserCodeError,
     UserError,
 )
-from agentrl.rewards import GRADERS, Grader, check_graders, make_scorer, reward
+from agentrl.rewards import GRADERS, Grader, Scorer, check_graders, reward
 from agentrl.rewards.base import num_turns
 from agentrl.rewards.gsm8k import compute_score
 from agentrl.trajectory import (
@@ -36,7 +36,7 @@ from agentrl.trajectory import (
 
 
 def score(trajectory: Trajectory, policy=None, **config: Any) -> Scored:
-    return asyncio.run(make_scorer(RewardConfig(**config), policy).score(trajectory))
+    return asyncio.run(Scorer(RewardConfig(**config), policy).score(trajectory))
 
 
 @pytest.fixture
@@ -217,11 +217,23 @@ def no_parameters():
 
 
 def trls(prompts, completions, **kwargs):
-    return [0.0 for _ in completions]
+    """The columns are there, and the completion has all messages after the prompt."""
+    assert [prompt[-1]["role"] for prompt in prompts] == ["user"]
+    assert kwargs["answer"] == ["12"] and kwargs["data_source"] == ["openai/gsm8k"]
+    return [float(len(completion)) for completion in completions]
 
 
-def trls_keywords(*, completions, answer, **kwargs):
-    return [0.0 for _ in completions]
+def trls_keywords(*, completions, answer, bonus=1.0, **kwargs):
+    pairs = zip(completions, answer, strict=True)
+    return [bonus * (c[-1]["content"] == a) for c, a in pairs]
+
+
+def trls_closed(completions):
+    return [None for _ in completions]
+
+
+async def trls_wrong(completions):
+    return 1.0
 
 
 def keyword_only(*, bonus):
@@ -241,31 +253,30 @@ def demanding(trajectory, threshold):
         (by_solution, {"solution_str": "x"}, "argument 'solution_str' is passed by agentrl"),
         (no_parameters, {}, "its parameters are (), but it must take the trajectory first, or"),
         (keyword_only, {}, "its parameters are (bonus), but it must take the trajectory first"),
-        (trls, {}, "(prompts, completions, kwargs), as those of TRL's rewards"),
-        (trls_keywords, {}, "def NAME(trajectory) -> float"),
+        (trls_closed, {"completion": 1}, "unknown argument 'completion'"),
     ],
 )
 def test_a_reward_that_cannot_be_called_is_refused(registered, function, kwargs, says):
     with pytest.raises(ConfigError) as caught:
-        make_scorer(RewardConfig(function=registered(function), kwargs=kwargs))
+        Scorer(RewardConfig(function=registered(function), kwargs=kwargs))
     assert says in str(caught.value) and function.__name__ in str(caught.value)
 
 
 def test_unknown_kwargs_of_a_grader_are_refused_before_anything_runs():
-    scorer = make_scorer(RewardConfig(kwargs={"format_scor": 0.1}))
+    scorer = Scorer(RewardConfig(kwargs={"format_scor": 0.1}))
     with pytest.raises(ConfigError, match=r"'format_scor'. Did you mean 'format_score'"):
         check_graders([row()], scorer)
 
 
 def test_a_wrong_value_of_a_graders_kwargs_is_found_by_the_check():
     with pytest.raises(ConfigError, match=r"'stict' is unknown. Did you mean 'strict'"):
-        check_graders([row()], make_scorer(RewardConfig(kwargs={"method": "stict"})))
+        check_graders([row()], Scorer(RewardConfig(kwargs={"method": "stict"})))
 
 
 def test_rows_without_a_grader_are_refused_with_the_choices():
     rows = [row(data_source="openai/gsm8", row=i) for i in range(5)] + [row(data_source="", row=9)]
     with pytest.raises(DataError) as caught:
-        check_graders([row(), *rows], make_scorer(RewardConfig()), "train.jsonl")
+        check_graders([row(), *rows], Scorer(RewardConfig()), "train.jsonl")
     first, second = str(caught.value).splitlines()
     assert first.startswith(
         "train.jsonl: rows 0, 1, 2, ... (5 in all): no grader for data_source 'openai/gsm8'."
@@ -275,21 +286,55 @@ def test_rows_without_a_grader_are_refused_with_the_choices():
     assert second.startswith("train.jsonl: row 9: no data_source.")
 
 
+@pytest.mark.parametrize(
+    ("function", "kwargs", "expected"),
+    [(trls, {}, 3.0), (trls_keywords, {"bonus": 2}, 2.0), (trls_closed, {}, 0.0)],
+)
+def test_a_reward_with_trls_signature_gets_lists_of_one(registered, function, kwargs, expected):
+    sample = row(extra={"answer": "12"})
+    messages = ("assistant", "a"), ("tool", "1"), ("assistant", "12")
+    own = make_trajectory(*messages, sample=sample)
+    assert score(own, function=registered(function), kwargs=kwargs).reward == expected
+
+
+def test_a_reward_with_trls_signature_says_what_is_missing(registered):
+    own = make_trajectory(("assistant", "12"), sample=row(extra={"solution": "12"}))
+    with pytest.raises(
+        UserCodeError, match=r"needs the column 'answer'\. The row has: comp.*solution"
+    ):
+        score(own, function=registered(trls_keywords))
+    with pytest.raises(UserCodeError, match="it must return a list with a score"):
+        score(own, function=registered(trls_wrong))
+    own = make_trajectory(("assistant", "12"), sample=row(extra={"completions": "11"}))
+    with pytest.raises(UserCodeError, match="the row's column 'completions' is not the argument"):
+        score(own, function=registered(trls_closed))
+
+
+def test_an_environment_that_scores_itself_needs_no_grader():
+    own = make_trajectory(("assistant", "a"), tool_reward=2.0, sample=row(data_source=""))
+    scored = score(own, outcome_weight=0, tool_weight=1)
+    assert (scored.rewards["outcome"], scored.reward) == (0.0, 2.0)
+    scorer = Scorer(RewardConfig(outcome_weight=0, tool_weight=1))
+    check_graders([row(data_source="", ground_truth=None)], scorer)
+    assert scorer.describe("") == "grader none"
+    assert scorer.grader("openai/gsm8k").name == "gsm8k"  # acc stays a metric
+
+
 @pytest.mark.parametrize("truth", ["12", "1,012", "-3", "0.5", "$7", 12, 12.0, " 12 "])
 @pytest.mark.parametrize("method", ["strict", "flexible"])
 def test_ground_truths_that_can_be_reached(truth, method):
-    scorer = make_scorer(RewardConfig(kwargs={"method": method, "score": 0.5}))
+    scorer = Scorer(RewardConfig(kwargs={"method": method, "score": 0.5}))
     check_graders([row(ground_truth=truth)], scorer)
 
 
 @pytest.mark.parametrize("truth", [None, "", "twelve", "12 apples", "3*4=12\n#### 12", ["12"]])
 def test_ground_truths_that_no_answer_could_match_are_refused(truth):
     with pytest.raises(DataError, match=r"row 4: the grader 'gsm8k' cannot read ground_truth="):
-        check_graders([row(ground_truth=truth, row=4)], make_scorer(RewardConfig()))
+        check_graders([row(ground_truth=truth, row=4)], Scorer(RewardConfig()))
 
 
 def test_a_reward_function_judges_all_rows(registered):
-    scorer = make_scorer(RewardConfig(function=registered(by_trajectory)))
+    scorer = Scorer(RewardConfig(function=registered(by_trajectory)))
     check_graders([row(data_source="anything", ground_truth=None)], scorer)
     assert scorer.grader("anything").function is by_trajectory
 
@@ -327,7 +372,7 @@ def test_a_function_in_a_file(file):
 def test_a_reward_that_is_not_there(file, function, says):
     path = file("from json import dumps\ndef compute_score(solution_str):\n    return 0.0\n")
     with pytest.raises(UserError) as caught:
-        make_scorer(RewardConfig(function=function.format(path=path)))
+        Scorer(RewardConfig(function=function.format(path=path)))
     assert says in str(caught.value) and "dumps" not in str(caught.value)
 
 
@@ -459,7 +504,7 @@ def test_budget_policy(policy, stop_reason, expected, masked):
 
 
 async def test_scores_without_a_weight_are_reported_once(caplog):
-    scorer = make_scorer(RewardConfig(tool_weight=1.0))
+    scorer = Scorer(RewardConfig(tool_weight=1.0))
     with caplog.at_level(logging.WARNING, logger="agentrl"):
         for _ in range(3):
             await scorer.score(rich())
@@ -469,13 +514,72 @@ async def test_scores_without_a_weight_are_reported_once(caplog):
 
 async def test_no_warning_without_unused_scores(caplog):
     with caplog.at_level(logging.WARNING, logger="agentrl"):
-        await make_scorer(RewardConfig()).score(make_trajectory(("assistant", "#### 12")))
+        await Scorer(RewardConfig()).score(make_trajectory(("assistant", "#### 12")))
     assert not caplog.records
 
 
 async def test_scoring_is_quick():
-    scorer, trajectory = make_scorer(RewardConfig()), rich()
+    scorer, trajectory = Scorer(RewardConfig()), rich()
     started = time.process_time()
     for _ in range(1000):
         await scorer.score(trajectory)
     assert time.process_time() - started < 1.0
+
+
+# -- the row belongs to its other rollouts, too ---------------------------------------------------
+
+
+def test_a_reward_that_changes_the_row_changes_it_for_nobody_else(registered):
+    def pops(data_source, solution_str, ground_truth, extra_info, words):
+        number = len(ground_truth) + len(extra_info["left"]) + len(words)
+        ground_truth.pop(), extra_info["left"].pop(), words.pop()
+        return number
+
+    def pops_of_the_trajectory(trajectory):
+        [call] = trajectory.turns[0].tool_calls
+        assert call.arguments == trajectory.messages[-1].tool_calls[0].arguments == {"x": [1]}
+        call.arguments.clear()
+        trajectory.messages[-1].tool_calls[0].arguments["x"].clear()
+        return len(trajectory.sample.ground_truth) + len(trajectory.sample.extra.pop("left"))
+
+    @reward("pops_of_the_group", group=True)
+    def pops_of_the_group(trajectories):
+        return [len(t.sample.ground_truth.pop()) for t in trajectories]
+
+    def make() -> Trajectory:
+        calls = (ToolCall("f", {"x": [1]}),)
+        sample = row(ground_truth=["aa", "b", "ccc"], extra={"left": [1, 2]})
+        message = Message("assistant", "a", (ToolCall("f", {"x": [1]}),))
+        return make_trajectory(message, sample=sample, turns=(turn(tool_calls=calls),))
+
+    trajectory = make()
+    names = {registered(pops): 1.0, registered(pops_of_the_trajectory): 100.0}
+    config = RewardConfig(
+        functions={**names, "pops_of_the_group": 1e4}, kwargs={"pops": {"words": ["w", "v"]}}
+    )
+    scorer = Scorer(config)
+    for _ in range(2):
+        scored = asyncio.run(scorer.score_all([trajectory] * 2))
+        assert [s.reward for s in scored] == [7 + 500 + 30000] * 2
+    assert trajectory == make() and config.kwargs["pops"]["words"] == ["w", "v"]
+
+
+def test_extra_info_keeps_the_rows_own_values(registered):
+    seen = {}
+
+    def reads(solution_str, extra_info):
+        seen.update(extra_info)
+        return 0.0
+
+    own = {"messages": ["mine"], "num_turns": 99, "stop_reason": None, "index": 3}
+    trajectory = make_trajectory(("assistant", "a"), sample=row(extra=own))
+    score(trajectory, function=registered(reads))
+    assert seen == {
+        **own,
+        "rollout_messages": [m.as_dict() for m in trajectory.messages],
+        "rollout_num_turns": 2,
+        "rollout_stop_reason": "done",
+        "turn_scores": [0.0],
+        "tool_rewards": [],
+        "final_text": "a",
+    }

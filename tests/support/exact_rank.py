@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,14 +12,16 @@ from support.trainer_fixtures import (
     in_float64,
 )
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from agentrl.engine.local.load import load_causal_lm
 from agentrl.engine.remote import senders
 from agentrl.registry import policy_loss, policy_losses
-from agentrl.trainer.dispatch import BROADCAST, dispatch
+from agentrl.trainer.dispatch import BROADCAST, SPLIT, dispatch
+from agentrl.trainer.policy import ACTOR
 from agentrl.trainer.rank import Rank
-from agentrl.trainer.sharding import full_tensor
+from agentrl.trainer.sharding import full_tensor, shard
 
 EXACT = 1e-10
 
@@ -105,6 +109,38 @@ class AnyRank(ExactRank):
     @dispatch(BROADCAST)
     def open(self, folder, cfg, dtype):
         Rank.__init__(self, folder, cfg, dtype=dtype, load=load)
+
+    @dispatch(BROADCAST)
+    def tensors(self, model):
+        """Return all parameters, by all their names, and all buffers of policy or reference."""
+        policy = self.policy if model == "policy" else self._load_reference()
+        named = policy.model.named_parameters(remove_duplicate=False)
+        weights = {name: full_tensor(p.detach()).clone() for name, p in named}
+        return weights | {name: b.clone() for name, b in policy.model.named_buffers()}
+
+    @dispatch(SPLIT)
+    def bytes_while_loading(self, _, mapped):
+        """Load and shard the policy again.
+
+        Args:
+            mapped: the size of the file of weights, whose mapping is not counted.
+
+        Returns:
+            The most bytes that tensors had at once, and the bytes of this rank's shards.
+        """
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            policy = self._load_policy()
+            if self.config.model.lora_rank:
+                self.policy = policy
+                self._add_adapter(ACTOR)
+            packed = policy.packed_model
+            offloads = self.config.optim.offload == "all"
+            shard(packed, packed.layers(), None, self._mesh, self._compute, offloads)
+        events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+        sizes = accumulate(size for _, size in changes if abs(size) != mapped)
+        own: list[Any] = [*policy.model.parameters()]
+        return max(sizes), sum(p.to_local().numel() * p.element_size() for p in own)
 
     @dispatch(BROADCAST)
     def first_gradients(self):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from pathlib import Path
+from dataclasses import replace
 
 import torch
+from support.updates import update_from
 
 from agentrl.engine.base import Sampling, Update
 from agentrl.engine.remote.loaders import MemoryLoader
 from agentrl.engine.remote.pool import EnginePool
-from agentrl.engine.remote.senders import Sent
+from agentrl.engine.remote.senders import Route, Sent
 from agentrl.engine.remote.supervisor import RecoveryPolicy
 from agentrl.errors import EngineDead, EngineError
 from agentrl.trajectory import Generation, float_array, token_array
@@ -29,15 +30,16 @@ class FakeLearner:
     def __init__(self):
         self.weights, self.learning, self.misread = 0, False, False
 
-    def update(self, version: int) -> Update:
-        """Return an update whose weights are ten times the version."""
-        self.weights, self.learning = 10 * version, False
+    def update(self, version: int, weights: int | None = None) -> Update:
+        """Return an update whose weights are ten times the version, or those of the last one."""
+        is_changed = weights is None
+        self.weights, self.learning = 10 * version if weights is None else weights, False
 
         def read():
             self.misread |= self.learning
             yield "w", torch.tensor([float(self.weights)])
 
-        return Update(version, read)
+        return replace(update_from(read, version), is_changed=is_changed)
 
 
 class FakeLoader(MemoryLoader):
@@ -46,10 +48,7 @@ class FakeLoader(MemoryLoader):
     source = "files"
 
     def __init__(self):
-        self.target = None
-
-    def can_use_files(self):
-        return False
+        self.target, self.has_loaded = None, True
 
 
 class FakeEngine:
@@ -63,6 +62,8 @@ class FakeEngine:
         self.restartable = opener.ours
         self.version, self.weights = 0, 0
         self.dead = self.hung = self.full = self.closed = self.asleep = False
+        self.forgets = False
+        """True if it releases its weights while it sleeps."""
         self.failing: list[Exception] = []
         """Exceptions that the next requests raise."""
         self.seconds = 0.0
@@ -138,11 +139,19 @@ class FakeEngine:
         if self.refuses:
             raise self.refuses.pop(0)
 
-    def finish_update(self, version: int, sent: Sent, folder: Path | None) -> None:
+    def finish_update(self, route: Route, sent: Sent) -> None:
         self.check_alive()
         self.weights = int(sent.rows["w"])
-        self.version, self.claims, self.asleep = version, None, False
-        self.published.append(version)
+        self.version, self.claims, self.asleep = route.version, None, False
+        self.published.append(route.version)
+
+    @property
+    def has_weights(self) -> bool:
+        return not (self.asleep and self.forgets)
+
+    def set_version(self, version: int) -> None:
+        self.version, self.asleep = version, False
+        self.probe()
 
     def fail_update(self, error: EngineError) -> None: ...
 
@@ -187,8 +196,8 @@ class PoolHarness:
     def engines(self) -> list[FakeEngine]:
         return [opener.engine for opener in self.openers]
 
-    async def publish(self, version: int) -> int:
-        sent = await asyncio.to_thread(self.pool.publish, self.learner.update(version))
+    async def publish(self, version: int, weights: int | None = None) -> int:
+        sent = await asyncio.to_thread(self.pool.publish, self.learner.update(version, weights))
         self.published = version
         return sent
 

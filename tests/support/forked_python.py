@@ -1,8 +1,8 @@
 """Python programs in new processes that do not spend seconds on imports.
 
-One server process per test process imports torch, transformers and the other large libraries once.
-Each program runs in a fork of that server. It is a real process with its own environment, working
-directory, signals and exit code. Only imports of agentrl are not shared: each program makes them.
+One server process per test process imports torch, transformers, agentrl and the other large
+libraries once. Each program runs in a fork of that server. It is a real process with its own
+environment, working directory, signals and exit code.
 
 Use `subprocess` instead to test what a new interpreter does: import times, and environment
 variables that a library reads when it is imported.
@@ -35,6 +35,8 @@ from typing import Any
 
 LIBRARIES = (
     "accelerate",
+    "agentrl.cli",
+    "agentrl.trainer.trainer",
     "fastapi",
     "httpx",
     "jsonschema",

@@ -28,6 +28,15 @@ END = "<!-- end of the table of {} -->\n"
 
 MIXED = {"sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"] * 2}
 MOE = {"num_local_experts": 4, "num_experts": 4, **EXPERTS}
+SHARED = {
+    "num_hidden_layers": 6, "num_kv_shared_layers": 2, "head_dim": 8, "sliding_window": 512,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8,
+}  # fmt: skip
+FIXED = {
+    "head_dim": 8, "moe_topk": 2,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1e3, "factor": 1.0},
+}  # fmt: skip
 KINDS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "causal attention to the whole row in every layer": {
         "Llama": ("llama", {}),
@@ -81,6 +90,33 @@ KINDS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "Gemma 2": ("gemma2", {"head_dim": 8, **MIXED}),
         "VaultGemma": ("vaultgemma", {"head_dim": 8, **MIXED}),
     },
+    "layers that share keys and values": {
+        "Gemma 3n": (
+            "gemma3n_text",
+            SHARED | {
+                "intermediate_size": [48] * 6, "laurel_rank": 4,
+                "activation_sparsity_pattern": [0.95] * 2 + [0.0] * 4,
+            },
+        ),
+        "Gemma 4": ("gemma4_text", SHARED | {"global_head_dim": 16}),
+    },
+    "rotary positions with a fixed base that the config calls `dynamic`": {
+        "HunYuan V1": ("hunyuan_v1_dense", FIXED),
+        "HunYuan V1 MoE": ("hunyuan_v1_moe", FIXED | MOE),
+    },
+    "a bias of relative positions": {
+        "Inkling": (
+            "inkling_text",
+            MOE | {
+                "head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2,
+                "swa_head_dim": 8, "d_rel": 4, "rel_extent": 16, "n_shared_experts": 1,
+                "n_routed_experts": 4,
+            },
+        ),
+    },
+    "attention with ALiBi in bfloat16": {
+        "Falcon": ("falcon", {"alibi": True, "new_decoder_architecture": False}),
+    },
     "logits with a scale or a bias": {
         "Granite": ("granite", {"logits_scaling": 8.0, "attention_multiplier": 0.25}),
         "Cohere": ("cohere", {"logit_scale": 0.25}),
@@ -129,7 +165,9 @@ KINDS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
         ),
     },
-    "masks that depend on later tokens": {"Doge": ("doge", {"keep_window_size": 4096})},
+    "masks that depend on the number of later tokens": {
+        "Doge": ("doge", {"keep_window_size": 4096}),
+    },
 }  # fmt: skip
 """Kinds of layers, and models that have them: the type of the config, and values of it."""
 

@@ -22,12 +22,18 @@ class Processes:
     def __init__(self, size: int, make: Callable[..., Any], *args: Any, start: str = "forkserver"):
         """Start them. `make(*args)` makes the rank in each process, and must be importable.
 
-        `start` is a start method of `multiprocessing`. The default forks a process that has torch
-        imported; with "spawn" the libraries are imported under the environment of the moment.
+        `start` is a start method of `multiprocessing`. The default forks a process that has the
+        learner imported: half a second of each rank. With "spawn" the libraries are imported
+        under the environment of the moment.
         """
         context = multiprocessing.get_context(start)
         multiprocessing.set_forkserver_preload(
-            ["torch.distributed.fsdp", "transformers.models.qwen2.modeling_qwen2", "peft"]
+            [
+                "torch.distributed.fsdp",
+                "transformers.models.qwen2.modeling_qwen2",
+                "peft",
+                "agentrl.trainer.rank",
+            ]
         )
         self.size = size
         self.pipes, self.processes = [], []

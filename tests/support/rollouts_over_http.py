@@ -26,7 +26,7 @@ from agentrl.engine.base import Sampling
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.http import fetch_json
 from agentrl.registry import load_file
-from agentrl.rewards import make_scorer
+from agentrl.rewards import Scorer
 from agentrl.rollout import open_rollouts
 from agentrl.store import TrajectoryStore
 from agentrl.testing import byte_tokenizer, call
@@ -61,7 +61,7 @@ def main() -> None:
         while not over.wait(0.01):
             most = max(most, open_now())
 
-    scorer = make_scorer(config.reward)
+    scorer = Scorer(config.reward)
     with small_sglang(turns, seconds) as url:
         engine = SGLangEngine(url, vocabulary=len(template.tokenizer))
         with open_rollouts(config, engine, template, scorer) as rollouts:

@@ -9,6 +9,7 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel
 
 from agentrl import Infrastructure, Sample, ToolError, ToolResult, tool
@@ -73,6 +74,12 @@ RETURNS = {
     "failed": ToolResult("own text", ok=False),
     "classed": ToolResult("own text", ok=False, error="mine"),
     "nan_reward": ToolResult("x", reward=float("nan")),
+    "numpy_int": np.int64(3),
+    "numpy_bool": np.bool_(True),
+    "numpy_nan": np.float32("nan"),
+    "numpy_array": np.array([[1, 2], [3, 4]]).T,
+    "numpy_json": {np.int64(1): [np.float32(0.1), np.float64(0.5), np.array(3)], "a": np.arange(2)},
+    "numpy_reward": ToolResult("x", reward=np.float32(0.5)),
     "content_json": ToolResult({"n": [1, None]}),  # type: ignore[arg-type]
 }
 

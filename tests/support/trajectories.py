@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from agentrl.trajectory import (
@@ -26,6 +27,10 @@ def turn(**fields: Any) -> Turn:
     return Turn(segment=0, start=0, end=1, finish_reason="stop", **fields)
 
 
+def _is_answer(message: tuple[str, str] | Message) -> bool:
+    return (message.role if isinstance(message, Message) else message[0]) == "assistant"
+
+
 def make_trajectory(
     *messages: tuple[str, str] | Message,
     sample: Sample | None = None,
@@ -39,6 +44,12 @@ def make_trajectory(
     each message of the assistant.
     """
     sample = sample or row()
+    answers = [len(sample.prompt) + i for i, m in enumerate(messages) if _is_answer(m)]
+    turns = turns or tuple(turn() for _ in answers)
+    turns = tuple(
+        t if t.message_index >= 0 else replace(t, message_index=index)
+        for t, index in zip(turns, answers[len(answers) - len(turns) :], strict=True)
+    )
     replies = [m if isinstance(m, Message) else Message(*m) for m in messages]  # type: ignore[arg-type]
     return Trajectory(
         sample=sample,
@@ -47,7 +58,7 @@ def make_trajectory(
         segments=(
             Segment(token_array(), token_array(), token_array(), float_array(), token_array()),
         ),
-        turns=turns or tuple(turn() for m in replies if m.role == "assistant"),
+        turns=turns,
         messages=(*sample.prompt, *replies),
         sampling={},
         stop_reason=stop_reason,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,6 +86,7 @@ def test_it_can_be_trained_on():
     ]
 
 
+@pytest.mark.timing
 def test_it_is_made_once_and_fast():
     byte_tokenizer()
     byte_tokenizer.cache_clear()

@@ -18,7 +18,7 @@ from agentrl.config import Config
 from agentrl.engine.base import Sampling
 from agentrl.engine.scripted import Scripted
 from agentrl.errors import EngineError, RunStopped
-from agentrl.rewards import make_scorer
+from agentrl.rewards import Scorer
 from agentrl.rollout import open_rollouts
 from agentrl.testing import byte_tokenizer
 from agentrl.trajectory import Message, Sample
@@ -122,7 +122,7 @@ def test_an_object_is_closed_however_its_episode_ends(env, transport):
         }
     )
     engine = Failing(["hello"], TOKENIZER)
-    scorer = make_scorer(config.reward)
+    scorer = Scorer(config.reward)
     with open_rollouts(config, engine, ChatTemplate(TOKENIZER), scorer) as rollouts:
 
         def play(loop: str) -> list[str]:
@@ -151,7 +151,7 @@ from agentrl.config import Config
 from agentrl.engine.base import Sampling
 from agentrl.engine.scripted import Scripted
 from agentrl.registry import load_file
-from agentrl.rewards import make_scorer
+from agentrl.rewards import Scorer
 from agentrl.rollout import open_rollouts
 from agentrl.testing import byte_tokenizer
 from agentrl.trajectory import Message, Sample
@@ -162,7 +162,7 @@ config = Config.model_validate(
     {"tools": {"transport": transport}, "files": [file], "reward": {"function": "none"}}
 )
 tokenizer = byte_tokenizer()
-engine, scorer = Scripted(["hello"], tokenizer), make_scorer(config.reward)
+engine, scorer = Scripted(["hello"], tokenizer), Scorer(config.reward)
 sample = Sample("r", (Message("user", "hi"),), agent_name="works", tools=("lease",))
 with open_rollouts(config, engine, ChatTemplate(tokenizer), scorer) as rollouts:
     rollouts.collect([sample], n=1, sampling=Sampling(), step=0)

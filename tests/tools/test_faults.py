@@ -158,6 +158,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.timing
 async def test_malformed_answers_are_infrastructure_errors(url, key, name):
     """Each is a machine's failure, at once; the call that did not run may be sent again."""
     fault, error, message = FAULTS[name]
@@ -198,6 +199,7 @@ async def test_a_lost_answer_is_sent_again(url, key):
         assert (len(proxy.calls), RAN.count(key)) == (6, 2)
 
 
+@pytest.mark.timing
 async def test_an_answer_that_never_comes_costs_the_deadline(url, key):
     """To a tenth; and it is not sent again after it."""
     async with through(url, request_seconds=0.5, queue_seconds=0.0) as (proxy, box):
@@ -239,6 +241,7 @@ async def test_a_slow_network_that_loses_things(url, key):
         assert len(proxy.calls) == 28
 
 
+@pytest.mark.timing
 async def test_a_busy_server_is_not_retried_beyond_the_deadline(url, key):
     async with through(url, request_seconds=0.5, queue_seconds=0.0) as (proxy, box):
         await box.open(key, Sample("s", (), tools=("once",)))
@@ -250,6 +253,7 @@ async def test_a_busy_server_is_not_retried_beyond_the_deadline(url, key):
         assert len(proxy.calls) == 2
 
 
+@pytest.mark.timing
 async def test_a_busy_answer_is_returned_unless_wait_if_busy_is_set(url):
     async with through(url) as (proxy, box):
         proxy.faults = [answer("503 Busy", BUSY, "retry-after: 1")]

@@ -6,6 +6,8 @@ import enum
 import functools
 import inspect
 import json
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Optional, Union
 
@@ -20,7 +22,7 @@ from agentrl import registry
 from agentrl.errors import DataError, RegistryError, UserError
 from agentrl.tools import tool
 from agentrl.tools.payloads import InvalidArguments, encode_arguments
-from agentrl.tools.schema import describe_function
+from agentrl.tools.schema import describe_function, parameters_from_schema
 from agentrl.trajectory import Sample, ToolCall
 
 
@@ -225,9 +227,6 @@ def google(a: int, b: str = "x"):
         a: the first,
             continued
         b: the second
-
-    Returns:
-        nothing
     """
 
 
@@ -265,6 +264,53 @@ def test_docstrings(function):
     properties = shown["parameters"]["properties"]
     assert properties["a"] == {"type": "integer", "description": "the first, continued"}
     assert properties["b"] == {"type": "string", "description": "the second", "default": "x"}
+
+
+def other_sections(x: str, y: str, state: dict):
+    """Search.
+
+    Args:
+        `x`, **y**: words
+        state: of the episode
+        z: nothing
+
+    Returns:
+        JSON with the keys title and url.
+
+    Note:
+        At most ten calls.
+    """
+
+
+def numpy_sections(x: str, y: str):
+    """Search.
+
+    Parameters
+    ----------
+    x, y : str
+        words
+
+    Notes
+    -----
+    At most ten calls.
+    """
+
+
+def test_all_of_a_docstring_is_shown_or_reported(caplog):
+    tool(other_sections)
+    tool(numpy_sections)
+    google, numpy = [
+        registry.tools.get(f.__name__).spec.schemas[0]["function"]
+        for f in (other_sections, numpy_sections)
+    ]
+    more = "Returns:\n    JSON with the keys title and url.\n\nNote:\n    At most ten calls."
+    assert google["description"] == f"Search.\n\n{more}"
+    assert numpy["description"] == "Search.\n\nNotes\n-----\nAt most ten calls."
+    for shown in (google, numpy):
+        properties = shown["parameters"]["properties"]
+        assert {k: p["description"] for k, p in properties.items()} == {"x": "words", "y": "words"}
+    [message] = caplog.messages
+    assert "'other_sections'" in message and "about 'z', because no parameter has" in message
 
 
 def test_the_annotations_description_wins():
@@ -324,6 +370,61 @@ def test_missing_arguments_get_the_functions_defaults():
         """F."""
 
     assert registry.tools.get("f").functions[0].parameters.check({"a": 2}) == {"a": 2}
+
+
+def test_null_is_valid_if_it_is_the_default():
+    @tool
+    def find(
+        city: str = None,  # noqa: RUF013
+        k: Annotated[int, Field(ge=1, description="how many")] = None,  # noqa: RUF013
+        kind: Literal["a", "b"] | None = None,
+        more=None,
+    ):
+        """Find."""
+
+    function = registry.tools.get("find").functions[0]
+    properties = function.schema["function"]["parameters"]["properties"]
+    string, integer = {"type": "string"}, {"minimum": 1, "type": "integer"}
+    assert properties["city"] == {"anyOf": [string, {"type": "null"}], "default": None}
+    assert properties["k"]["anyOf"] == [integer, {"type": "null"}]
+    assert properties["k"]["description"] == "how many" and properties["more"] == {"default": None}
+    check = function.parameters.check
+    # The default is used if an argument is left out, and its type needs no None.
+    assert check({"city": None, "k": None, "kind": None}) == {"kind": None}
+    assert check({"city": "Rome", "k": 3}) == {"city": "Rome", "k": 3}
+    with pytest.raises(InvalidArguments, match="'k': 0 does not match"):
+        check({"k": 0})
+
+
+def test_values_that_the_schema_allows_are_accepted():
+    @tool
+    def f(
+        unit: Literal[Unit.C],
+        units: list[Literal[Unit.F, "other"]],
+        numbers: Iterable[int],
+        words: Annotated[Iterable[str] | None, Field(description="words")] = None,
+    ):
+        """F."""
+
+    check = registry.tools.get("f").functions[0].parameters.check
+    json_values = {"unit": "celsius", "units": ["fahrenheit", "other"], "numbers": [1, 2]}
+    values = {"unit": Unit.C, "units": [Unit.F, "other"], "numbers": [1, 2]}
+    assert check(json_values) == values
+    assert check({**json_values, "words": ["a"]}) == {**values, "words": ["a"]}
+    with pytest.raises(InvalidArguments, match="'unit'"):
+        check({**json_values, "unit": "fahrenheit"})
+
+
+@pytest.mark.parametrize("number", [math.inf, math.nan, 2**70])
+def test_a_default_that_json_cannot_hold_is_not_shown(number):
+    def f(limit: float = number):
+        """F."""
+
+    parameters = describe_function(f, "f", bound=False)[1]  # type: ignore[arg-type]
+    assert parameters.schema["properties"] == {"limit": {"type": "number"}}
+    assert parameters.usage == "f(limit: number = ...)"
+    with pytest.raises(UserError, match="a value that JSON cannot hold, such as an infinity"):
+        parameters_from_schema({"type": "object", "examples": [number]}, "f", "here")
 
 
 def test_errors_are_short_and_say_what_was_expected():

@@ -23,8 +23,8 @@ from agentrl.config import ToolsConfig
 from agentrl.errors import ToolServerError, UserError
 from agentrl.http import HttpClient, fetch_json
 from agentrl.tools import HttpToolbox, open_toolbox
+from agentrl.tools.serving import bounded
 from agentrl.tools.serving import guard as guard_module
-from agentrl.tools.serving import listen
 from agentrl.tools.serving.background import serve_in_background
 from agentrl.tools.serving.listen import ToolServer
 from agentrl.trajectory import Sample, ToolCall
@@ -192,9 +192,10 @@ def test_a_body_that_does_not_come(url, monkeypatch):
     assert (status, headers["connection"]) == (408, "close")
 
 
+@pytest.mark.timing
 def test_a_head_that_does_not_come(url, monkeypatch):
     """Byte by byte, on a new connection and on one that was good before."""
-    monkeypatch.setattr(listen, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(bounded, "HEAD_SECONDS", 0.3)
     host, _, port = url.removeprefix("http://").partition(":")
     for before in (b"", request("GET", "/health")):
         with socket.create_connection((host, int(port)), 10) as s:
@@ -284,7 +285,7 @@ async def test_the_protocol_with_raw_requests(url):
             ("tally", 30.0, True),
         ]
         body = {"episode_id": "a b/ü", "sample": {"tools": ["double", "tally"]}}
-        assert await ask("POST", "/sessions", body) == (200, {})
+        assert await ask("POST", "/sessions", body) == (200, {"opening": []})
         session = "/sessions/a%20b%2F%C3%BC"
         call = {"turn": 0, "call_index": 0, "name": "double", "arguments": {"n": 4}}
         status, answer = await ask("POST", f"{session}/calls", call)
@@ -325,9 +326,12 @@ async def test_a_repeated_request_must_be_the_same(url):
         return post("/sessions", body)
 
     kwargs = '{"shelf": {"at": {"x": 1, "y": [true]}, "n": 2}}'
-    assert opened('"double", "shelf"', kwargs) == (200, {})
-    assert opened('"shelf", "double"', '{"shelf":{"n":2,"at":{"y":[true],"x":1}}}') == (200, {})
-    assert opened('"double", "shelf"', kwargs[:-1] + ', "double": {}}') == (200, {})
+    assert opened('"double", "shelf"', kwargs) == (200, {"opening": []})
+    assert opened('"shelf", "double"', '{"shelf":{"n":2,"at":{"y":[true],"x":1}}}') == (
+        200,
+        {"opening": []},
+    )
+    assert opened('"double", "shelf"', kwargs[:-1] + ', "double": {}}') == (200, {"opening": []})
     for tools, other in (
         ('"double"', kwargs),
         ('"double", "shelf", "tally"', kwargs),
@@ -507,6 +511,7 @@ def test_a_server_does_not_outlive_its_parent(fork):
         parent.stdout.close()
 
 
+@pytest.mark.timing
 def test_a_hung_tool_does_not_delay_the_exit():
     code = f"""
 import asyncio

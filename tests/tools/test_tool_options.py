@@ -26,7 +26,7 @@ from agentrl.config import Config
 from agentrl.data.check import check_samples
 from agentrl.errors import RegistryError, ToolServerError, UserCodeError, UserError
 from agentrl.http import HttpClient
-from agentrl.rewards.scorer import check_graders, make_scorer
+from agentrl.rewards.scorer import Scorer, check_graders
 from agentrl.sandbox import Sandbox
 from agentrl.testing import byte_tokenizer
 from agentrl.tools import HttpToolbox, LocalToolbox, tool
@@ -296,7 +296,7 @@ async def test_the_object_of_a_call_is_always_closed(toolbox, dice):
     [broken] = await run(toolbox, ("throw", {}), tools=["dice"], tools_kwargs=dice["init"])
     assert broken.content == "Error: the tool failed: ValueError"
     assert LIVES == ["made"]
-    with pytest.raises(UserCodeError, match=r"reward\(\): ValueError: no reward"):
+    with pytest.raises(UserCodeError, match=r"reward\(\) raised ValueError: no reward"):
         await run(toolbox, ("throw", {}), tools=["dice"], tools_kwargs=dice["reward"])
     assert LIVES[-1] == "close"
 
@@ -490,6 +490,7 @@ async def test_a_call_keeps_its_place_after_its_episode_ended(toolbox, tmp_path,
     await noted("+-+-")
 
 
+@pytest.mark.timing
 async def test_an_async_call_of_an_object_does_not_delay_the_end_of_its_episode(toolbox):
     @tool
     class Slow:
@@ -939,7 +940,7 @@ class Hooked:
 def test_reserved_and_duplicate_names():
     with pytest.raises(UserError, match="'Tree' contains itself"):
         tool(g_recursive)
-    for hook in ("reward", "close"):
+    for hook in ("opening", "reward", "close"):
         for bad in (lambda self, arm: 0, 0.5, classmethod(lambda cls, arm: 0)):
             with pytest.raises(UserError, match=f"{hook} is a method that agentrl calls without"):
                 tool(type("Bandit", (Hooked,), {hook: bad}))
@@ -1011,4 +1012,21 @@ def test_rows_can_name_registered_tools_only(name):
     for kind in ("tool", "agent loop", "interaction"):
         assert f"no {kind} named {name!r}" in str(e.value)
     with pytest.raises(UserError, match="data_source"):
-        check_graders([sample], make_scorer(Config().reward))
+        check_graders([sample], Scorer(Config().reward))
+
+
+async def test_each_call_gets_the_rows_own_constructor_arguments(toolbox):
+    @tool(scope="call")
+    class Urn:
+        """An urn."""
+
+        def __init__(self, balls: list):
+            self.balls = balls
+
+        def draw(self) -> str:
+            """Draw a ball."""
+            return self.balls.pop()
+
+    kwargs = {"urn": {"create_kwargs": {"balls": ["a", "b"]}}}
+    results = await run(toolbox, ("draw", {}), ("draw", {}), tools=("urn",), tools_kwargs=kwargs)
+    assert [r.content for r in results] == ["b", "b"]

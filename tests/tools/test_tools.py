@@ -6,14 +6,18 @@ import asyncio
 import contextlib
 import gc
 import json
+import math
 import socket
 import sys
 import time
 import uuid
 from dataclasses import replace
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tool_server import TOKEN, row, serving_tools
@@ -35,6 +39,7 @@ from agentrl.errors import (
 from agentrl.http import HttpClient
 from agentrl.testing import Scripted, byte_tokenizer
 from agentrl.tools import HttpToolbox, LocalToolbox, tool
+from agentrl.tools.payloads import to_result
 from agentrl.tools.runner import CallLimits
 from agentrl.tools.session import ToolHost, UnknownEpisode
 from agentrl.trajectory import Message, Sample, ToolCall, ToolResult
@@ -87,6 +92,11 @@ GOOD = [
     ("give", {"what": "float"}, "0.1"),
     ("give", {"what": "nan"}, "nan"),
     ("give", {"what": "content_json"}, '{"n":[1,null]}'),
+    ("give", {"what": "numpy_int"}, "3"),
+    ("give", {"what": "numpy_bool"}, "true"),
+    ("give", {"what": "numpy_nan"}, "nan"),
+    ("give", {"what": "numpy_array"}, "[[1,3],[2,4]]"),
+    ("give", {"what": "numpy_json"}, '{"1":[0.1,0.5,3],"a":[0,1]}'),
     ("give", {"what": "list"}, '[1,"a",null,{"k":2}]'),
     ("give", {"what": "enum"}, '{"color":"red"}'),
     ("give", {"what": "model"}, '{"x":1,"y":0}'),
@@ -155,6 +165,8 @@ async def test_bad_calls_are_texts_the_model_reads(toolbox, name, arguments, err
 
 async def test_results_of_the_tools_own_making(toolbox):
     assert await ask(toolbox, "give", {"what": "result"}) == ToolResult("own", reward=0.5)
+    assert to_result({"a": torch.tensor([1.5])}) == ToolResult('{"a":[1.5]}')
+    assert await ask(toolbox, "give", {"what": "numpy_reward"}) == ToolResult("x", reward=0.5)
     failed = await ask(toolbox, "give", {"what": "failed"})
     assert failed == ToolResult("own text", ok=False, error="tool_error")
     assert (await ask(toolbox, "give", {"what": "classed"})).error == "mine"
@@ -338,6 +350,7 @@ async def test_the_row_arrives_as_it_is(toolbox, zoo):
     assert await toolbox.close(episode) == 0.0
 
 
+@pytest.mark.timing
 async def test_calls_run_concurrently_and_are_answered_in_order(toolbox):
     sample = row("nap", "async_add")
     await toolbox.open(sample.id, sample)
@@ -391,7 +404,7 @@ async def test_an_object_that_hangs_says_so(toolbox, zoo):
 @pytest.mark.parametrize(
     ("at", "message"),
     [
-        ("init raises", "tool 'stuck': constructor: ValueError: in init"),
+        ("init raises", "tool 'stuck': constructor raised ValueError: in init"),
         ("init", "tool 'stuck': constructor took more than 0.3 s"),
     ],
 )
@@ -409,7 +422,7 @@ async def test_a_constructor_that_fails(toolbox, zoo, at, message):
 @pytest.mark.parametrize(
     ("at", "message"),
     [
-        ("reward raises", r"tool 'stuck': reward\(\): ValueError: in reward"),
+        ("reward raises", r"tool 'stuck': reward\(\) raised ValueError: in reward"),
         ("reward", r"tool 'stuck': reward\(\) took more than 0.3 s"),
         ("reward nan", r"tool 'stuck': reward\(\) returned nan, expected a finite number"),
     ],
@@ -446,11 +459,39 @@ async def test_create_kwargs_that_the_constructor_refuses(toolbox):
         await toolbox.open("other", row("note"))
 
 
+@pytest.mark.parametrize("value", [datetime(2024, 5, 1), math.inf, Decimal(1), ("a", 1)], ids=str)
+async def test_a_tool_never_gets_another_value_than_the_row_has(toolbox, value):
+    got = []
+
+    @tool
+    class Reader:
+        """A reader."""
+
+        def __init__(self, sample, data=None):
+            got.extend([sample.extra["x"], data])
+
+        def read(self) -> None:
+            """Read."""
+
+    kwargs = {"reader": {"create_kwargs": {"data": value}}}
+    sample = row("reader", extra={"x": value}, tools_kwargs=kwargs)
+    if isinstance(toolbox, LocalToolbox):
+        await toolbox.open(sample.id, sample)
+        assert got == [value, value]
+        return
+    with pytest.raises(DataError, match="values that JSON cannot hold"):
+        await toolbox.open(sample.id, sample)
+    with pytest.raises(DataError, match="values that JSON cannot hold"):
+        await toolbox.open(sample.id, row("reader", tools_kwargs=kwargs))
+    assert got == []
+
+
 async def test_infrastructure_that_is_down_is_not_an_error_of_the_model(toolbox):
     with pytest.raises(ToolServerError, match="tool 'backend_down': the search index is down"):
         await ask(toolbox, "backend_down")
 
 
+@pytest.mark.timing
 async def test_one_call_that_cannot_be_answered_ends_the_others(toolbox):
     sample = row("nap", "backend_down")
     await toolbox.open(sample.id, sample)
@@ -510,6 +551,7 @@ async def test_a_bug_in_a_tool_is_logged_once(toolbox, caplog):
     assert caplog.text.count("Traceback") == 1
 
 
+@pytest.mark.timing
 async def test_hung_tools_end_at_their_deadlines_and_delay_no_other(toolbox, zoo):
     zoo.RELEASE.clear()
     sample = row("hang", "add")

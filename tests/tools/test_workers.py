@@ -25,7 +25,7 @@ from agentrl.engine.base import Sampling
 from agentrl.engine.scripted import Scripted
 from agentrl.errors import RunStopped, SessionLost, ToolServerError, UserError
 from agentrl.http import HttpClient, fetch, fetch_json
-from agentrl.rewards import make_scorer
+from agentrl.rewards import Scorer
 from agentrl.rollout import Rollouts, open_rollouts
 from agentrl.testing import byte_tokenizer, call
 from agentrl.tools import HttpToolbox
@@ -196,7 +196,7 @@ def test_the_config_sets_the_number_of_workers(file):
 
 
 def _scorer(config: Config):
-    return make_scorer(config.reward)
+    return Scorer(config.reward)
 
 
 def _rows(n: int, tool: str, **fields) -> list[Sample]:
@@ -304,6 +304,7 @@ def quick() -> str:
 """
 
 
+@pytest.mark.timing
 async def test_threads_of_calls_that_hang_are_replaced(tmp_path):
     """With 64 threads, 80 calls hang, and the next ones start at once; late threads end."""
     (tmp_path / "hanging.py").write_text(HANGING)
@@ -365,6 +366,7 @@ async def test_processes_that_a_tool_left_end_with_its_worker_and_delay_no_other
         await box.aclose()
 
 
+@pytest.mark.timing
 async def test_a_worker_that_keeps_dying_is_given_up(file, caplog):
     """Calls are refused at once instead of waiting for the server process."""
     url, _, server = serve_in_background([file])

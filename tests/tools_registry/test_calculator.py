@@ -100,6 +100,7 @@ def test_values(calculator, expression, value):
         ("f" + "(-" * 90 + "1" + ")" * 90, "cannot evaluate"),
     ],
 )
+@pytest.mark.timing
 def test_invalid_expressions_are_tool_errors(calculator, expression, message):
     began = time.process_time()
     with pytest.raises(ToolError) as e:

@@ -118,6 +118,7 @@ def test_the_variable_names_the_corpus(tmp_path, monkeypatch):
     assert load_file("shelf:search").search("rye").startswith("[3] The mill")
 
 
+@pytest.mark.timing
 def test_many_passages_at_once(shelf, tmp_path):
     """One index is made for all that ask at the same time, and asking is quick."""
     rng = random.Random(0)

@@ -16,6 +16,7 @@ from agentrl.config import AlgorithmConfig, Config
 from agentrl.config.algorithm import ALGORITHMS
 from agentrl.config.checks import without_effect
 from agentrl.errors import ConfigError, DataError, RegistryError, RunStopped, UserCodeError
+from agentrl.metrics import rollout_metrics
 from agentrl.plan import make_plan
 from agentrl.trainer.algorithms import (
     dead_groups,
@@ -173,7 +174,7 @@ def test_a_dead_group_is_one_whose_advantages_are_all_exactly_zero():
         group(rollout(0.1), rollout(0.2)),
         group(),
         group(rollout(1.0), rollout(0.0, masked=True)),
-        group(rollout(0.0), rollout(1e-30)),
+        group(rollout(0.0), rollout(1e-9)),
     ]
     batch = collate(groups, PAD)
     advantages, _ = estimate(batch, AlgorithmConfig(name="rloo"))
@@ -364,8 +365,8 @@ def targets_of(keys: Config, *groups, kl: float = 0.0):
 )
 def test_a_small_difference_of_large_rewards_is_learned_from(name):
     keys = config(algorithm__adv_estimator=name)
-    _, small = targets_of(keys, pair(0.25, 0.0))
-    _, large = targets_of(keys, pair(LARGE + 0.25, LARGE, LARGE))
+    _, small = targets_of(keys, pair(32.25, 0.0))
+    _, large = targets_of(keys, pair(LARGE + 32.25, LARGE, LARGE))
     assert small.advantages[0, 0] > 0
     torch.testing.assert_close(large.advantages, small.advantages, atol=1e-7, rtol=1e-7)
 
@@ -382,9 +383,40 @@ def test_a_small_difference_of_large_rewards_is_learned_from_across_groups(name)
 def test_penalties_keep_a_small_difference_of_large_rewards():
     """A KL in the reward, and rewards in units of their spread."""
     keys = config(algorithm__norm_adv_by_std=False, algorithm__kl_reward_coef=0.5)
-    _, targets = targets_of(keys, pair(LARGE + 0.25, LARGE, LARGE), kl=0.1)
+    _, targets = targets_of(keys, pair(LARGE + 32.25, LARGE, LARGE), kl=0.1)
     # The tokens are 0 and 0.1, 0.2 and 0.3 nats away: 0.05 and 0.25 off the rewards.
-    assert targets.advantages[:, 0].tolist() == pytest.approx([0.225, -0.225], abs=1e-6)
+    assert targets.advantages[:, 0].tolist() == pytest.approx([16.225, -16.225], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", "rloo", "reinforce_plus_plus_baseline", "remax", "turn_rloo"]
+)
+@pytest.mark.parametrize("scale", [1.0, -1e3])
+def test_rewards_that_differ_by_rounding_are_equal(name, scale):
+    keys = config(algorithm__adv_estimator=name)
+    rewards = [scale * r for r in (0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1)]
+    assert rewards[0] != rewards[1]
+    groups = [
+        pair(*rewards, greedy=rewards[1]),
+        pair(scale, scale * (1 + 9e-7), greedy=scale),
+        pair(scale, scale * (1 + 1.2e-6), greedy=scale),
+    ]
+    batch, targets = targets_of(keys, *groups)
+    assert not targets.advantages[:4].any() and targets.advantages[4:].any()
+    assert dead_groups(batch, targets.advantages).tolist() == [True, True, False]
+    shares = [rollout_metrics([g])["waste/dead_group_frac"] for g in groups]
+    assert shares == [1.0, 1.0, 0.0]
+
+
+def test_the_rest_of_a_reward_after_its_turns_has_no_rounding():
+    """Two rollouts that earned the same in the same turns, added up in another order."""
+    row = segment([1], ("A", [2]), ("E", [3]), ("A", [4]), ("E", [3]), ("A", [4]))
+    earned = [(0, 1, 0.1), (2, 3, 0.2), (4, 5, 0.3)]
+    turns = [turn(0, start, end, turn=r) for start, end, r in earned]
+    keys = config(algorithm__adv_estimator="turn_rloo")
+    rewards = (0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1)
+    _, targets = targets_of(keys, group(*(scored([row], r, turns) for r in rewards)))
+    assert rewards[0] != rewards[1] and not targets.advantages.any()
 
 
 EQUAL = pair(0.5, 0.5, greedy=0.5)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from agentrl.trainer.attention import (
     torch_kernel,
     varlen,
 )
+from agentrl.trainer.sharding import compile_layer
 
 CPU = torch.device("cpu")
 ALL = (torch.float64, torch.float32, torch.bfloat16)
@@ -177,7 +179,7 @@ def test_the_keys_of_a_shared_prompt_are_copied_and_no_others():
 
 def test_without_shared_prompts_nothing_is_copied():
     at = varlen(Layout([3, 2, 4, 1], [1, 1]), CPU, kernel)
-    assert at.sharing is None
+    assert at.sharing.source.tolist() == at.sharing.first_key.tolist() == list(range(10))
     assert at.cu_q.tolist() == at.cu_k.tolist() == [0, 5, 10]
 
 
@@ -628,7 +630,8 @@ def test_sinks_are_compiled_into_one_graph(flash):
 
 
 @pytest.mark.slow
-def test_a_decoder_layer_is_one_graph_for_packs_that_share_prompts_and_one_for_others():
+def test_a_decoder_layer_is_one_graph_for_all_packs(monkeypatch):
+    """So the second step of a run compiles nothing, whether its packs share prompts or not."""
     config = Qwen2Config(
         vocab_size=32,
         hidden_size=32,
@@ -652,7 +655,9 @@ def test_a_decoder_layer_is_one_graph_for_packs_that_share_prompts_and_one_for_o
         return [out.last_hidden_state.detach(), gradient.clone()]
 
     packs = [
+        Layout([9, 7], [1]),
         Layout([5, 3, 4], [2]),
+        Layout([90, 60, 30], [2]),
         Layout([7, 9, 2, 6, 3, 8, 4], [3, 2]),
         Layout([200, 3, 4, 11, 2, 2], [2, 2]),
         Layout([4, 3, 4, 3, 2], [2, 1]),
@@ -662,11 +667,17 @@ def test_a_decoder_layer_is_one_graph_for_packs_that_share_prompts_and_one_for_o
     expected = [run(p) for p in packs]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    how = {"backend": "aot_eager", "fullgraph": True}
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, **how))
+    monkeypatch.setattr(torch.fx.experimental._config, "use_duck_shape", True)
     for layer in decoder.layers:
-        layer.compile(dynamic=True, backend="aot_eager", fullgraph=True)
-    outputs = [run(ready(p)) for p in packs]
+        compile_layer(layer)
+    counts, outputs = [], []
+    for pack in packs:
+        outputs.append(run(ready(pack)))
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert counts == [1] * len(packs)
 
 
 def test_the_benchmark_runs_on_a_cpu(monkeypatch, capsys):

@@ -504,12 +504,9 @@ def test_a_run_folder_is_private(tmp_path, caplog):
     assert mode_of(tmp_path / "empty") == 0o700
 
 
-def test_the_folder_of_an_older_run_becomes_private_once(tmp_path, caplog):
-    (tmp_path / ".lock").touch(mode=0o644)
-    tmp_path.chmod(0o755)
-    assert "is private now: mode 0700 (it was 0755)" in lock(tmp_path, caplog)
-    assert mode_of(tmp_path) == 0o700
-    tmp_path.chmod(0o750)  # the user shares the run
+def test_a_run_folder_that_the_user_shares_keeps_its_mode(tmp_path, caplog):
+    lock(tmp_path, caplog)
+    tmp_path.chmod(0o750)
     assert lock(tmp_path, caplog) == ""
     assert mode_of(tmp_path) == 0o750
 

@@ -98,6 +98,13 @@ def folder(tmp_path):
     forget_accelerate()
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> dict[str, torch.Tensor]:
+    """The weights after one step without the variables; accelerate starts as in a new process."""
+    forget_accelerate()
+    return learned(tiny_folder(tmp_path_factory.mktemp("expected") / "model"))
+
+
 def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     return actual.keys() == expected.keys() and all(
         torch.equal(actual[n], expected[n]) for n in actual
@@ -109,10 +116,10 @@ def moved(actual: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("variables", VARIABLES, ids=lambda v: "+".join(map("=".join, v.items())))
-def test_a_variable_of_the_environment_changes_no_bit_of_a_step(folder, monkeypatch, variables):
-    expected = learned(folder)
+def test_a_variable_of_the_environment_changes_no_bit_of_a_step(
+    folder, expected, monkeypatch, variables
+):
     assert moved(expected)
-    forget_accelerate()
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     before = dict(os.environ)
@@ -137,9 +144,8 @@ def test_every_variable_that_accelerate_reads_is_tried_or_hidden():
     assert {name for name in left if not name.startswith(LAUNCHER_PREFIXES)} == set()
 
 
-def test_an_accelerator_of_the_users_own_changes_no_gradient_either(folder):
+def test_an_accelerator_of_the_users_own_changes_no_gradient_either(folder, expected):
     """All of a process share the number that accelerate divides a gradient by."""
-    expected = learned(folder)
     Accelerator(cpu=True, gradient_accumulation_steps=4)
     assert same(learned(folder), expected)
 
@@ -194,9 +200,10 @@ class Weighed(Rank):
 
 
 @pytest.mark.slow
-def test_ranks_load_and_learn_the_same_under_the_variables_of_another_launcher(folder, monkeypatch):
+def test_ranks_load_and_learn_the_same_under_the_variables_of_another_launcher(
+    folder, expected, monkeypatch
+):
     """With them transformers would load weights on the first rank alone."""
-    expected = learned(folder)
     for name, value in {
         **FSDP,
         "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",

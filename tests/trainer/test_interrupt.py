@@ -144,6 +144,8 @@ def test_an_infrastructure_failure_saves_the_last_step(start, straight, tmp_path
         patch.setattr(LocalEngine, "generate", generate)
         with pytest.raises(RunStopped, match=r"is down[^$]*saved after step 3"):
             start(tmp_path, "trainer.save_freq=0")
+        with pytest.raises(RunStopped, match=r"is down[^$]*nothing was saved; the same command"):
+            start(tmp_path / "never", "trainer.save_freq=never")
     start(tmp_path, "trainer.save_freq=0")
     assert begun and record(tmp_path) == straight
 

@@ -434,6 +434,13 @@ def test_one_optimizer_step_per_mini_batch_and_epoch(folder, batch, tmp_path):
         assert {t.item() for n, t in moments.items() if n.startswith("step.")} == {6.0}
 
 
+def test_the_passes_of_an_optimizer_step_are_counted(folder, batch):
+    """Three of four groups have a loss: a row of four each, longer than one token."""
+    for tokens, passes in ((1, 3 * 4), (10**6, 1)):
+        learner = Learner(folder, config(**FULL, optim__micro_batch_tokens=tokens), total_steps=9)
+        assert step(learner, batch)["perf/micro_batches"] == passes
+
+
 def test_a_batch_without_signal_changes_no_weight_not_even_by_momentum(folder, batch):
     learner = Learner(folder, config(**FULL), total_steps=9)
     step(learner, batch)
@@ -628,6 +635,8 @@ def test_a_resumed_learner_goes_on_bit_for_bit(folder, batch, tmp_path, keys):
         step(straight, batch, s)
         step(first, batch, s)
     first.ranks.save(tmp_path)
+    files = [t for name in first.rank.optimizers for t in tensors_in(tmp_path / name).values()]
+    assert first.ranks.saved_bytes() == sum(t.nbytes for t in files)
     torch.manual_seed(99)
     second = Learner(folder, c, total_steps=4)
     second.ranks.load(tmp_path)
@@ -737,40 +746,48 @@ def test_a_run_from_an_adapter_begins_there_and_leaves_a_whole_model(
     )
 
 
+class PlainEngine:
+    """A plain model that takes tensors by name."""
+
+    def __init__(self):
+        self.model = tiny_model()
+        self.version = -1
+        self.holds = False
+        """True if it holds the last update."""
+        self.loads = True
+        """False if it loses what is sent."""
+
+    def publish(self, update):
+        self.version = update.version
+        if self.holds and not update.is_changed:
+            return 0
+        own = dict(self.model.named_parameters())
+        sent = 0
+        with torch.no_grad():
+            for name, value in update.weights():
+                own[name].copy_(value if self.loads else own[name])
+                sent += value.nbytes
+        self.holds = True
+        return sent
+
+    def scores(self, token_ids):
+        with torch.no_grad():
+            logits = self.model(torch.tensor([token_ids])).logits[0, :-1]
+        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(token_ids)[1:, None])[:, 0]
+        return [array("f", [0.0, *logprobs.tolist()])]
+
+    def weights_moving(self): ...
+
+    def pause(self): ...
+
+    def resume(self): ...
+
+    def close(self): ...
+
+
 @pytest.mark.parametrize("keys", [FULL, LORA])
 def test_an_engine_with_the_published_weights_samples_from_the_policy(folder, batch, keys):
-    class Engine:
-        """A plain model that takes tensors by name."""
-
-        def __init__(self):
-            self.model = tiny_model()
-            self.version = -1
-
-        def publish(self, update):
-            own = dict(self.model.named_parameters())
-            sent = 0
-            with torch.no_grad():
-                for name, value in update.weights():
-                    own[name].copy_(value)
-                    sent += value.nbytes
-            self.version = update.version
-            return sent
-
-        def scores(self, token_ids):
-            with torch.no_grad():
-                logits = self.model(torch.tensor([token_ids])).logits[0, :-1]
-            logprobs = logits.log_softmax(-1).gather(1, torch.tensor(token_ids)[1:, None])[:, 0]
-            return [array("f", [0.0, *logprobs.tolist()])]
-
-        def weights_moving(self): ...
-
-        def pause(self): ...
-
-        def resume(self): ...
-
-        def close(self): ...
-
-    learner, engine = Learner(folder, config(**keys), total_steps=2), Engine()
+    learner, engine = Learner(folder, config(**keys), total_steps=2), PlainEngine()
     publisher = Publisher(learner, engine, array("i", [3, 1, 4, 1, 5, 9, 2, 6]), engine.scores)
     publisher.publish(0)
     for s in (1, 2):
@@ -783,6 +800,20 @@ def test_an_engine_with_the_published_weights_samples_from_the_policy(folder, ba
         plain_logprobs(engine.model, batch), learner.logprobs(batch), atol=1e-5, rtol=1e-5
     )
     assert not torch.allclose(learner.logprobs(batch), plain_logprobs(tiny_model(), batch))
+
+
+def test_an_engine_that_gets_an_unchanged_policy_again_is_compared(folder, batch):
+    learner, engine = Learner(folder, config(**FULL), total_steps=1), PlainEngine()
+    publisher = Publisher(learner, engine, array("i", [3, 1, 4, 1, 5, 9, 2, 6]), engine.scores)
+    publisher.publish(0)
+    step(learner, batch, 1)
+    size = publisher.publish(1)["perf/update_weights_bytes"]
+    assert publisher.publish(2)["perf/update_weights_bytes"] == 0 and engine.version == 2
+    engine.model, engine.holds = tiny_model(), False  # It is restarted.
+    assert publisher.publish(3)["perf/update_weights_bytes"] == size
+    engine.model, engine.holds, engine.loads = tiny_model(), False, False
+    with pytest.raises(RunStopped, match="version 4"):
+        publisher.publish(4)
 
 
 # --- it learns ----------------------------------------------------------------------------------
@@ -827,6 +858,8 @@ def test_it_learns_to_follow_what_it_observed(folder, keys):
         batch = play(learner, engine, g)
         step(learner, batch, s)
         rewards.append(batch.rewards.mean().item())
+        if sum(rewards[-4:]) / 4 > 0.9:
+            break
     assert sum(rewards[:4]) / 4 < 0.7
     assert sum(rewards[-4:]) / 4 > 0.9
 

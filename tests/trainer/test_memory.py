@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
     AttentionInterface,
+    AutoConfig,
     AutoModelForCausalLM,
+    DiffLlamaConfig,
+    Gemma4TextConfig,
     GPT2Config,
     LlamaConfig,
     MambaConfig,
@@ -21,14 +27,16 @@ from transformers import (
     ViTConfig,
 )
 
-from agentrl.config import Config
+from agentrl.config import Config, load_config
 from agentrl.engine.local.load import quiet_peft
 from agentrl.errors import ConfigError
 from agentrl.trainer import memory
+from agentrl.trainer.attention import PACKED, Layout
 from agentrl.trainer.memory import (
     CONTEXT_BYTES,
     GIB,
     MemoryEstimate,
+    estimate_cpu_memory,
     estimate_memory,
     read_shape,
     smaller_settings,
@@ -63,7 +71,8 @@ def config_of(**sections: Any) -> Config:
 
 def estimate(config: Config, ranks: int = 1, tokens: int = 1000, **kwargs: Any) -> MemoryEstimate:
     kwargs = {"row_tokens": 1, "pass_tokens": tokens, "shares_keys": True, **kwargs}
-    return estimate_memory(Qwen2Config(**SMALL), config, ranks, **kwargs)
+    config = config.with_values("trainer", n_gpus_per_node=ranks)
+    return estimate_memory(read_shape(Qwen2Config(**SMALL)), config, **kwargs)
 
 
 def test_all_weights_by_hand():
@@ -98,7 +107,11 @@ def test_large_models_gather_some_layers_at_a_time():
         (1, 4 * whole, whole),
     ):
         result = estimate_memory(
-            deep, config_of(), ranks, row_tokens=1, pass_tokens=1000, gpu_bytes=gpu_bytes
+            read_shape(deep),
+            config_of(trainer={"n_gpus_per_node": ranks}),
+            row_tokens=1,
+            pass_tokens=1000,
+            gpu_bytes=gpu_bytes,
         )
         assert result.terms["gathered weights"] == gathered_bytes
 
@@ -145,12 +158,12 @@ def test_passes_are_as_long_as_the_budget_the_longest_row_or_the_step():
     assert tokens(100) == 3200 and tokens(100, 4) == 800
 
 
-def test_the_end_of_the_backward_pass_and_loading_may_need_most():
+def test_the_end_of_the_backward_pass_may_need_most_and_loading_never_does():
     few = estimate(config_of(), tokens=1)
     assert few.part == "optimizer step"
     assert few.terms["buffers"] == 16 * (512 * 64 + 64)
     many = estimate(config_of(), ranks=64, tokens=1)
-    assert many.part == "loading" and many.terms["weights"] == 4 * PARAMETERS
+    assert many.part == "update" and many.terms["weights"] == 4 * PARAMETERS // 64
 
 
 @pytest.mark.parametrize(
@@ -183,6 +196,7 @@ def test_a_sleeping_engine_counts_while_it_generates():
         (MixtralConfig(**SMALL, num_local_experts=2), "MixtralForCausalLM is a mixture of experts"),
         (MambaConfig(num_hidden_layers=1), "MambaForCausalLM has no list of layers with attention"),
         (GPT2Config(n_layer=1), "GPT2LMHeadModel has no list of layers"),
+        (Gemma4TextConfig(**SMALL), "Gemma4ForCausalLM: 'head_dim' is a per-layer attribute"),
         (ViTConfig(num_hidden_layers=1), "vit: cannot build it without weights"),
     ],
     ids=lambda value: "" if isinstance(value, str) else value.model_type,
@@ -190,6 +204,11 @@ def test_a_sleeping_engine_counts_while_it_generates():
 def test_other_models_are_not_estimated(config, reason):
     with pytest.raises(ConfigError, match=reason):
         read_shape(config)
+
+
+def test_norms_without_weights_have_no_parameters():
+    shape, llama = (read_shape(kind(**SMALL)) for kind in (DiffLlamaConfig, LlamaConfig))
+    assert shape.norms == llama.norms == 2 and not shape.has_head_norms
 
 
 def test_one_line():
@@ -244,17 +263,41 @@ def test_more_ranks_recompute_and_lora_need_no_more(values, ranks, more, row):
 
 
 def test_smaller_settings_need_less():
-    config, before = config_of(), estimate(config_of(), tokens=2**20).total
-    for keys, smaller in smaller_settings(config):
-        after = estimate(smaller, tokens=smaller.optim.micro_batch_tokens * 64).total
-        assert after < before, keys
-    assert [keys for keys, _ in smaller_settings(config)] == [
+    """Those of one GPU first, an adapter after them, then more GPUs. Each is named once."""
+    config = config_of(rollout={"name": "sglang"})
+    before = estimate(config, tokens=2**20, gpu_bytes=GIB).total
+    found = list(smaller_settings(config))
+    for keys, smaller in found:
+        ranks, tokens = smaller.trainer.n_gpus_per_node, smaller.optim.micro_batch_tokens * 64
+        after = estimate(smaller, ranks, tokens=tokens, gpu_bytes=GIB).total
+        assert after < before or ("model.lora_rank=32" in keys and "recompute" not in keys), keys
+    one = [
         "optim.micro_batch_tokens=8192",
         "optim.recompute=true",
+        "optim.recompute=true rollout.sleep=all",
         "optim.recompute=true optim.offload=optimizer",
+        "optim.recompute=true rollout.sleep=all optim.offload=optimizer",
+        "optim.micro_batch_tokens=4096 optim.recompute=true rollout.sleep=all",
+        "optim.micro_batch_tokens=4096 optim.recompute=true rollout.sleep=all"
+        " optim.offload=optimizer",
         "optim.recompute=true optim.offload=all",
-        "optim.recompute=true model.lora_rank=32",
+        "optim.recompute=true rollout.sleep=all optim.offload=all",
+        "optim.micro_batch_tokens=4096 optim.recompute=true rollout.sleep=all optim.offload=all",
     ]
+    names = [keys for keys, _ in found]
+    assert names[:12] == [*one, "model.lora_rank=32", f"{one[0]} model.lora_rank=32"]
+    assert names[21] == "trainer.n_gpus_per_node=2" and len(set(names)) == len(names)
+    assert names[-1] == f"{one[-1]} model.lora_rank=32 trainer.n_gpus_per_node=8"
+    apart = config_of(rollout={"urls": ["http://a:1"], "name": "sglang"}, optim={"offload": "all"})
+    names = [keys for keys, _ in smaller_settings(apart)]
+    assert names[:3] == [one[0], one[1], f"optim.micro_batch_tokens=4096 {one[1]}"]
+    assert not any("sleep" in keys or "offload" in keys for keys in names)
+
+
+def test_what_is_offloaded_is_in_the_memory_of_the_cpu():
+    for offload, offloaded in (("none", 0), ("optimizer", 8), ("all", 16)):
+        result = estimate(config_of(optim={"offload": offload}))
+        assert result.offloaded == offloaded * PARAMETERS
 
 
 # --- against autograd -----------------------------------------------------------------------------
@@ -293,17 +336,23 @@ def _packed(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, 
 AttentionInterface.register("agentrl_test", _packed)
 
 
-def kept_bytes(config: Any, *, compiled: bool, lora: int, tokens: int = 256) -> float:
-    """Return the bytes per token that autograd keeps of a model's forward pass."""
+def kept_bytes(
+    config: Any, *, compiled: bool, lora: int, tokens: int = 256, layout: Layout | None = None
+) -> float:
+    """Return the bytes per token that autograd keeps of a model's forward pass.
+
+    With a layout, attention is that of packed rows on a CPU, in float32.
+    """
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    model.set_attn_implementation("agentrl_test")
+    dtype = torch.float32 if layout else torch.bfloat16
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model.set_attn_implementation(PACKED if layout else "agentrl_test")
     if lora:
         from peft import LoraConfig, get_peft_model
 
         peft = LoraConfig(r=lora, target_modules="all-linear", task_type="CAUSAL_LM")
         with quiet_peft():
-            model = get_peft_model(model, peft).base_model.model.to(torch.bfloat16)
+            model = get_peft_model(model, peft).base_model.model.to(dtype)
     decoder = model.get_decoder()
     if compiled:
         torch._dynamo.reset()  # Earlier programs count towards torch's limit.
@@ -319,7 +368,9 @@ def kept_bytes(config: Any, *, compiled: bool, lora: int, tokens: int = 256) -> 
 
     at = torch.arange(tokens)[None]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        states = decoder(input_ids=at, position_ids=at, use_cache=False).last_hidden_state
+        more = {"layout": layout} if layout else {}
+        output = decoder(input_ids=at % 9, position_ids=at, use_cache=False, **more)
+        states = output.last_hidden_state
     assert states.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / tokens
 
@@ -336,7 +387,9 @@ def test_activations_are_what_autograd_keeps(family, compiled, lora, monkeypatch
     config = FAMILIES[family](**sizes, head_dim=64)
     monkeypatch.setattr(memory, "MIN_COMPILED_SIZE", 0 if compiled else 10**9)
     settings = config_of(model={"lora_rank": lora})
-    result = estimate_memory(config, settings, 1, row_tokens=1, pass_tokens=2**20, shares_keys=True)
+    result = estimate_memory(
+        read_shape(config), settings, row_tokens=1, pass_tokens=2**20, shares_keys=True
+    )
     kept = kept_bytes(config, compiled=compiled, lora=lora)
     assert result.terms["activations"] / 2**20 == pytest.approx(kept, rel=0.04)
 
@@ -380,12 +433,141 @@ def test_measured_peaks(name, ranks, tokens, values, peak):
         dtype="bfloat16",
     )
     result = estimate_memory(
-        model,
-        config_of(**values),
-        ranks,
+        read_shape(model),
+        config_of(**values, trainer={"n_gpus_per_node": ranks}),
         row_tokens=1,
         pass_tokens=tokens,
         gpu_bytes=H200,
         shares_keys=False,
     )
     assert (result.total - CONTEXT_BYTES) / GIB == pytest.approx(peak, rel=0.08)
+
+
+# --- runs on the CPU ------------------------------------------------------------------------------
+
+
+def cpu_estimate(config: Config, model: Any = None, **kwargs: Any) -> MemoryEstimate:
+    sizes = {"prompt_tokens": 40, "response_tokens": 24, **kwargs}
+    return estimate_cpu_memory(read_shape(model or Qwen2Config(**SMALL)), config, **sizes)
+
+
+def test_a_run_on_the_cpu_by_hand():
+    """Two prompts of 40 tokens, four responses of 24 to each; all numbers are float32."""
+    config = Config.model_validate({"data": {"batch_size": 2}, "rollout": {"n": 4}})
+    tokens, in_attention = 2 * 40 + 8 * 24, 8 * (40 + 24)
+    result = cpu_estimate(config, process_bytes=1000)
+    # Numbers per token: two norms, MLP, input of the attention's output layer; in attention
+    # queries, outputs, keys, values, log-sum-exps.
+    kept = 4 * 2 * (tokens * (3 * 2 * 64 + 4 * 128 + 64) + in_attention * (4 * 64 + 4))
+    kept -= 4 * 2 * in_attention * 2 * (64 - 32)  # two heads share a key
+    terms = dict(result.terms)
+    activations = terms.pop("activations")
+    assert activations == pytest.approx(kept + tokens * 2 * 4 * 64, rel=0.01)
+    assert result.pass_tokens == tokens and result.part == "update"
+    assert terms == {
+        "weights": 4 * PARAMETERS,
+        "optimizer": 8 * PARAMETERS,
+        "gradients": 4 * PARAMETERS,
+        "logits and buffers": 4 * tokens * 512 + 12 * tokens * 64 + 4 * 512 * 64,
+        # Eight rows of 64 tokens, rounded up to 128.
+        "engine": 4 * (PARAMETERS + 8 * 128 * 2 * 2 * 32),
+        "Python and packages": 1000,
+    }
+    # A validation plays 200 rows at once: the cache has 256.
+    assert cpu_estimate(config, val_rollouts=200).terms["engine"] == 4 * (
+        PARAMETERS + 256 * 128 * 2 * 2 * 32
+    )
+
+
+@pytest.mark.parametrize("lora", [0, 8])
+@pytest.mark.parametrize(("prompt", "response", "n"), [(40, 24, 2), (40, 24, 8), (10, 100, 4)])
+def test_activations_on_the_cpu_are_what_autograd_keeps(prompt, response, n, lora):
+    sizes = {**SMALL, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 3}
+    model = LlamaConfig(**{**sizes, "dtype": "float32"}, head_dim=64)
+    values = {"data": {"batch_size": 2}, "rollout": {"n": n}, "model": {"lora_rank": lora}}
+    config = Config.model_validate(values)
+    result = cpu_estimate(config, model, prompt_tokens=prompt, response_tokens=response)
+    layout = Layout(pieces=[prompt, *[response] * n] * 2, responses=[n, n])
+    kept = kept_bytes(model, compiled=False, lora=lora, tokens=result.pass_tokens, layout=layout)
+    assert result.terms["activations"] / result.pass_tokens == pytest.approx(kept, rel=0.1)
+
+
+SMOLLM2 = LlamaConfig(
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    vocab_size=49152,
+    tie_word_embeddings=True,
+    dtype="bfloat16",
+)
+
+
+@pytest.mark.parametrize(
+    ("values", "val", "peak"),
+    [
+        ({"data": {"batch_size": 2}, "rollout": {"n": 4}}, 0, 3.16),
+        ({"data": {"batch_size": 2}, "rollout": {"n": 4}}, 200, 4.86),
+        ({"model": {"lora_rank": 32}}, 0, 4.43),
+    ],
+)
+def test_measured_peaks_on_the_cpu(values, val, peak):
+    """The peak RSS in GiB of runs of recipes/facts with SmolLM2, and that of `check`: 0.45."""
+    config = Config.model_validate({"data": {"batch_size": 8}, "rollout": {"n": 8}, **values})
+    process = int(0.45 * GIB)
+    sizes = {"prompt_tokens": 47, "val_rollouts": val, "process_bytes": process}
+    result = cpu_estimate(config, SMOLLM2, **sizes)
+    assert result.total / GIB == pytest.approx(peak, rel=0.15)
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_run_on_the_cpu(smollm2, tmp_path):
+    """Two steps of recipes/facts with 8 rollouts in a process of their own."""
+    words = ["data.val=null", "data.batch_size=2", "rollout.n=4", "trainer.total_steps=2"]
+    words += ["trainer.device=cpu", f"trainer.output={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "agentrl", "train", "-c", "recipes/facts/run.yaml", *words]
+    code = (
+        "import resource, subprocess, sys;"
+        "subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL);"
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    )
+    root = Path(__file__).parents[2]
+    run = [sys.executable, "-c", code, *command]
+    done = subprocess.run(run, cwd=root, capture_output=True, text=True, check=True)
+    config = load_config(str(root / "recipes/facts/run.yaml"), words)
+    shape = read_shape(AutoConfig.from_pretrained(smollm2))
+    estimated = estimate_cpu_memory(
+        shape,
+        config,
+        prompt_tokens=47,
+        response_tokens=24,
+        process_bytes=int(0.45 * GIB),  # that of `check`; this process has other packages
+    )
+    assert estimated.total == pytest.approx(1024 * int(done.stdout.split()[-1]), rel=0.2)
+
+
+def test_settings_of_a_run_on_the_cpu():
+    names = [keys for keys, _ in smaller_settings(Config(), on_cpu=True)]
+    small = "optim.micro_batch_tokens=512"
+    whole = [small, "optim.recompute=true", f"{small} optim.recompute=true"]
+    assert names == [*whole, "model.lora_rank=32", *(f"{k} model.lora_rank=32" for k in whole)]
+
+
+def test_the_ram_of_a_container(tmp_path):
+    machine = memory.find_ram(tmp_path)
+    assert machine > GIB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.find_ram(tmp_path) == machine
+    (tmp_path / "memory.max").write_text(f"{GIB // 2}\n")
+    assert memory.find_ram(tmp_path) == GIB // 2
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory/memory.limit_in_bytes").write_text(f"{GIB // 4}\n")
+    assert memory.find_ram(tmp_path) == GIB // 4
+
+
+def test_the_memory_of_this_process():
+    before = memory.find_process_bytes()
+    block = torch.ones(2**24)
+    grown = memory.find_process_bytes() - before
+    assert 0.9 * 2**26 < grown < 1.3 * 2**26 and len(block)

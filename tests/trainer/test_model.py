@@ -18,8 +18,9 @@ from support.trainer_fixtures import (
 )
 from torch import arange, tensor
 
-from agentrl.engine.local.load import load_causal_lm
-from agentrl.errors import ConfigError
+from agentrl.chat import load_tokenizer
+from agentrl.engine.local.load import load_causal_lm, load_model_config
+from agentrl.errors import ConfigError, UserError
 from agentrl.trainer.batch import Batch, collate
 from agentrl.trainer.modes import hidden_states
 from agentrl.trainer.packing import pack
@@ -276,6 +277,24 @@ def test_only_safetensors_are_read(tmp_path):
         load_causal_lm(folder, torch.float32)
     with pytest.raises(ConfigError, match=r"cannot load a model from .*nowhere'"):
         load_causal_lm(tmp_path / "nowhere", torch.float32)
+
+
+@pytest.mark.parametrize(
+    "load", [load_model_config, lambda path: load_causal_lm(path, "auto"), load_tokenizer]
+)
+def test_code_of_a_models_repository_is_never_run(tmp_path, monkeypatch, load):
+    """transformers would ask on the terminal, and run it after a "y"."""
+    monkeypatch.setattr("builtins.input", lambda *prompt: "y")
+    mine: dict = {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}
+    mine["AutoTokenizer"] = ["mine.T", "mine.T"]
+    config = {"model_type": "mine", "tokenizer_class": "T", "auto_map": mine}
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(UserError, match="contains custom code which must be executed"):
+        load(tmp_path)
+    assert not (tmp_path / "ran").exists()
 
 
 def adapter_folder(folder: Path) -> tuple[Path, Policy]:

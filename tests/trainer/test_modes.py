@@ -19,6 +19,7 @@ from support.architectures import (
     model_of_kind,
 )
 from support.exact_rank import EXACT, ExactRank
+from support.models_page import KINDS
 from support.processes import Processes
 from support.trainer_fixtures import (
     as_sampled_by,
@@ -36,6 +37,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.gptj.modeling_gptj import GPTJPreTrainedModel
 
 from agentrl.engine.local.decoder import CannotDecode, Decoder
+from agentrl.engine.local.windows import NoSmallCopy
 from agentrl.errors import ConfigError
 from agentrl.trainer import attention, modes
 from agentrl.trainer.algorithms import make_targets
@@ -385,6 +387,97 @@ def test_rounding_that_sends_tokens_to_other_experts_is_no_difference(sinks, mon
     assert (comparison.compare(Mode.PACKED) == "") == sinks
 
 
+class _Mixed(nn.Module):
+    """Adds the state of the token so many tokens back."""
+
+    def __init__(self, layer: nn.Module, distance: int):
+        super().__init__()
+        self.layer, self.distance = layer, distance
+
+    def forward(self, x):
+        far = nn.functional.pad(x, (0, 0, self.distance, 0))[:, : x.shape[1]]
+        return self.layer(x) + far
+
+
+@pytest.mark.parametrize("has_copy", [True, False])
+@pytest.mark.parametrize("distance", [16, 180, 500])
+def test_rows_that_see_tokens_far_back_in_the_flat_row_are_padded(distance, has_copy, monkeypatch):
+    def copy(model, device=None):
+        if has_copy:
+            return deepcopy(model)
+        raise NoSmallCopy("there is none")
+
+    model = tiny_model()
+    model.model.layers[0].mlp = _Mixed(model.model.layers[0].mlp, distance)
+    monkeypatch.setattr(modes, "small_copy", copy)
+    monkeypatch.setattr(modes, "_results", {})
+    mode, reason = prove_mode(model)
+    assert mode is Mode.PADDED and "for longer rows packed logits differ" in reason
+
+
+@pytest.mark.parametrize("heads", [4, 8])
+def test_positions_in_bfloat16_are_not_packed(heads):
+    """Falcon computes ALiBi with the positions in the flat row: they are exact up to 256."""
+    values = {"alibi": True, "num_attention_heads": heads, "new_decoder_architecture": False}
+    mode, reason = prove_mode(make_model("falcon", values | {"hidden_size": 64}))
+    assert mode is Mode.PADDED and "packed whole: for longer rows packed logits differ" in reason
+
+
+RIGHT = (
+    KINDS["layers that share keys and values"]
+    | KINDS["rotary positions with a fixed base that the config calls `dynamic`"]
+)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_a_config_says_of_layers_is_true_in_the_copy(name):
+    """A static base that is called dynamic; layers that read the keys and values of others."""
+    model = make_model(*RIGHT[name])
+    assert modes.find_mode(model.config) == (Mode.PACKED, "")
+    packed_model = check_rows(model, random_batch()).packed_model
+    assert (packed_model.mode, packed_model.mode_reason) == (Mode.PACKED, "")
+
+
+def test_the_logits_of_inkling_have_their_factor():
+    kind, values = KINDS["a bias of relative positions"]["Inkling"]
+    model = make_model(kind, values | {"logits_mup_width_multiplier": 24.0})
+    assert modes.find_scale_and_softcap(model) == (1 / 24, None)
+    assert prove_mode(model)[0] is Mode.PADDED
+
+
+def test_what_the_copy_shows_is_stored_for_the_next_run(tmp_path, monkeypatch, caplog):
+    """A damaged file is ignored, and so is what other code has found."""
+    runs, own = [], modes._Comparison._own_logits
+    monkeypatch.setattr(modes._Comparison, "_own_logits", lambda *a: runs.append(a) or own(*a))
+    monkeypatch.setenv("AGENTRL_HOME", str(tmp_path))
+    counts = []
+
+    def start(tokens: int | None = 16384) -> None:
+        monkeypatch.setattr(modes, "_results", {})
+        runs.clear()
+        assert prove_mode(tiny_model(), tokens=tokens) == (Mode.PACKED, "")
+        counts.append(len(runs))
+
+    start()
+    start()
+    [file] = (tmp_path / "modes").iterdir()
+    for damaged in ("[]", '{"packed"', "", "3", '{"packed": 3}', "null"):
+        file.write_text(damaged)
+        start()
+    start()
+    start(tokens=None)
+    monkeypatch.setattr(modes, "_describe_machine", lambda device: ["another"])
+    start()
+    (tmp_path / "modes").chmod(0o777)  # Others may have written its files.
+    start()
+    assert (tmp_path / "modes").stat().st_mode & 0o777 == 0o700
+    assert counts == [3, 1, *[3] * 6, 1, 3, 3, 3]
+    (tmp_path / "modes").rename(tmp_path / "theirs")
+    (tmp_path / "modes").symlink_to(tmp_path / "theirs")
+    start()
+    assert counts[-1] == 3 and "modes is not used, because it is a link" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_run_of_a_hybrid_learns_the_same_on_two_ranks(tmp_path):
     """In float64, with fewer rows than ranks in some passes."""
@@ -469,14 +562,14 @@ def test_a_model_without_a_linear_output_layer_is_refused(name):
 
 
 def test_own_passes_are_run_once_for_all_modes(monkeypatch):
-    """Once for a few tokens, and once for the long rows of the small copy."""
-    runs, own = [], modes._own_logits
-    monkeypatch.setattr(modes, "_own_logits", lambda *a: runs.append(a) or own(*a))
+    """Once for a few tokens, and twice for the long rows of the small copy."""
+    runs, own = [], modes._Comparison._own_logits
+    monkeypatch.setattr(modes._Comparison, "_own_logits", lambda *a: runs.append(a) or own(*a))
     monkeypatch.setattr(modes, "_results", {})
     model = make_model("phimoe", {"sliding_window": 4096, "num_local_experts": 4})
     mode, reason = prove_mode(model)
     assert mode is Mode.PADDED and "for longer rows packed logits differ" in reason
-    assert len(runs) == 2
+    assert len(runs) == 3
 
 
 @pytest.mark.parametrize("name", ["Nemotron-H", "Granite 4 hybrid"])

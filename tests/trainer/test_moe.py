@@ -115,8 +115,9 @@ def test_ranks_send_published_names_and_export_their_own(groups, lora, tmp_path)
         update = Learner("", cfg, total_steps=1, group=group).make_update(1)
         own = dict(update.weights())
         assert own and own.keys() <= group.parameter_names() | files.keys()
-        assert update.published is not None
-        assert dict(update.published()).keys() == files.keys()
+        (again := tmp_path / f"again{len(seen)}").mkdir()
+        update.send(Route(1, folder=again, dtype=torch.float32))
+        assert tensors_in(again).keys() == files.keys()
         seen.append(files)
     for name, tensor in seen[0].items():
         torch.testing.assert_close(seen[1][name], tensor, atol=1e-6, rtol=0, msg=name)
@@ -134,7 +135,10 @@ def test_all_linear_adapts_attention_only_and_says_so(name, tmp_path):
     share = stacked / sum(p.numel() for p in model.parameters())
     line = describe_targets(ModelConfig(**keys))
     assert f"leaves out {share:.1%} of" in line and "mlp.experts.gate_up_proj" in line
-    assert not describe_targets(ModelConfig(**keys, lora_target_modules=["q_proj"]))
+    assert not describe_targets(ModelConfig(**keys, lora_target_modules=["o_proj"]))
+    for wrong in (["nope"], "embed_tokens", []):
+        with pytest.raises(ConfigError, match=r"cannot be adapted\. Choose all-linear, or from"):
+            describe_targets(ModelConfig(**keys, lora_target_modules=wrong))
     assert not describe_targets(ModelConfig(path=str(tiny_folder(tmp_path / "dense"))))
 
     policy = Policy(load_causal_lm(tmp_path / "base", torch.float32), 1.0)

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from support.architectures import ARCHITECTURES, NAMES, architecture, make_model
 from support.trainer_fixtures import tensors_in
+from support.updates import publish, update_from
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from agentrl.engine.base import Update
 from agentrl.engine.local.load import add_other_parts
 from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.engine.remote.loaders import MemoryLoader
@@ -163,9 +163,8 @@ def test_a_real_server_takes_experts_by_published_names(sglang_python, tiny_toke
             expected, _ = policy.logprobs(pack_row(row))
         before = torch.tensor(asyncio.run(engine.score(row)))[1:]
         assert (before - expected).abs().max() > 0.1
-        engine.publish(Update(1, policy.export, published=partial(policy.export, published=True)))
+        publish(engine, update_from(partial(policy.export, published=True), 1))
         after = torch.tensor(asyncio.run(engine.score(row)))[1:]
         torch.testing.assert_close(after, expected, atol=1e-4, rtol=0)
-        engine._distributor.close()
     finally:
         server.stop()

@@ -84,7 +84,7 @@ def run(group, cfg, batch: Batch, steps: int = 2):
         old, values = learner.old_logprobs(batch), learner.values(batch)
         targets = make_targets(batch, cfg, old, values, learner.reference_logprobs(batch))
         metrics, numbers = learner.update(batch, targets, step)
-        seen.append(metrics)
+        seen.append({k: v for k, v in metrics.items() if not k.startswith("perf/")})
         learned.append(numbers)
     return seen, learner.logprobs(batch), group.weights(), learned
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from agentrl.cli import main
 from agentrl.config import load_config
@@ -182,11 +183,28 @@ EDITS = {
         "the reward of episode",
     ),
     "a token": ("grpo", "response_ids", lambda ids: [[ids[0][0] ^ 1, *ids[0][1:]]], "the logprob"),
+    "a version": (
+        "grpo",
+        "versions",
+        lambda versions: [[*versions[0][:2], versions[0][2] - 1, *versions[0][3:]], *versions[1:]],
+        "the version of response token 2 of segment 0 of episode",
+    ),
+    "a version in the future": (
+        "dapo",
+        "versions",
+        lambda versions: [[versions[0][0] + 1, *versions[0][1:]], *versions[1:]],
+        "the version of response token 0 of segment 0 of episode",
+    ),
     "a mask": ("lora", "masked", lambda masked: not masked, "masked of episode"),
 }
 
 
-QUICK = ("a flipped logprob", "a flipped logprob of a group without a signal", "a reward")
+QUICK = (
+    "a version",
+    "a flipped logprob",
+    "a flipped logprob of a group without a signal",
+    "a reward",
+)
 
 
 @pytest.mark.parametrize(
@@ -250,6 +268,23 @@ def test_the_first_step_that_differs_ends_the_replay(run, tmp_path):
     shutil.copy(shard, folder / "trajectories/train-00000002.parquet")  # of another step
     result = replay(Replayer(Run(folder)), STEPS, say=silent)
     assert list(result.steps) == [1, 2] and result.differences
+
+
+def test_the_first_step_of_lora_begins_with_the_stored_adapter(run, monkeypatch, tmp_path):
+    """Another version of PEFT, or another device, draws other random numbers."""
+    folder = Path(shutil.copytree(run("lora"), tmp_path / "run"))
+    initial = torch.nn.init.kaiming_uniform_
+    monkeypatch.setattr(
+        torch.nn.init, "kaiming_uniform_", lambda tensor, **_: initial(tensor, a=2.0)
+    )
+    result = replay(Replayer(Run(folder)), 1, say=silent)
+    assert not result.differences and result.start.endswith(f"with the adapter in {folder}/initial")
+    [file] = (folder / "initial" / "actor").iterdir()
+    stored = load_file(file)
+    assert all(bool(t.any()) == ("lora_A" in name) for name, t in stored.items())
+    assert sum("lora_A" in name for name in stored) == len(stored) / 2 > 0
+    shutil.rmtree(folder / "initial")
+    assert replay(Replayer(Run(folder)), 1, say=silent).differences
 
 
 # --- changes of the config -----------------------------------------------------------------------

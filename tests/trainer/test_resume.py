@@ -17,8 +17,9 @@ import pytest
 from support.forked_python import ForkedPython, run_agentrl
 
 from agentrl.config import FIELDS, Config, load_config
-from agentrl.errors import ConfigError, RunStopped
+from agentrl.errors import ConfigError, DataError, RunStopped
 from agentrl.record import read_metrics
+from agentrl.report.run import Run
 from agentrl.store import TrajectoryStore
 from agentrl.trainer import Trainer
 from agentrl.trainer import trainer as trainer_module
@@ -59,7 +60,7 @@ def save(folder: Path, step: int, rows: str = "abc", **sections) -> Path:
         (staging / "actor" / "weights").write_bytes(os.urandom(8))
 
     saved = config(folder, **sections).model_dump(mode="json")
-    meta = {"config": saved, "rows": rows, "position": 16 * step, "unfinished": None}
+    meta = {"config": saved, "rows": rows, "position": 16 * step, "order_start": 0, "changes": []}
     return save_checkpoint(folder, step, write, meta)
 
 
@@ -114,6 +115,49 @@ def test_changes_of_a_checkpoint_stay(tmp_path):
     found = start(tmp_path, optim={"lr": 2e-5})
     assert found.changes == (first, Change(3, "optim.lr", 1e-5, 2e-5))
     assert found.describe()[-1] == "changed after step 3: optim.lr: 1e-05 -> 2e-05"
+
+
+def test_the_changes_of_a_fork_are_a_table_and_lead_back_to_the_config(tmp_path):
+    before = {
+        "reward": {"functions": {"my.rewards.py:f": 1.0, "exact": 2.0}, "kwargs": {"a": None}},
+        "rollout": {"n": 8, "budget_policy": {"turns": "zero"}},
+        "files": ["a.py"],
+    }
+    after = {
+        "reward": {"function": "g.py:f", "kwargs": {"a": {"b": [1, "c"]}, "d.e": True}},
+        "rollout": {"n": 16, "budget_policy": {"turns": 0.5, "time": "mask"}},
+        "data": {"train": [{"path": "a.jsonl", "weight": 2.0}, "b.jsonl"], "shuffle": False},
+    }
+    save(tmp_path / "a", 3, **before)
+    found = begin(tmp_path / "b", tmp_path / "a", rows="abd", **after)
+    write_config(tmp_path / "b", config(tmp_path / "b", tmp_path / "a", **after), found)
+    run = Run(tmp_path / "b")
+    changes = {c["key"]: (c["old"], c["new"]) for c in run.changes.to_pylist()}
+    assert changes == {
+        "data.shuffle": ("true", "false"),
+        "data.train": ('""', '[{"path": "a.jsonl", "weight": 2.0}, "b.jsonl"]'),
+        "files": ('["a.py"]', "[]"),
+        "reward.function": ('""', '"g.py:f"'),
+        "reward.functions": ('{"my.rewards.py:f": 1.0, "exact": 2.0}', "{}"),
+        "reward.kwargs": ('{"a": null}', '{"a": {"b": [1, "c"]}, "d.e": true}'),
+        "rollout.budget_policy": ('{"turns": "zero"}', '{"turns": 0.5, "time": "mask"}'),
+        "rollout.n": ("8", "16"),
+        "rows": ('"abc"', '"abd"'),
+    }
+    old = run.config_at(3)
+    assert {s: getattr(old, s) for s in ("reward", "rollout", "files", "data")} == {
+        s: getattr(config(tmp_path, **before), s) for s in ("reward", "rollout", "files", "data")
+    }
+    assert run.config_at(4) == config(tmp_path / "b", tmp_path / "a", **after)
+
+
+def test_a_fork_of_a_run_with_a_key_that_no_longer_exists(tmp_path):
+    (tmp_path / "config.yaml").write_text("rollout:\n  n: 4\n")
+    change = {"step": 3, "key": "optim.long_gone", "old": 3, "new": None}
+    (tmp_path / "changes.jsonl").write_text(json.dumps(change) + "\n")
+    assert Run(tmp_path).config_at(4).rollout.n == 4
+    with pytest.raises(DataError, match=r"does not read the config of step 3: optim\.long_gone"):
+        Run(tmp_path).config_at(3)
 
 
 def test_a_key_that_changes_what_is_learned_needs_a_fork(tmp_path):
@@ -270,30 +314,15 @@ def test_a_fork_does_not_take_the_folder_of_another_run(tmp_path):
         start(tmp_path / "d", tmp_path / "a")
 
 
-def test_a_fork_of_a_version_without_fork_json(tmp_path):
-    """Its `config.yaml` is from before the state was loaded, and names the checkpoint."""
-    save(tmp_path / "a", 3)
-    old = tmp_path / "b"
-    old.mkdir()
-    (old / "config.yaml").write_text(config(old, tmp_path / "a").resolved_yaml())
-    (old / "metrics.jsonl").write_text('{"step": 4, "data": {}}\n')
-    with pytest.raises(ConfigError, match=r"resume=.*/a; to start it from the base model"):
-        start(old)
-    assert start(old, tmp_path / "a").is_new_fork
-    save(old, 5)
-    assert start(old, tmp_path / "a").checkpoint.step == start(old).checkpoint.step == 5
-
-
 def test_a_checkpoint_of_an_older_version_counts_missing_keys_as_defaults(tmp_path):
     folder = save(tmp_path / "a", 3, algorithm={"name": "dapo"})
     meta = json.loads((folder / "meta.json").read_text())
     saved = meta["meta"]["config"]
     for section, key in (("algorithm", "clip_high"), ("trainer", "nnodes"), ("optim", "name")):
         del saved[section][key]
-    del meta["meta"]["position"]
     (folder / "meta.json").write_text(json.dumps(meta))
     found = start(tmp_path / "a", algorithm={"name": "dapo"})
-    assert (found.changes, found.position) == ((), 3 * 16)
+    assert found.changes == ()
     saved["optim"]["long_gone"] = 3
     (folder / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(ConfigError, match=r"optim\.long_gone: 3 -> not set"):

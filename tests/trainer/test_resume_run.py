@@ -18,7 +18,7 @@ from agentrl.store import TrajectoryStore, load_trajectories
 from agentrl.tools import LocalToolbox
 
 ROOT = Path(__file__).parents[2]
-STEPS = 5
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def command(tiny_model, tmp_path_factory):
     for name, source, first, count in (
         ("few", "train", 0, 4),
         ("many", "train", 4, 60),
-        ("val", "val", 0, 24),
+        ("val", "val", 0, 12),
     ):
         table = pq.read_table(ROOT / "datasets" / f"arithmetic_{source}.parquet")
         pq.write_table(table.slice(first, count), folder / f"{name}.parquet")

@@ -16,7 +16,7 @@ import agentrl.trainer.reward_model  # (registered in every test)
 from agentrl.config import RewardConfig
 from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.errors import ConfigError, Infrastructure, UserError
-from agentrl.rewards import make_scorer
+from agentrl.rewards import Scorer
 from agentrl.trainer.reward_model import RewardModel
 from agentrl.trajectory import Message
 
@@ -44,7 +44,7 @@ async def scorer():
     made = []
 
     def make(**kwargs):
-        made.append(make_scorer(RewardConfig(function="reward_model", kwargs=kwargs)))
+        made.append(Scorer(RewardConfig(function="reward_model", kwargs=kwargs)))
         return made[-1]
 
     yield make
@@ -134,7 +134,7 @@ async def test_too_long_a_conversation_loses_its_beginning(classifier):
 def test_a_model_that_is_no_reward_model_is_refused(random_model, tmp_path):
     def say(**kwargs):
         with pytest.raises(UserError) as caught:
-            make_scorer(RewardConfig(function="reward_model", kwargs=kwargs))
+            Scorer(RewardConfig(function="reward_model", kwargs=kwargs))
         return str(caught.value)
 
     assert "is a Qwen2ForCausalLM" in say(path=str(random_model))

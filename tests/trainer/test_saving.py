@@ -25,7 +25,7 @@ from support.forked_python import ForkedPython, run_python
 from agentrl import load_run
 from agentrl.config import load_config
 from agentrl.engine.local import LocalEngine
-from agentrl.errors import EngineError, RunStopped
+from agentrl.errors import ConfigError, EngineError, RunStopped
 from agentrl.record import read_metrics
 from agentrl.store import TrajectoryStore
 from agentrl.trainer import Trainer
@@ -104,7 +104,9 @@ def shards(output: Path) -> list[str]:
 # --- when ----------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_is_saved_at_each_validation(start, tmp_path):
+def test_a_checkpoint_is_saved_at_each_validation(start, tmp_path, monkeypatch, capsys):
+    """A large one is announced. Without checkpoints, the model is still the same."""
+    monkeypatch.setattr(trainer_module, "LARGE_CHECKPOINT", 10**5)
     start(tmp_path / "auto", "trainer.keep=0")
     assert find_steps(tmp_path / "auto") == [2, 4]
     start(tmp_path / "end", "trainer.keep=0", "trainer.save_freq=0")
@@ -113,7 +115,14 @@ def test_a_checkpoint_is_saved_at_each_validation(start, tmp_path):
         lines = read_metrics(tmp_path / name / "metrics.jsonl")
         values = {s: data.get("timing_s/save_checkpoint") for s, data in lines}
         assert [step for step, value in values.items() if value is not None and value > 0] == timed
-    assert record(tmp_path / "auto") == record(tmp_path / "end")
+    printed = capsys.readouterr().out
+    assert printed.count("checkpoint of step 4: writing 0.0 GB (weights and optimizer state)") == 2
+    assert printed.count("Ctrl-C waits for it; a second Ctrl-C stops at once") == 3
+    start(tmp_path / "never", "trainer.save_freq=never")
+    assert find_steps(tmp_path / "never") == [] and "Ctrl-C" not in capsys.readouterr().out
+    assert record(tmp_path / "auto") == record(tmp_path / "end") == record(tmp_path / "never")
+    with pytest.raises(ConfigError, match=r"never holds a finished run without a checkpoint"):
+        start(tmp_path / "never", "trainer.save_freq=never")
 
 
 def test_a_checkpoint_is_saved_every_thirty_minutes(start, tmp_path, monkeypatch):
@@ -133,14 +142,14 @@ def test_a_checkpoint_is_saved_every_thirty_minutes(start, tmp_path, monkeypatch
 
 
 def test_an_automatic_checkpoint_may_fail(start, tmp_path, monkeypatch, capsys):
-    real, disk = checkpoint_module._fsync, {"full": True}
+    real, disk = checkpoint_module.flush, {"full": True}
 
     def fsync(path):
         if disk["full"] and path.suffix == ".safetensors":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(path)
 
-    monkeypatch.setattr(checkpoint_module, "_fsync", fsync)
+    monkeypatch.setattr(checkpoint_module, "flush", fsync)
     with pytest.raises(
         RunStopped, match=r"cannot write the checkpoint of step 2.*No space left"
     ) as error:

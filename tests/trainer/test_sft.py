@@ -17,6 +17,7 @@ from agentrl.chat import ChatTemplate, load_tokenizer
 from agentrl.cli import main
 from agentrl.config import FIELDS
 from agentrl.data import write_rows
+from agentrl.data.rows import read_message
 from agentrl.demo.arithmetic import rows
 from agentrl.errors import ConfigError, DataError, RunStopped
 from agentrl.testing.tokenizer import byte_tokenizer
@@ -32,7 +33,7 @@ from agentrl.trainer.sft import (
     make_rows,
     make_sft_config,
 )
-from agentrl.trajectory import token_array
+from agentrl.trajectory import Message, token_array
 
 END = 258  # <|im_end|>
 SHAPE = Qwen2Config(
@@ -147,6 +148,59 @@ def test_a_text_answers_the_prompt_in_another_column(template, tmp_path):
         load_examples(path, "answer", template, 1000)
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "[a link](http://x)", '{"name": "f", "parameters": {"a": 1}}', "[f(a=1)]", "[1, 2]", "[]",
+        '{"from":"a","to":"b"}', '[{"role":"king"}]', '[{"role": "user", "content": "Hi"}]', "[{",
+    ],
+)  # fmt: skip
+def test_an_answer_may_begin_with_a_bracket(template, tmp_path, answer):
+    (e,) = load(template, tmp_path, {"prompt": "2+2", "answer": answer}, column="answer")
+    assert own(template, e) == answer + "|"
+
+
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"weight": 0.0, "train": None}])
+def test_a_message_without_weight_is_not_trained(template, tmp_path, flag):
+    """Its tokens are read, as in the conversation without the flag."""
+    (whole,) = load(template, tmp_path, {"messages": TALK})
+    (e,) = load(template, tmp_path, {"messages": [TALK[0] | flag, TALK[1] | flag, *TALK[2:]]})
+    assert e.ids == whole.ids
+    assert own(template, whole) == "Yes?|4|" and own(template, e) == "4|"
+    (e,) = load(template, tmp_path, {"messages": [*TALK[:2], TALK[2] | {"weight": 0}, TALK[3]]})
+    assert e == whole
+
+
+def test_the_keys_of_openai_that_change_nothing_are_accepted(template, tmp_path):
+    result = {"role": "tool", "content": "4"}
+    answer = {"role": "assistant", "content": "It is 4."}
+    more = [
+        TALK[0] | {"weight": 0, "name": None},
+        TALK[1] | {"prefix": False},
+        result | {"tool_call_id": "a1", "name": "f"},
+    ]
+    assert load(template, tmp_path, {"prompt": more, "messages": [answer]}) == load(
+        template, tmp_path, {"prompt": [*TALK[:2], result], "messages": [answer]}
+    )
+    (e,) = load(template, tmp_path, {"messages": [*more, answer | {"prefix": None}]})
+    assert own(template, e) == "Yes?|It is 4.|"
+    read = read_message(more[2], problems := [])
+    assert (read, problems) == (Message("tool", "4", tool_call_id="a1"), [])
+
+
+def test_assistant_messages_of_the_prompt_are_not_trained(template, tmp_path):
+    (whole,) = load(template, tmp_path, {"messages": TALK})
+    (e,) = load(template, tmp_path, {"prompt": TALK[:3], "messages": TALK[3:]})
+    assert e.ids == whole.ids and own(template, e) == "4|"
+
+
+def test_parts_of_text_are_joined(template, tmp_path):
+    parts = [{"type": "text", "text": "Y"}, {"type": "text", "text": "es?", "image_url": None}]
+    assert load(
+        template, tmp_path, {"messages": [TALK[0], TALK[1] | {"content": parts}, *TALK[2:]]}
+    ) == load(template, tmp_path, {"messages": TALK})
+
+
 def test_examples_have_the_prompt_of_the_rows_loop(template, tmp_path):
     registry.load_file("shelf:calculator")
     made = {r.sample.agent_name: r.as_dict("train") for r in islice(rows(0), 3)}
@@ -172,8 +226,46 @@ def test_examples_have_the_prompt_of_the_rows_loop(template, tmp_path):
         ({"other": TALK}, "row 0, messages: is missing"),
         ({"messages": "[{"}, "is not JSON"),
         ({"messages": []}, "must be a list of"),
-        ({"messages": [{"role": "assistant"}]}, "must be a list of"),
-        ({"messages": [*TALK, {"role": "bot", "content": ""}]}, "message 4 must have a role"),
+        ({"messages": [{"role": "assistant"}]}, "message 0: content must be a string, not None"),
+        ({"messages": [*TALK, {"role": "bot", "content": ""}]}, "message 4: role 'bot' must be"),
+        ({"messages": ["Hi", *TALK]}, "message 0: must be {"),
+        ({"messages": '{"role": "user", "content": "Hi"}'}, "must be a list of"),
+        ({"messages": '[{"from": "human", "value": "Hi"}]'}, "message 0: role None must be"),
+        ({"messages": "[{'role': 'user', 'content': 'Hi'}]"}, "is not JSON"),
+        ({"messages": TALK[1:]}, "is an answer, but the column 'prompt' has no prompt"),
+        *(
+            ({"messages": [*TALK[:3], TALK[3] | {key: value}]}, f"message 3: the key '{key}' is")
+            for key, value in [
+                ("reasoning_content", "2+2"),
+                ("reasoning", "2+2"),
+                ("thinking", "2+2"),
+                ("name", "Ann"),
+                ("refusal", "No."),
+                ("audio", {"id": "a"}),
+                ("mask", False),
+                ("tool_call_id", "a1"),
+                ("prefix", True),
+            ]
+        ),
+        (
+            {"messages": [*TALK[:3], TALK[3] | {"function_call": {"name": "f"}}]},
+            "message 3: write tool calls into the content",
+        ),
+        (
+            {"messages": [*TALK[:3], {"role": "assistant", "content": [{"type": "image_url"}]}]},
+            "message 3: agentrl trains on text only",
+        ),
+        (
+            {"messages": [*TALK[:3], TALK[3] | {"weight": 0.5}]},
+            r"message 3: .* \[0.5\] must be 0, or",
+        ),
+        ({"messages": [TALK[0] | {"train": True}, *TALK[1:]]}, r"message 0: .* \[True\] must be 0"),
+        (
+            {"messages": [*TALK[:3], TALK[3] | {"weight": 0, "train": True}]},
+            r"message 3: .* \[0, True\] must be 0",
+        ),
+        ({"messages": [TALK[0], TALK[1] | {"weight": 0}]}, "has no trained message"),
+        ({"messages": [*TALK[:3], TALK[3] | {"content": ""}]}, "message 3: has no content"),
         ({"messages": [*TALK[:3], CALL]}, "message 3: write tool calls into the content"),
         ({"messages": [CALL, *TALK]}, "message 0: write tool calls into the content"),
         ({"messages": TALK[:3]}, "must end with an assistant message"),
@@ -272,7 +364,9 @@ def test_new_weights_depend_on_the_seed_only(folder):
     assert torch.equal(drawn, torch.rand(1))  # the global stream is left alone
 
 
-def test_an_adapter_on_fresh_weights_is_saved_with_them(folder, tmp_path):
+def test_an_adapter_on_fresh_weights_is_saved_with_them(folder, tmp_path, monkeypatch):
+    # With several GPUs, `fork_rng` without `devices` would ask each of them for its random state.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     """An adapter's folder alone would name a base whose weights were never used."""
     learner = imitator(folder, lora_rank=4, fresh=True, seed=1)
     learner.ranks.save_pretrained(tmp_path / "new")

@@ -49,8 +49,10 @@ def _compiled(function, *args, **kwargs):
 def on_gpus(config: OptimConfig) -> list[nn.Module]:
     """The layers of a model after `shard`, which finds that nothing was spread here."""
     scorer = PackedModel(tiny_model())
+    parts, offloads = (scorer, scorer.layers(), scorer.value_head), config.offload == "all"
     with pytest.raises(AssertionError, match="not sharded"):
-        sharding.shard(scorer, scorer.layers(), scorer.value_head, GPUS, torch.bfloat16, config)
+        sharding.shard(*parts, GPUS, torch.bfloat16, offloads)
+    sharding.wrap_layers(scorer, scorer.layers(), GPUS, config)
     return scorer.layers()
 
 
@@ -80,9 +82,7 @@ def test_how_a_layer_is_sharded(spread):
         layers = on_gpus(optim(*overrides))
         assert [around(layer) for layer in layers] == [expected] * 2
     scorer = PackedModel(tiny_model())
-    sharding.shard(
-        scorer, scorer.layers(), scorer.value_head, None, None, optim()
-    )  # one process on a CPU
+    sharding.wrap_layers(scorer, scorer.layers(), None, optim())  # one process on a CPU
     assert [around(layer) for layer in scorer.layers()] == [[]] * 2
 
 
@@ -156,9 +156,7 @@ def test_a_checkpointed_layer_is_recomputed(recompute):
     ran = []
     for layer in scorer.layers():
         layer.get_submodule("self_attn").register_forward_hook(lambda *_: ran.append(1))
-    sharding.shard(
-        scorer, scorer.layers(), scorer.value_head, None, None, OptimConfig(recompute=recompute)
-    )
+    sharding.wrap_layers(scorer, scorer.layers(), None, OptimConfig(recompute=recompute))
     scorer(pack_row(range(8)), lambda hidden: hidden.sum()).backward()
     assert len(ran) == 2 * (1 + recompute)
 
@@ -166,11 +164,13 @@ def test_a_checkpointed_layer_is_recomputed(recompute):
 def test_trainable_weights_are_float32():
     scorer = PackedModel(tiny_model().bfloat16())
     frozen = scorer.model.get_parameter("model.norm.weight").requires_grad_(False)
-    head = scorer.head.weight
+    head = scorer.model.lm_head.weight
     sharding.upcast_trainable(scorer)
     assert frozen.dtype == torch.bfloat16
     assert {p.dtype for p in scorer.parameters() if p.requires_grad} == {torch.float32}
-    assert scorer.head.weight is head  # tied as before: an optimizer holds the same tensors
+    assert (
+        scorer.model.lm_head.weight is head
+    )  # tied as before: an optimizer holds the same tensors
     assert scorer.model.get_input_embeddings().weight is head
 
 
@@ -202,4 +202,4 @@ def test_a_model_without_layers_to_be_found_is_refused():
     with pytest.raises(
         ConfigError, match="Qwen2ForCausalLM cannot be trained here: it has no list of layers"
     ):
-        sharding.shard(scorer, scorer.layers(), scorer.value_head, None, None, OptimConfig())
+        sharding.shard(scorer, scorer.layers(), scorer.value_head, None, None, False)

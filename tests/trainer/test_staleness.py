@@ -12,6 +12,8 @@ from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from support.forked_python import ForkedPython, run_agentrl
@@ -220,7 +222,8 @@ def test_an_outage_in_the_background_ends_the_step_that_takes_the_draws(
     generate = LocalEngine.generate
 
     async def failing(self, *args, **kwargs):
-        if int(kwargs["episode_id"].split("-")[1][1:]) >= 3 * BATCH:
+        _, *of_episode = kwargs["episode_id"].split("-")  # none at the start of the run
+        if of_episode and int(of_episode[0][1:]) >= 3 * BATCH:
             raise EngineError("the engine is down")
         return await generate(self, *args, **kwargs)
 
@@ -246,6 +249,24 @@ def test_a_recorded_step_is_replayed_bit_for_bit(start, tmp_path, capsys):
         main(["replay", str(tmp_path), "--step", str(STEPS)])
     assert ended.value.code == 0
     assert f"step {STEPS} equals the record bit for bit" in capsys.readouterr().out
+    # Another version that the limit allows changes the recorded age.
+    file = tmp_path / f"trajectories/train-{STEPS:08d}.parquet"
+    table = pq.read_table(file)
+    rows = table["versions"].to_pylist()
+    place = next(
+        (row, k, i)
+        for row, segments in enumerate(rows)
+        for k, segment in enumerate(segments)
+        for i, version in enumerate(segment)
+        if 0 <= version < STEPS - 1
+    )
+    rows[place[0]][place[1]][place[2]] += 1
+    at = table.schema.get_field_index("versions")
+    column = pa.array(rows, table.schema.field(at).type)
+    pq.write_table(table.set_column(at, "versions", column), file)
+    with pytest.raises(SystemExit):
+        main(["replay", str(tmp_path), "--step", str(STEPS)])
+    assert "\n  staleness/mean: recorded " in capsys.readouterr().err
 
 
 # -- what is refused ------------------------------------------------------------------------------

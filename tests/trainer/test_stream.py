@@ -24,7 +24,7 @@ from agentrl.data import RowOrder
 from agentrl.engine.scripted import Scripted
 from agentrl.errors import EngineError, RunStopped, UserCodeError
 from agentrl.plan import Plan, describe_run
-from agentrl.rewards import make_scorer, reward
+from agentrl.rewards import Scorer, reward
 from agentrl.rollout import PlayedSample, Rollouts
 from agentrl.tools import LocalToolbox
 from agentrl.trainer.batch import collate
@@ -190,7 +190,8 @@ def test_exactly_the_first_live_groups_train_in_order(kinds, wanted, at_a_time, 
     ("rewards", "lives"),
     [
         ((0.1, 0.1, 0.1), False),  # whose mean rounds
-        ((0.5, 0.5, 0.5000001), True),
+        ((0.5, 0.5, 0.5000001), False),  # rounding
+        ((0.5, 0.5, 0.500001), True),
         ((0.0, -0.0, 0.0), False),
         ((1.0,), False),
         ((0.0, 1.0, rollout(1.0, masked=True)), True),
@@ -260,7 +261,7 @@ def test_settings_that_contradict_a_filter_are_refused(keys, message):
 )
 def test_the_plan_reports_extra_rollouts_of_a_step(keys, message):
     c = config(data__train="rows.jsonl", **keys)
-    plan = Plan(c, [Sample("r", (), row=0)], [], make_scorer(c.reward))
+    plan = Plan(c, [Sample("r", (), row=0)], [], Scorer(c.reward))
     step, *beside = describe_run(plan).partition("a step: ")[2].splitlines()
     assert step.startswith("16 prompts x 8 rollouts = 128 trajectories")
     assert (message in beside[0]) if message else not beside
@@ -329,7 +330,7 @@ def streaming(
         for i in range(ROWS)
     ]
     runtime = Runtime(engine, ChatTemplate(TOKENIZER), LocalToolbox(), c)
-    rollouts = Rollouts(runtime, make_scorer(c.reward), seed=c.trainer.seed)
+    rollouts = Rollouts(runtime, Scorer(c.reward), seed=c.trainer.seed)
     stream = RolloutStream(
         c, samples, rollouts, lambda groups: collate(groups, 0), total_steps=steps
     )
@@ -364,7 +365,9 @@ def test_every_draw_is_trained_once_in_order_however_long_it_takes(staleness):
     assert all(len(g.scored) == 2 for t in taken for g in t.groups)
     assert len(engine.seeds) == 4 * steps * 2, "no draw is played twice, none after the last step"
     ages = [t.metrics()["staleness/max"] for t in taken]
-    assert ages == [min(step, staleness) for step in range(steps)]
+    # On a busy machine the draws of a step may begin later, and are younger.
+    assert all(age <= min(step, staleness) for step, age in enumerate(ages))
+    assert max(ages) == staleness
     assert "staleness/max" not in synchronous[0].metrics()
 
 
@@ -431,6 +434,9 @@ class StartedTable(Table):
         super().__init__(rewards)
         self.version = 0
         self.started: dict[int, int] = {}
+
+    def stop_if_agents_fail(self, *_: Any) -> None:
+        """No agent fails."""
 
     def start(self, sample: Sample, *, n: int, position: int, **_: Any) -> Future[PlayedSample]:
         self.started[position] = self.version

@@ -6,6 +6,7 @@ import json
 import resource
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from support.trajectories import make_trajectory, turn
 from agentrl.config import load_config
 from agentrl.errors import ConfigError, RunStopped
 from agentrl.record import METRICS, read_metrics
+from agentrl.trainer import tracking
 from agentrl.trainer.traces import Operation, operations
-from agentrl.trainer.tracking import SINKS, Tracker, check_loggers
+from agentrl.trainer.tracking import Tracker, check_loggers
 from agentrl.trajectory import Message, Scored, Span, ToolCall, ToolResult
 
 
@@ -117,17 +119,23 @@ class Stillborn:
         raise PermissionError("no key")
 
 
+def install(monkeypatch, **sinks) -> None:
+    """Let installed packages have these trackers."""
+    found = {name: SimpleNamespace(load=lambda s=sink: s) for name, sink in sinks.items()}
+    monkeypatch.setattr(tracking, "other_trackers", lambda: found)
+
+
 @pytest.mark.parametrize(("sink", "message"), [(Failing, "no server"), (Stillborn, "no key")])
 def test_a_failing_tracker_warns_once_and_training_goes_on(tmp_path, monkeypatch, sink, message):
-    monkeypatch.setitem(SINKS, "tensorboard", sink)
+    install(monkeypatch, other=sink)
     warnings: list[str] = []
-    tracker = Tracker(tmp_path, ["tensorboard"], warn=warnings.append)
+    tracker = Tracker(tmp_path, ["other"], warn=warnings.append)
     for step in range(3):
         tracker.log(step, {"x": 1.0})
     tracker.close()
     assert steps(tmp_path) == [0, 1, 2]
     assert len(warnings) == 1
-    assert warnings[0].startswith("tensorboard failed") and message in warnings[0]
+    assert warnings[0].startswith("other failed") and message in warnings[0]
 
 
 def test_wrong_trackers_are_refused_with_the_fix(tmp_path, monkeypatch):
@@ -136,8 +144,8 @@ def test_wrong_trackers_are_refused_with_the_fix(tmp_path, monkeypatch):
     # A folder called wandb, as wandb leaves behind, is no installed package.
     (tmp_path / "absent_tracker").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("absent_tracker", "absent_tracker_2"):
-        monkeypatch.setitem(SINKS, name, Failing)
+    monkeypatch.setattr(tracking, "TRACKERS", ("absent_tracker", "absent_tracker_2"))
+    for name in tracking.TRACKERS:
         with pytest.raises(ConfigError, match=rf"pip install .*\[{name}\]"):
             Tracker(tmp_path, [name])
 
@@ -159,7 +167,7 @@ def test_tensorboard_events(tmp_path):
     assert scalars == [(0, 0.0), (1, 0.25), (2, 0.5), (3, 1.0)]
 
 
-NAMES = {"trainer": {"project_name": "my project", "experiment_name": "first", "tags": ["a", "b"]}}
+NAMES = {"trainer": {"project_name": "my-project", "experiment_name": "first", "tags": ["a", "b"]}}
 
 
 def run_in_two_parts(folder, name):
@@ -180,13 +188,13 @@ def test_mlflow_has_one_run_with_names_tags_and_params(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     run_in_two_parts(tmp_path / "run", "mlflow")
     client = MlflowClient()
-    experiment = client.get_experiment_by_name("my project")
+    experiment = client.get_experiment_by_name("my-project")
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
     assert {"a", "b"} <= run.data.tags.keys()
     assert run.data.params["trainer.experiment_name"] == "first"
     history = client.get_metric_history(run.info.run_id, "val/reward/mean_at_1")
-    assert {(m.step, m.value) for m in history} >= {(0, 0), (1, 1), (2, 12), (3, 13)}
+    assert [(m.step, m.value) for m in history] == [(0, 0), (1, 1), (2, 12), (3, 13)]
     assert run.data.metrics["loss_x"] == 0.5
 
 
@@ -196,8 +204,29 @@ def test_trackio_has_one_run_with_names_and_config(tmp_path, monkeypatch):
     import trackio
 
     run_in_two_parts(tmp_path / "run", "trackio")
-    (run,) = trackio.Api().runs("my project")
+    (run,) = trackio.Api().runs("my-project")
     assert run.name == "first"
+
+
+@pytest.mark.trackers
+@pytest.mark.parametrize("name", ["aim", "swanlab", "comet_ml"])
+def test_the_other_trackers_continue_one_run(tmp_path, monkeypatch, name):
+    offline = {"SWANLAB_MODE": "offline", "COMET_START_ONLINE": "0", "COMET_API_KEY": "none"}
+    for variable, value in offline.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.chdir(tmp_path)
+    run_in_two_parts(tmp_path / "run", name)
+    run_id = (tmp_path / "run" / f"{name}_run_id.txt").read_text()
+    assert run_id.isalnum()
+    if name == "aim":
+        from aim import Run
+
+        run = Run(run_id, repo=str(tmp_path / "run"), system_tracking_interval=None)
+        run.track(0, name="loads the index", step=0)
+        (values,) = (m.values for m in run.metrics() if m.name == "val/reward/mean@1")
+        assert sorted(values.sparse_list()[1]) == [0, 1, 12, 13]
+        assert (run.name, run.experiment) == ("first", "my-project")
+        run.close()
 
 
 def played(rollout=0, reward=0.5) -> Scored:
@@ -239,10 +268,9 @@ def test_a_tracker_without_traces_gets_none(tmp_path, monkeypatch):
         def trace(self, step, episodes):
             shown.append((step, len(episodes)))
 
-    monkeypatch.setitem(SINKS, "tensorboard", Metrics)
-    monkeypatch.setitem(SINKS, "torch", Traces)
+    install(monkeypatch, metrics=Metrics, traces=Traces)
     warnings: list[str] = []
-    tracker = Tracker(tmp_path, ["tensorboard", "torch"], warn=warnings.append)
+    tracker = Tracker(tmp_path, ["metrics", "traces"], warn=warnings.append)
     tracker.trace(1, [played()] * 20)
     tracker.trace(2, [])
     tracker.close()
@@ -267,7 +295,7 @@ def test_mlflow_shows_messages_and_tool_calls(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # MLflow makes `mlruns/` where it runs
     trace_episodes(tmp_path / "run", "mlflow")
     client = mlflow.MlflowClient()
-    experiment = client.get_experiment_by_name("my project").experiment_id
+    experiment = client.get_experiment_by_name("my-project").experiment_id
     (run,) = client.search_runs([experiment])
     traces = mlflow.search_traces(
         locations=[experiment], run_id=run.info.run_id, return_type="list"
@@ -293,7 +321,7 @@ def test_trackio_shows_messages_and_tool_calls(tmp_path, monkeypatch):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, tmp_path / "trackio" / name)
     trace_episodes(tmp_path / "run", "trackio")
-    traces = sqlite_storage.SQLiteStorage.get_traces("my project", "first")
+    traces = sqlite_storage.SQLiteStorage.get_traces("my-project", "first")
     assert sorted(trace["metadata"]["step"] for trace in traces) == [1, 1, 2, 2]
     roles = ["system", "user", "assistant", "tool", "assistant"]
     assert [message["role"] for message in traces[0]["messages"]] == roles
@@ -310,7 +338,7 @@ def test_wandb_has_the_names_and_tags(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb, "init", lambda **kw: made.append(real(**kw)) or made[-1])
     run_in_two_parts(tmp_path / "run", "wandb")
     for run in made:
-        assert (run.project, run.name, set(run.tags)) == ("my project", "first", {"a", "b"})
+        assert (run.project, run.name, set(run.tags)) == ("my-project", "first", {"a", "b"})
     assert len({run.id for run in made}) == 1
 
 
@@ -329,7 +357,7 @@ def test_the_tracker_of_another_package(tmp_path, monkeypatch):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[agentrl.trackers]\nother = other:Sink\n")
-    with pytest.raises(ConfigError, match="mlflow, trackio and installed trackers"):
+    with pytest.raises(ConfigError, match="aim, comet_ml and installed trackers"):
         load_config(None, ["trainer.logger=other"])
     monkeypatch.syspath_prepend(tmp_path)
     named = ["trainer.project_name=p", "trainer.experiment_name=e", "trainer.tags=t"]

@@ -17,7 +17,6 @@ from agentrl.errors import EngineError, RunStopped
 from agentrl.store import TrajectoryStore
 from agentrl.trainer import Trainer
 from agentrl.trainer import step as step_module
-from agentrl.trainer import trainer as trainer_module
 
 ENV = """
 from agentrl import reward
@@ -33,6 +32,10 @@ def half(trajectory) -> float:
 @reward("letters_trainer")
 def letters(trajectory) -> float:
     return len(set(trajectory.assistant_text)) / 10
+
+@reward("first_row_trainer")
+def first_row(trajectory) -> float:
+    return letters(trajectory) if trajectory.sample.row == 0 else 0.5
 """
 STEPS = 4
 
@@ -151,6 +154,73 @@ def test_with_every_group_dead_nothing_is_learned(start, tmp_path, random_model)
     assert all(after[name].equal(before[name]) for name in before)
 
 
+FIRST_ROW = "reward.function=first_row_trainer"
+
+
+@pytest.fixture
+def sends(monkeypatch):
+    """Collect the version of each update that a local engine got, and the bytes that were sent."""
+    collected, publish = [], LocalEngine.publish
+
+    def recorded(self, update):
+        collected.append((update.version, publish(self, update)))
+        return collected[-1][1]
+
+    monkeypatch.setattr(LocalEngine, "publish", recorded)
+    return collected
+
+
+@pytest.mark.parametrize("keys", [(), ("model.lora_rank=2",), ("trainer.max_staleness=1",)])
+def test_a_step_without_an_update_sends_only_the_version(start, tmp_path, sends, keys):
+    start(tmp_path, FIRST_ROW, *keys)
+    dead = series(tmp_path, "waste/dead_step")
+    assert set(dead) == {0, 1}
+    if "lora_rank" in "".join(keys):
+        assert sends.pop(0)[1], "the perturbed adapter, by which the noise is measured"
+    assert [version for version, _ in sends] == list(range(STEPS + 1))
+    assert [size > 0 for _, size in sends] == [True, *(not d for d in dead)]
+    assert len({size for _, size in sends if size}) == 1
+    moved = [drift > 0 for drift in series(tmp_path, "canary/drift")]
+    assert moved == [not d for d in dead]
+    versions = {
+        step: {v for s in segments for v in s.versions if v >= 0}
+        for step, *_, segments in played(tmp_path, "train")
+    }
+    staleness = int("trainer.max_staleness=1" in keys)
+    ages = {step - 1 - version for step, several in versions.items() for version in several}
+    assert ages == {*range(staleness + 1)}
+
+
+def test_a_run_resumes_bit_for_bit_after_a_step_without_an_update(
+    start, tmp_path, monkeypatch, sends
+):
+    start(tmp_path / "straight", FIRST_ROW)
+    dead = series(tmp_path / "straight", "waste/dead_step").index(1) + 1
+    sends.clear()
+    interrupted(start, tmp_path / "resumed", monkeypatch, dead, FIRST_ROW)
+    assert record(tmp_path / "resumed") == record(tmp_path / "straight")
+    again = [size for version, size in sends if version == dead]
+    assert again[0] == 0 and again[1] > 0, "a new process sends the weights"
+
+
+def test_the_canary_of_a_local_engine_in_float32_is_short(start, tmp_path, monkeypatch):
+    scored, sampled, score, continue_row = [], [], LocalEngine.score, LocalEngine.continue_row
+
+    async def recorded_score(self, token_ids, temperature=1.0):
+        scored.append(len(token_ids))
+        return await score(self, token_ids, temperature)
+
+    async def recorded_continue_row(self, token_ids, tokens, timeout_s):
+        sampled.append((len(token_ids), tokens))
+        return await continue_row(self, token_ids, tokens, timeout_s)
+
+    monkeypatch.setattr(LocalEngine, "score", recorded_score)
+    monkeypatch.setattr(LocalEngine, "continue_row", recorded_continue_row)
+    start(tmp_path, "reward.function=letters_trainer")
+    assert scored == [64] * (1 + STEPS), "one at the start, and one after each update"
+    assert sampled == [(64, 16)]
+
+
 EQUAL = "reward.function=half_trainer"
 MASKED = ("reward.function=letters_trainer", "rollout.max_turn_tokens=1",
           "rollout.budget_policy={turn_tokens: mask}")  # fmt: skip
@@ -264,18 +334,3 @@ def test_the_weight_of_the_kl_is_resumed(start, tmp_path, monkeypatch):
         error = min(max(kl / 0.02 - 1, -0.2), 0.2)
         assert following == pytest.approx(coef * (1 + error * 4 / 40))
     assert len(set(coefs)) == STEPS and weighed == coefs
-
-
-def test_a_checkpoint_without_a_data_position_resumes_by_its_steps(start, tmp_path, monkeypatch):
-    real = trainer_module.save_checkpoint
-
-    def older(root, step, write, meta, **keep):
-        kept = {k: v for k, v in meta.items() if k not in ("position", "kl")}
-        return real(root, step, write, kept, **keep)
-
-    start(tmp_path / "straight")
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "save_checkpoint", older)
-        resumed = interrupted(start, tmp_path / "resumed", monkeypatch, 3)
-    assert resumed.position == 2 * STEPS
-    assert record(tmp_path / "resumed") == record(tmp_path / "straight")

@@ -117,16 +117,18 @@ def test_a_run_without_episodes_says_so(tmp_path, capsys):
     assert not end.value.code and "has no recorded episodes" in capsys.readouterr().out
 
 
-def test_an_old_run_is_found_with_what_it_lacks_unknown():
+def test_the_episodes_of_a_stored_run_are_found():
     run = load_run(OLD)
     every = find_episodes(run, parse_query(""))
-    assert every.total == len(run.episodes) and every.rows["group"].null_count == every.total
-    assert find(OLD, "group=0") == find(OLD, "group!=0") == []
-    lacking = EpisodeView(run, every.rows["episode"][-1].as_py()).describe()
-    assert {turn["advantage"] for turn in lacking["turns"]} == {None}
-    assert [m["turn"] for m in lacking["messages"] if m["role"] == "assistant"] == [
-        *range(len(lacking["turns"]))
+    assert every.total == len(run.episodes) == 24
+    assert len(find(OLD, "group=0")) == 8 and len(find(OLD, "group=0 split=train")) == 4
+    validated = EpisodeView(run, every.rows["episode"][-1].as_py()).describe()
+    assert {turn["advantage"] for turn in validated["turns"]} == {None}
+    assert [m["turn"] for m in validated["messages"] if m["role"] == "assistant"] == [
+        *range(len(validated["turns"]))
     ]
+    trained = EpisodeView(run, find(OLD, "split=train")[0]).describe()
+    assert None not in {turn["advantage"] for turn in trained["turns"]}
 
 
 def test_numbers_of_an_episode_are_those_of_the_tables(folder):

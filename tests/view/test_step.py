@@ -70,18 +70,17 @@ def test_what_did_not_train_has_a_reason(store, tmp_path):
     causes = ("EngineError: is down", "EngineError: is down", "ToolServerError: 503")
     masked = play(1, 0, 0, masked=True, stop="time")
     first = Group(SAMPLE, (masked, play(1, 0, 1)), 2, None, causes[:2])
-    second = Group(SAMPLE, (play(1, 1, 0),), 2, None, causes[2:])  # one cause is not known
+    second = Group(SAMPLE, (play(1, 1, 0),), 1, None, causes[2:])
     store.write(1, [first, second])
     store.write(1, [Group(SAMPLE, (play(1, 0, 0, name="x"), play(1, 0, 1, name="y")))], "evicted")
     found = describe_step(load_run(tmp_path), 1)["untrained"]
     assert [(part["what"], part["count"], part["why"], part["groups"]) for part in found] == [
         ("dropped after an error", 2, "EngineError: is down", [0]),
         ("dropped after an error", 1, "ToolServerError: 503", [1]),
-        ("dropped after an error", 1, None, [1]),
-        ("masked", 1, found[3]["why"], []),
+        ("masked", 1, found[2]["why"], []),
         ("evicted", 2, "all advantages of the group are 0 (algorithm.filter_groups)", [0]),
     ]
-    assert "the budget 'time' ended it" in found[3]["why"] and found[3]["episodes"] == ["e1-0-0"]
+    assert "the budget 'time' ended it" in found[2]["why"] and found[2]["episodes"] == ["e1-0-0"]
 
 
 def test_the_slowest_calls_are_those_of_training(store, tmp_path):

@@ -112,7 +112,7 @@ class MarkedJson:
         head = re.compile(self.head).match(text, body)
         position = head.end() if head else body
         calls: list[ToolCall] = []
-        while head and len(calls) <= MAX_CALLS and self._begins(text, position):
+        while head and len(calls) <= MAX_CALLS and text.startswith((*self.begins,), position):
             more, end, is_complete = self._value(text, position)
             calls += more
             if not is_complete:
@@ -138,9 +138,6 @@ class MarkedJson:
         if closing:
             return self.is_stop and position == len(text)
         return text[position : position + 1] not in (",", "[", "{")
-
-    def _begins(self, text: str, position: int) -> bool:
-        return position < len(text) and text[position] in self.begins
 
     def _value(self, text: str, start: int) -> tuple[list[ToolCall], int, bool]:
         """Return the calls of a JSON value, where it ends, and whether it is complete."""

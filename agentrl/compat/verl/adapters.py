@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 from uuid import uuid4
 
 from agentrl.errors import UserCodeError, UserError
@@ -17,7 +17,7 @@ from agentrl.signatures import KEYWORD
 from agentrl.tools import Tool, ToolFunction
 from agentrl.tools import tool as decorate
 from agentrl.tools.schema import parameters_from_schema
-from agentrl.trajectory import Message, Sample, ToolResult
+from agentrl.trajectory import Message, Sample, ToolResult, as_number
 
 C = TypeVar("C")
 SCOPES = ("trajectory", "episode", "call")
@@ -120,7 +120,7 @@ def convert_result(returned: Any, where: str) -> ToolResult:
                 f"{where} returned a tuple of {len(returned)}, not (response[, reward[, metrics]])"
             )
         returned, value, *_ = *returned, None
-        reward = None if value is None else float(value)
+        reward = None if value is None else as_number(value)
     if getattr(returned, "image", None) or getattr(returned, "video", None):
         raise UserError(f"{where} returned images or videos; agentrl trains on text only")
     if isinstance(returned, str):
@@ -193,7 +193,7 @@ def _make_class(verl_tool: Any, name: str, takes_messages: bool) -> type:
                 return 0.0
             value = await verl_tool.calc_reward(self.instance_id)
             # Some verl tools return a value that is not a number, or None.
-            return float(value) if isinstance(value, int | float) else 0.0
+            return as_number(value) if isinstance(value, SupportsFloat) else 0.0
 
         async def close(self) -> None:
             await verl_tool.release(self.instance_id)
@@ -278,7 +278,7 @@ def register_interaction(verl_interaction: Any, name: str, where: str) -> None:
                     " (should_terminate_sequence, response_content, current_turn_score, more)"
                 )
             is_done, content, score, _ = answer
-            return Reply(content, score=float(score or 0.0), done=bool(is_done))
+            return Reply(content, score=0.0 if score is None else score, done=bool(is_done))
 
         async def close(self) -> None:
             finalize = getattr(verl_interaction, "finalize_interaction", None)

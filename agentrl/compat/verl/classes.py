@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -21,6 +24,7 @@ from agentrl.compat.verl.stand_in import stand_in
 from agentrl.errors import Infrastructure, UserError
 from agentrl.http import HttpClient
 from agentrl.sandbox.report import report
+from agentrl.workers import PerLoop, Threads
 
 RIGHT = "Your response is correct!"
 WRONG = "Your response is incorrect! You need to reflect on your answer and try again."
@@ -111,7 +115,7 @@ class Gsm8kInteraction(BaseInteraction):
         del self._instance_dict[instance_id]
 
 
-log = logging.getLogger("agentrl")
+log = logging.getLogger("agentrl.tools")
 
 
 class SearchTool(BaseTool):
@@ -174,11 +178,22 @@ def _passages(passages: Iterable[Mapping[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
+@cache
+def _note_other_sandbox(tool: str, url: str) -> None:
+    """Warn once that a tool's own sandbox is not used: a run loads its files several times."""
+    log.warning(
+        "the tool %s runs programs in sandbox.backend, which need not be its sandbox_fusion_url."
+        " To use that server, set sandbox.backend=%s",
+        tool,
+        url,
+    )
+
+
 class SandboxFusionTool(BaseTool):
     """Runs Python programs in the run's sandbox, which `sandbox.backend` sets.
 
     That may be a SandboxFusion server. The config's own `sandbox_fusion_url` is not used: one key
-    decides where all programs of a run are executed.
+    decides where all programs of a run are executed. Subclasses find verl's attributes here.
     """
 
     runs_programs = True
@@ -191,12 +206,26 @@ class SandboxFusionTool(BaseTool):
         if language != "python":
             raise UserError(f"default_language={language!r}: the sandbox runs python")
         if url := config.get("sandbox_fusion_url"):
-            log.warning(
-                "the tool %s runs programs in sandbox.backend, not at its sandbox_fusion_url. To"
-                " use that server, set sandbox.backend=%s",
-                self.name,
-                str(url).removesuffix("/run_code"),
-            )
+            _note_other_sandbox(self.name, str(url).removesuffix("/run_code"))
+        self.sandbox_fusion_url = url or ""
+        self.default_language = language
+        self.default_timeout = config.get("default_timeout", 30)
+        self.memory_limit_mb = config.get("memory_limit_mb", 1024)
+        self.num_workers = config.get("num_workers", 10)
+        self._instance_dict: dict[str, dict[str, Any]] = {}
+        self._threads = PerLoop(
+            lambda: Threads(self.num_workers, f"agentrl-{self.name}"), Threads.close
+        )
+        # verl's is a Ray actor, of which subclasses use this method alone.
+        self.execution_pool = SimpleNamespace(execute=SimpleNamespace(remote=self._execute))
+
+    async def create(
+        self, instance_id: str | None = None, ground_truth: Any = None, **kwargs: Any
+    ) -> tuple[str, ToolResponse]:
+        """Begin an episode."""
+        instance_id = instance_id or str(uuid4())
+        self._instance_dict[instance_id] = {**_new_state(ground_truth), "reward": []}
+        return instance_id, ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
@@ -206,5 +235,23 @@ class SandboxFusionTool(BaseTool):
         Raises:
             SandboxError: the sandbox does not work.
         """
-        done = await sandbox.current().run(str(parameters.get("code", "")))
-        return ToolResponse(text=report(done)), 0.0, {}
+        code = str(parameters.get("code", ""))
+        response = await self.execution_pool.execute.remote(self.execute_code, instance_id, code)
+        return response, 0.0, {}
+
+    async def execute_code(
+        self, instance_id: str, code: str, timeout: float = 30, language: str = "python"
+    ) -> ToolResponse:
+        """Run a program. Its time limit is `sandbox.timeout_s`, whatever `timeout` is."""
+        return ToolResponse(text=report(await sandbox.current().run(code)))
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Remove the state of the episode."""
+        self._instance_dict.pop(instance_id, None)
+
+    async def _execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function of a subclass. It runs in a thread if it is not async."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*args, **kwargs)
+        result = await self._threads.get().run(partial(function, *args, **kwargs))
+        return await result if inspect.isawaitable(result) else result

@@ -6,6 +6,7 @@ machine: GPUs, memory, engines.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,8 +25,12 @@ from agentrl.compat.verl.keys import (
     known_key,
 )
 from agentrl.config import FIELDS
+from agentrl.config.environment import hide_secrets, map_leaves, replace_texts
 from agentrl.config.sections import TRACKERS
 from agentrl.config.sources import Setting, assignment, read_overrides
+from agentrl.data.dataset import list_files
+from agentrl.data.files import read_batches
+from agentrl.errors import ConfigError, DataError
 from agentrl.registry import agent_loops, did_you_mean
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -87,21 +92,23 @@ class Translation:
 
 
 def translate(
-    file: str, overrides: Sequence[str] = (), overridden: Collection[str] = ()
+    file: str, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None
 ) -> Translation:
     """Translate a config of verl's.
 
     Args:
         file: the YAML file, for Hydra.
         overrides: texts `a.b.c=1`, which override the file: verl's keys, or agentrl's own.
-        overridden: further keys of agentrl's that the translation does not decide.
+        flags: the values of agentrl's keys that options of the command line set.
     """
     translation = Translation()
     settings = read_config(file, translation.mistakes)
     verls_key = {ours: verls for verls, ours in reversed(RENAMED.items())}
+    verls_key["data.train"] = "data.train_files"
     agentrl_settings: list[Setting] = []
     set_by_ours: dict[str, Setting | None] = {}
-    for setting in read_overrides(overrides, translation.mistakes):
+    options = [Setting(path, value, "command line") for path, value in (flags or {}).items()]
+    for setting in [*read_overrides(overrides, translation.mistakes), *options]:
         path = setting.path
         is_verls = path in SHARED or (path not in FIELDS and bool(explain_key(path)))
         if not is_verls:
@@ -116,7 +123,7 @@ def translate(
     settings = {
         p: s for p, s in settings.items() if s.value != "???" or known_key(p) not in UNNEEDED
     }
-    overridden = {*overridden, *(setting.path for setting in agentrl_settings)}
+    overridden = {setting.path for setting in agentrl_settings}
     _Translator(resolve(settings, translation.mistakes), translation, set_by_ours, overridden).run()
     translation.settings += agentrl_settings
     return translation
@@ -197,7 +204,7 @@ class _Translator:
     def number(self, path: str) -> Any:
         """Return verl's value of a key that is a number or null; 1 for another value, a mistake."""
         value = self.get(path)
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        if value is None or (type(value) in (int, float) and math.isfinite(value)):
             return value
         if path not in self._set_by_ours:
             self._mistake(path, "must be a number")
@@ -251,6 +258,8 @@ class _Translator:
         used = [self.settings[path] for path in verls if path in self.settings]
         self._reported.update(setting.path for setting in used)
         source = used[0].source if used else "verl's default"
+        for setting in used:
+            value = _with_references(value, setting)
         self.translation.settings.append(Setting(ours, value, source))
         line = assignment(ours, value)
         if ours in self._overridden:
@@ -274,7 +283,7 @@ class _Translator:
             self.drop(path, f"no critic with {_ESTIMATOR}={self.get(_ESTIMATOR)}")
         elif above in REFUSED:
             same = [self._same(v) for v in REFUSED[above]["same"]]
-            if value not in same or isinstance(value, bool) not in map(_is_bool, same):
+            if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in same):
                 self.refuse(path, REFUSED[above]["text"])
         elif above in UNNEEDED or above in CHANGED:
             self.drop(path, (UNNEEDED | CHANGED)[above])
@@ -292,12 +301,20 @@ class _Translator:
 
 def _shorten(setting: Setting) -> str:
     """Return `path=value` on one short line."""
-    line = " ".join(assignment(setting.path, setting.value).split())
+    value = _with_references(setting.value, setting)
+    line = hide_secrets(" ".join(assignment(setting.path, value).split()))
     return line if len(line) <= MAX_SHOWN else f"{line[:MAX_SHOWN]}..."
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
+def _with_references(value: Any, setting: Setting) -> Any:
+    """Return a value with references instead of the values of environment variables."""
+    references = setting.references
+
+    def refer(leaf: Any) -> Any:
+        is_text = isinstance(leaf, str)
+        return replace_texts(leaf, references) if is_text else references.get(str(leaf), leaf)
+
+    return map_leaves(refer, value)
 
 
 # -- the parts of a config ------------------------------------------------------------------------
@@ -389,15 +406,15 @@ def _learning_rate(t: _Translator) -> None:
     optim = f"{ACTOR}.optim"
     steps = t.number(f"{optim}.lr_warmup_steps")
     ratio = t.number(f"{optim}.lr_warmup_steps_ratio")
-    total = t.number("trainer.total_training_steps")
-    if steps <= 0 and ratio and not total:
-        t.refuse(
-            f"{optim}.lr_warmup_steps_ratio",
-            "agentrl counts the warm-up in steps, and the number of steps of the run is not set:"
-            f" set {optim}.lr_warmup_steps, or trainer.total_training_steps",
-        )
-    elif steps <= 0:
-        steps = int(ratio * (total or 0))
+    if steps <= 0 and ratio:
+        try:
+            steps = int(ratio * _count_steps(t))
+        except DataError as e:
+            t.refuse(
+                f"{optim}.lr_warmup_steps_ratio",
+                f"agentrl counts the warm-up in steps, and the run's rows cannot be counted ({e})."
+                f" Set {optim}.lr_warmup_steps, or trainer.total_training_steps",
+            )
     paths = f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"
     if steps > 0:
         why = "the rate of the first step is above 0, in verl it is 0"
@@ -413,6 +430,40 @@ def _learning_rate(t: _Translator) -> None:
         )
     else:
         t.take("optim.lr_final", 1.0, schedule)
+
+
+def _count_steps(t: _Translator) -> int:
+    """Return the number of steps of the run.
+
+    Raises:
+        DataError: it depends on rows that cannot be read.
+    """
+    if total := t.number("trainer.total_training_steps"):
+        return total
+    files = list_files(_files(t, "data.train_files"))
+    batches = (batch for file, _ in files for batch in read_batches(file, lambda rows: rows[:0]))
+    rows = sum(len(batch.array) for batch in batches)
+    batch_size = t.number("data.train_batch_size") or 1
+    return t.number("trainer.total_epochs") * (rows // batch_size or 1)
+
+
+def _positions(t: _Translator) -> None:
+    """Drop an override of the number of positions if the model has as many, else refuse it."""
+    override = "actor_rollout_ref.model.override_config"
+    for path in (f"{override}.{name}max_position_embeddings" for name in ("", "model_config.")):
+        if not (wanted := t.number(path)):
+            continue
+        from agentrl.engine.local.load import load_model_config, max_row_length
+
+        try:
+            length = max_row_length(load_model_config(t.value("actor_rollout_ref.model.path")))
+        except ConfigError as e:
+            t.refuse(path, f"the model's own value is used, and it cannot be read ({e})")
+            continue
+        if length < wanted:
+            t.refuse(path, f"the model has {length}. Set it in the config of the model's folder")
+        else:
+            t.drop(path, f"no effect: the model has {length}")
 
 
 def _memory(t: _Translator) -> None:
@@ -513,13 +564,15 @@ def _tools(t: _Translator) -> None:
     history = f"{TURNS}.use_inference_chat_template"
     if t.get(history):
         t.change("rollout.history_thinking", "strip", "as the chat template does", history)
-    paths = [
+    tools = [
         t.first(f"{TURNS}.tool_config_path", "data.tool_config_path"),
         t.first(f"{TURNS}.function_tool_path"),
-        t.first(f"{TURNS}.interaction_config_path"),
     ]
-    if files := [path for path in paths if path]:
+    tools = [path for path in tools if path]
+    if files := tools + [p for p in [t.first(f"{TURNS}.interaction_config_path")] if p]:
         t.take("files", [t.value(path) for path in files], *files)
+    if tools:
+        t.take("data.tools", "all", *tools)
 
 
 def _loop(t: _Translator) -> None:
@@ -570,11 +623,16 @@ def _count(value: Any) -> int:
 
 def _rows(t: _Translator) -> None:
     for path, ours in (("data.train_files", "data.train"), ("data.val_files", "data.val")):
-        files = t.get(path) or []
-        files = files if isinstance(files, list) else [files]
-        paths = [str(Path(str(file)).expanduser()) for file in files]
-        if paths:
+        if paths := _files(t, path):
             t.take(ours, paths if len(paths) > 1 else paths[0], path)
+    if "trainer.total_training_steps" not in t.settings:
+        t.take("data.drop_last", True)
+
+
+def _files(t: _Translator, path: str) -> list[str]:
+    files = t.get(path) or []
+    files = files if isinstance(files, list) else [files]
+    return [str(Path(str(file)).expanduser()) for file in files]
 
 
 def _reward(t: _Translator) -> None:
@@ -623,6 +681,6 @@ def _run(t: _Translator) -> None:
 
 
 _PARTS: tuple[Callable[[_Translator], None], ...] = (
-    _algorithm, _kl, _mini_batches, _learning_rate, _memory, _importance_weights, _filter, _turns,
-    _tools, _loop, _validation, _engine, _rows, _reward, _run,
+    _algorithm, _kl, _mini_batches, _learning_rate, _positions, _memory, _importance_weights,
+    _filter, _turns, _tools, _loop, _validation, _engine, _rows, _reward, _run,
 )  # fmt: skip

@@ -17,6 +17,7 @@ import yaml
 from agentrl.compat.verl.adapters import interaction_name, register_interaction, register_tool
 from agentrl.compat.verl.bases import OpenAIFunctionToolSchema
 from agentrl.compat.verl.stand_in import is_missing, is_relative, load_relative, stand_in
+from agentrl.config.sources import load_yaml as read_yaml_file
 from agentrl.errors import UserError
 
 PAGE = "docs/verl.md"
@@ -32,7 +33,7 @@ def load_yaml(path: Path) -> None:
         RegistryError: a name is taken.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml_file(path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
         raise UserError(f"{path} cannot be read as YAML: {e}") from None
     if isinstance(content, list) and any("_target_" in c for c in content if isinstance(c, dict)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ MAPPINGS = (
     "data.apply_chat_template_kwargs",
     "custom_reward_function.reward_kwargs",
     "reward.custom_reward_function.reward_kwargs",
-    "actor_rollout_ref.model.override_config",
 )
 """verl's keys whose values are mappings."""
 _GROUPS = (
@@ -93,29 +92,38 @@ def resolve(settings: Mapping[str, Setting], mistakes: list[str]) -> dict[str, S
     resolved = {}
     for path, setting in settings.items():
         try:
-            value = _resolve(setting.value, path, values, (path,))
+            used: dict[str, str] = {}
+            value = _resolve(setting.value, values, [path], used)
         except ValueError as e:
             mistakes.append(f"{setting}: {e}")
             continue
         if value == "???":
             mistakes.append(f"{setting}: has no value. Set {path}=VALUE on the command line")
         else:
-            resolved[path] = replace(setting, value=value)
+            resolved[path] = replace(setting, value=value, references=used)
     return resolved
 
 
-def _resolve(value: Any, path: str, values: Mapping[str, Any], seen: tuple[str, ...]) -> Any:
+def _resolve(
+    value: Any, values: Mapping[str, Any], seen: Sequence[str], used: dict[str, str]
+) -> Any:
     """Return a value with its interpolations replaced.
+
+    Args:
+        value: the value.
+        values: the values of all keys.
+        seen: the keys that refer to one another until here; the last one has this value.
+        used: gets the reference of each environment variable that is used, by its value.
 
     Raises:
         ValueError: the reason why one cannot be replaced.
     """
     if isinstance(value, list):
-        return [_resolve(v, path, values, seen) for v in value]
+        return [_resolve(v, values, seen, used) for v in value]
     if isinstance(value, dict):
-        return {k: _resolve(v, path, values, seen) for k, v in value.items()}
+        return {k: _resolve(v, values, seen, used) for k, v in value.items()}
     while isinstance(value, str) and (match := _INTERPOLATION.search(value)):
-        replacement = _lookup(match[1].strip(), path, values, seen)
+        replacement = _lookup(match[1].strip(), values, seen, used)
         if match[0] == value:
             return replacement
         value = value.replace(match[0], str(replacement))
@@ -124,27 +132,29 @@ def _resolve(value: Any, path: str, values: Mapping[str, Any], seen: tuple[str, 
     return value
 
 
-def _lookup(text: str, path: str, values: Mapping[str, Any], seen: tuple[str, ...]) -> Any:
+def _lookup(text: str, values: Mapping[str, Any], seen: Sequence[str], used: dict[str, str]) -> Any:
     """Return the value of the text between `${` and `}`."""
     resolver, colon, rest = text.partition(":")
     name, comma, default = (part.strip() for part in rest.partition(","))
     if colon and resolver == "oc.env":
         if name not in os.environ and not comma:
             raise ValueError(f"the environment variable {name} is not set")
+        if os.environ.get(name):
+            used[os.environ[name]] = f"${{oc.env:{name}}}"
         return parse_value(os.environ.get(name, default))
     if colon and resolver == "oc.select":
-        key = _absolute(name, path)
+        key = _absolute(name, seen[-1])
         if key not in values:
             return parse_value(default) if comma else None
     elif not colon and _KEY.fullmatch(text):
-        key = _absolute(text, path)
+        key = _absolute(text, seen[-1])
     else:
         raise ValueError(f"${{{text}}} is not supported: write the value")
     if key not in values:
         raise ValueError(f"${{{text}}}: the config does not set {key}: write the value")
     if key in seen:
         raise ValueError(f"${{{text}}} refers to itself")
-    return _resolve(values[key], key, values, (*seen, key))
+    return _resolve(values[key], values, [*seen, key], used)
 
 
 def _absolute(key: str, path: str) -> str:

@@ -6,6 +6,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import sys
+from abc import ABCMeta
 from collections.abc import Sequence
 from hashlib import blake2b
 from importlib.abc import Loader
@@ -111,9 +112,10 @@ def _stands_in() -> bool:
 
 
 class _Finder(Loader):
-    """Loads agentrl's stand-ins for verl's modules; raises `UserError` for other verl modules.
+    """Loads agentrl's stand-ins for verl's modules.
 
-    A stand-in is an empty module. Its names are looked up when they are used.
+    A stand-in is an empty module. Its names are looked up when they are used. A name that agentrl
+    does not replace is a `_Placeholder`, because many files import more than they use here.
     """
 
     def find_spec(
@@ -128,13 +130,8 @@ class _Finder(Loader):
             return None  # verl is installed.
         if name in _REFUSED:
             raise UserError(f"`import {name}`: {_REFUSED[name]}.")
-        if name not in _MODULES and name not in _PACKAGES:
-            replaced = ", ".join(sorted(_MODULES))
-            raise UserError(
-                f"`import {name}`: verl is not installed, and agentrl replaces only these of its"
-                f" modules: {replaced}. docs/verl.md says what to write instead of others."
-            )
-        return importlib.machinery.ModuleSpec(name, self, is_package=name in _PACKAGES)
+        is_package = name in _PACKAGES or name not in _MODULES
+        return importlib.machinery.ModuleSpec(name, self, is_package=is_package)
 
     def _find_relative(
         self, name: str, path: Sequence[str] | None
@@ -158,6 +155,35 @@ class _Finder(Loader):
         pass
 
 
+class _NotReplaced(UserError, AttributeError):
+    """A file uses a name of verl's that agentrl does not replace."""
+
+
+class _Placeholder(ABCMeta):
+    """The type of classes in place of names of verl's that agentrl does not replace.
+
+    They may be imported, be base classes and occur in annotations. A call or an attribute raises.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise cls._error()
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise cls._error()
+
+    def _error(cls) -> _NotReplaced:
+        missing = next(c for c in reversed(cls.__mro__) if isinstance(c, _Placeholder))
+        names = _MODULES.get(missing.__module__, ("",))[1:]
+        replaced = ", ".join(n.partition(":")[0] for n in names) or "nothing of this module"
+        return _NotReplaced(
+            f"`from {missing.__module__} import {missing.__name__}`, which {cls.__name__} uses:"
+            f" verl is not installed, and agentrl replaces {replaced}. docs/verl.md says what to"
+            " write instead of the rest."
+        )
+
+
 class _Module(ModuleType):
     """A module that looks its names up in agentrl, or in an installed verl, when they are used."""
 
@@ -177,9 +203,5 @@ class _Module(ModuleType):
         home, *names = _MODULES.get(self.__name__, ("",))
         names_here = {n.partition(":")[0]: n.rpartition(":")[2] for n in names}
         if name not in names_here:
-            replaced = ", ".join(names_here) or "nothing"
-            raise UserError(
-                f"`from {self.__name__} import {name}`: agentrl's stand-in for this module has"
-                f" only {replaced}. docs/verl.md says what to write instead of the rest."
-            )
+            return _Placeholder(name, (), {"__module__": self.__name__})
         return getattr(importlib.import_module(f"agentrl.compat.verl.{home}"), names_here[name])

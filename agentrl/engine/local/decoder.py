@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from array import array
 from collections.abc import Iterable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -22,6 +24,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from agentrl.engine.base import Sampling
+from agentrl.engine.local.graphs import LENGTHS, DecodeGraphs
+from agentrl.engine.local.load import max_row_length
+from agentrl.engine.local.rounding import MAX_ROUNDINGS, rounded_again
 from agentrl.engine.local.rows import RowCache, Rows
 from agentrl.engine.local.windows import (
     LONG,
@@ -33,8 +38,18 @@ from agentrl.engine.local.windows import (
 )
 from agentrl.errors import EngineError, UserError
 
-PREFILL_TOKENS = 2048
-"""The most tokens of a prefill pass, padding included (at least one row's chunk)."""
+log = logging.getLogger("agentrl")
+
+PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
+"""The most tokens of a prefill pass by type of device, padding included (at least one row's
+chunk)."""
+MIN_PREFIX = 16
+"""The length in tokens of the shortest prefix that empty rows share."""
+MIN_SAVED_SHARE = 1 / 16
+"""A shared prefix is computed once if that saves this share of the tokens of a full pass."""
+CATCH_UP_TOKENS = 32
+"""With CUDA graphs, a row that lacks at most this many tokens gets one in each decode step. A
+prefill pass takes as long as ten decode steps, and no row decodes meanwhile."""
 PREFILL_CHUNK = 512
 """A long prompt is fed in chunks of this length, which limits the size of the attention mask."""
 GROUPED = "agentrl_grouped"
@@ -70,7 +85,7 @@ class Decoder:
         self.model = model.eval()
         self.device = model.device
         self.vocabulary: int = config.vocab_size
-        self.max_length: int = config.max_position_embeddings
+        self.max_length = max_row_length(config)
         self.rows = Rows()
         self._cache = RowCache()
         # transformers 5.24 renamed the argument.
@@ -78,16 +93,20 @@ class Decoder:
         self._cache_name = "cache" if renamed else "past_key_values"
         if model.config.is_encoder_decoder:
             raise CannotDecode(self.model, "it has an encoder")
-        if "longrope" in find_rope_types(config):  # Rows never reach the lengths of "dynamic".
+        if "longrope" in find_rope_types(model):  # Rows never reach the lengths of "dynamic".
             raise CannotDecode(
                 self.model,
                 "its rotary positions (longrope) depend on the length of the row, so the keys of a"
                 " short row are wrong when the row becomes longer",
             )
         self._check_windows()
-        if model.config._attn_implementation == "sdpa" and self.device.type == "cpu":
+        if model.config._attn_implementation == "sdpa":
             model.set_attn_implementation(GROUPED)
+        self._prefill_tokens = PREFILL_TOKENS.get(self.device.type, PREFILL_TOKENS["cpu"])
+        self._graphs: DecodeGraphs | None = None
         self._check_cache()
+        if self.device.type == "cuda":
+            self._graphs = DecodeGraphs(self._decode)
 
     def grow(self, rows: int, capacity: int) -> None:
         """Make room for at least `rows` rows, and at least `capacity` tokens per row."""
@@ -95,6 +114,8 @@ class Decoder:
         if rows > shape[0] or capacity > shape[1]:
             self.rows.grow(rows, capacity)
             self._cache.grow(*self.rows.shape)
+            if self._graphs:
+                self._graphs.clear()
 
     def swap(self, a: list[int], b: list[int]) -> None:
         """Exchange rows `a` with rows `b`."""
@@ -116,10 +137,13 @@ class Decoder:
     def prefill(self, n: int) -> None:
         """Fill the caches of the first n rows up to the second to last token.
 
-        Empty rows with the same prompt are computed once.
+        Empty rows with the same prompt are computed once, and so is a prefix that several of them
+        share, such as a system message. With graphs, rows that lack few tokens do not change:
+        `decode` feeds these tokens.
         """
         rows = self.rows
-        missing = np.flatnonzero(rows.alive[:n] & (rows.cached[:n] < rows.length[:n] - 1))
+        needed = rows.length[:n] - 1 - (CATCH_UP_TOKENS if self._graphs else 0)
+        missing = np.flatnonzero(rows.alive[:n] & (rows.cached[:n] < needed))
         leaders: dict[bytes, int] = {}
         duplicates: list[tuple[int, int]] = []
         rows_left: list[int] = []
@@ -130,6 +154,9 @@ class Decoder:
                     duplicates.append((leader, row))
                     continue
             rows_left.append(row)
+        self._share_prefixes([row for row in rows_left if rows.cached[row] == 0])
+        # A row that equals the shared prefix lacks nothing: a pass of such rows would be empty.
+        rows_left = [row for row in rows_left if rows.cached[row] < rows.length[row] - 1]
         # Empty rows first, sorted by length: little padding, and attention over new tokens only.
         rows_left.sort(key=lambda r: (rows.cached[r] > 0, rows.length[r] - rows.cached[r], r))
         while rows_left:
@@ -137,7 +164,7 @@ class Decoder:
             m = 0
             for row in rows_left:
                 width = max(width, min(PREFILL_CHUNK, int(rows.length[row] - 1 - rows.cached[row])))
-                if m and (m + 1) * width > PREFILL_TOKENS:
+                if m and (m + 1) * width > self._prefill_tokens:
                     break
                 m += 1
             batch, rows_left = rows_left[:m], rows_left[m:]
@@ -149,11 +176,36 @@ class Decoder:
             for leader, row in duplicates:
                 rows.cached[row] = rows.cached[leader]
 
-    def _feed(self, at: np.ndarray) -> None:
-        """Run one prefill pass over rows `at`: a chunk of each row's missing tokens."""
+    def _share_prefixes(self, empty: list[int]) -> None:
+        """Fill the caches of empty rows up to the end of the prefix that they share."""
+        rows = self.rows
+        groups: dict[bytes, list[int]] = {}
+        for row in empty:
+            if rows.length[row] > MIN_PREFIX:
+                groups.setdefault(rows.ids[row, :MIN_PREFIX].tobytes(), []).append(row)
+        for group in groups.values():
+            end = int(rows.length[group].min()) - 1
+            differs = (rows.ids[group, :end] != rows.ids[group[0], :end]).any(0)
+            end = int(differs.argmax()) if differs.any() else end
+            first, *others = group
+            if len(others) * end < MIN_SAVED_SHARE * self._prefill_tokens:
+                continue
+            while rows.cached[first] < end:
+                self._feed(np.array([first]), end)
+            self._cache.copy([(first, row) for row in others], end)
+            rows.cached[others] = end
+
+    def _feed(self, at: np.ndarray, end: int | None = None) -> None:
+        """Run one prefill pass over rows `at`: a chunk of each row's tokens that are missing.
+
+        Args:
+            at: the rows.
+            end: the number of tokens to fill; None: all but the last of each row.
+        """
         rows = self.rows
         begin = rows.cached[at]
-        count = np.minimum(rows.length[at] - 1 - begin, PREFILL_CHUNK)
+        ends = rows.length[at] - 1 if end is None else end
+        count = np.minimum(ends - begin, PREFILL_CHUNK)
         offsets = np.arange(count.max())
         real = offsets < count[:, None]  # (M, T)
         positions = np.where(real, begin[:, None] + offsets, begin[:, None])
@@ -175,17 +227,34 @@ class Decoder:
         rows.prefilled[at] += count
 
     def decode(self, n: int) -> torch.Tensor:
-        """Feed the last token of each of the first n rows; return the logits (N, V) after it."""
-        rows = self.rows
-        last = rows.length[:n] - 1
-        length = int(last.max()) + 1
-        position_ids = self._tensor(last)
-        self._cache.feed_front(position_ids, length)
-        ids = rows.ids[np.arange(n), last].astype(np.int64)
+        """Feed each of the first n rows its next token; return the logits (N, V) after it.
+
+        The next token is the first one that is not cached. Without graphs, it is the last token of
+        the row, because `prefill` has cached all others.
+        """
+        rows, graphs = self.rows, self._graphs
+        # Graphs also feed unused rows after the first n. Nothing reads what is written there.
+        width = 1 << (n - 1).bit_length() if graphs else n
+        next_index = np.minimum(rows.cached[:width], rows.length[:width] - 1).clip(0)
+        length = int(next_index[:n].max()) + 1
+        positions = self._tensor(next_index)
+        ids = self._tensor(rows.ids[np.arange(width), next_index].astype(np.int64))
+        if graphs:
+            rounded = min(-(-length // LENGTHS) * LENGTHS, rows.shape[1])
+            try:
+                return graphs(ids, positions, rounded)[:n]
+            except RuntimeError as e:
+                log.warning("the local engine decodes without CUDA graphs: %s", e)
+                self._graphs = None
+        return self._decode(ids, positions, length)[:n]
+
+    def _decode(self, ids: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+        """Feed tokens (N) at positions (N) to the first N rows; return the logits (N, V)."""
+        self._cache.feed_front(positions, length)
         return self.model(
-            input_ids=self._tensor(ids)[:, None],
-            attention_mask=self._mask(position_ids[:, None], length),
-            position_ids=position_ids[:, None],
+            input_ids=ids[:, None],
+            attention_mask=self._mask(positions[:, None], length),
+            position_ids=positions[:, None],
             use_cache=True,
             **{self._cache_name: self._cache},
         ).logits[:, -1]
@@ -255,7 +324,6 @@ class Decoder:
         Raises:
             UserError: the logprobs differ, or the model does not accept this cache.
         """
-        tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.3
         lengths = LONG // 2, min(LONG, self.max_length)
         prompts = [np.arange(1, 1 + t, dtype=np.int32) % self.vocabulary for t in lengths]
         self.grow(2, LONG)
@@ -267,24 +335,28 @@ class Decoder:
                             row, prompt[:prefix_length], Sampling(), 0, self.max_length
                         )
                     self.prefill(2)
-                ours = self.decode(2)
-                plain = [
-                    self.model(input_ids=self._tensor(p)[None], use_cache=False).logits[0, -1]
-                    for p in prompts
-                ]
+                ours = self.decode(2).float().log_softmax(-1)
+                plain = self._plain_logprobs(prompts)
+                with rounded_again(self.model, seed=0):
+                    rounding = self._plain_logprobs(prompts) - plain
             except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as e:
                 raise CannotDecode(
                     self.model,
                     "it does not run with this engine's cache, which holds keys and values only"
                     f" ({type(e).__name__}: {e})",
                 ) from e
-            difference = torch.stack(plain).float().log_softmax(-1) - ours.float().log_softmax(-1)
-        if not difference.abs().max() < tolerance:
-            raise CannotDecode(
-                self.model, f"its logprobs with a cache differ by {difference.abs().max():.3g}"
-            )
+        difference = (plain - ours).abs().max()
+        tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.3
+        if not difference < max(tolerance, MAX_ROUNDINGS * rounding.abs().max().item()):
+            raise CannotDecode(self.model, f"its logprobs with a cache differ by {difference:.3g}")
         self.rows.cached[:] = 0
         self.rows.alive[:] = False
+
+    def _plain_logprobs(self, rows: list[np.ndarray]) -> torch.Tensor:
+        """Return the logprobs after each row, (N, V), by passes without a cache."""
+        inputs = [self._tensor(row)[None] for row in rows]
+        logits = [self.model(input_ids=x, use_cache=False).logits[0, -1] for x in inputs]
+        return torch.stack(logits).float().log_softmax(-1)
 
 
 def check_config(config: PretrainedConfig) -> None:
@@ -345,7 +417,12 @@ def grouped_attention(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
     n, heads, _, head_dim = query.shape
-    grouped = (query * scaling).view(n, key.shape[1], -1, head_dim)
+    grouped = query.view(n, key.shape[1], -1, head_dim)
+    if query.is_cuda:
+        mask = attention_mask.expand(n, key.shape[1], grouped.shape[2], -1)
+        out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+        return out.reshape(n, 1, heads, value.shape[3]), None
+    grouped = grouped * scaling
     weights = (grouped @ key.transpose(2, 3)).add_(attention_mask).softmax(-1)
     return (weights @ value).view(n, 1, heads, value.shape[3]), None
 

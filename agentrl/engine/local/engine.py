@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentrl.engine.base import Engine, Sampling, Update
 from agentrl.engine.checks import check_sampling, validate_row
 from agentrl.engine.local.decoder import Decoder
-from agentrl.engine.local.load import load_causal_lm, resolve_device
+from agentrl.engine.local.load import compute_dtype, load_causal_lm, resolve_device
 from agentrl.engine.local.schedule import (
     DecodeSchedule,
     EpisodeState,
@@ -88,7 +88,7 @@ class LocalEngine(Engine):
             UserError: this engine cannot decode the model.
         """
         self._decoder = Decoder(model)
-        self.max_length = self._decoder.max_length
+        self.max_length, self.dtype = self._decoder.max_length, model.dtype
         # Of all weights, the embedding too: its rows are multiplied in the output layer.
         weights = sum(p.numel() for p in model.parameters())
         self.threads = choose_threads(current=torch.get_num_threads(), weights=weights)
@@ -117,7 +117,10 @@ class LocalEngine(Engine):
         deterministic: bool | None = None,
         patience: float = 60.0,
     ) -> Self:
-        """Load an engine with the model of a folder: float32 on a CPU, else the checkpoint's dtype.
+        """Load an engine with the model of a folder, in the precision of the learner's passes.
+
+        In the precision of the files, rounding alone could make the engine sample from another
+        policy than the one that is trained.
 
         Args:
             path: the folder or hub name of a model or a PEFT adapter, see `load_causal_lm`.
@@ -130,14 +133,10 @@ class LocalEngine(Engine):
             UserError: there is no such model, or this engine cannot decode it.
         """
         device = resolve_device(device)
-        on_cpu = device == "cpu"
-        model = load_causal_lm(path, torch.float32 if on_cpu else "auto", device)
-        return cls(
-            model,
-            tokenizer,
-            deterministic=on_cpu if deterministic is None else deterministic,
-            patience=patience,
-        )
+        model = load_causal_lm(path, compute_dtype(device), device)
+        if deterministic is None:
+            deterministic = device == "cpu"
+        return cls(model, tokenizer, deterministic=deterministic, patience=patience)
 
     # -- Sampler -----------------------------------------------------------------------------------
 
@@ -211,17 +210,19 @@ class LocalEngine(Engine):
     def publish(self, update: Update) -> int:
         """Copy named tensors into the model between two steps; the other tensors stay.
 
-        All keys and values are dropped. Turns in flight go on; each token carries the version that
-        sampled it.
+        All keys and values are dropped, unless the weights have not changed. Turns in flight go on;
+        each token carries the version that sampled it.
 
         Raises:
             EngineError: the model has no tensor with one of the names, or its shape differs.
         """
         with self.paused():
             self._check_running()
-            rows = self._decoder.rows
-            self._reprefilled += int(rows.length[rows.alive].sum())
-            size = self._decoder.load(update.weights())
+            size = 0
+            if update.is_changed:
+                rows = self._decoder.rows
+                self._reprefilled += int(rows.length[rows.alive].sum())
+                size = self._decoder.load(update.weights())
             self._version = update.version
         return size
 

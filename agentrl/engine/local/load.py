@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 from peft import PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -57,6 +58,14 @@ def resolve_device(device: str) -> str:
     return device
 
 
+def compute_dtype(device: str) -> torch.dtype:
+    """Return the precision in which learner and local engine compute on a device.
+
+    Trainable weights of a learner on a GPU are kept in float32, but its passes use this one.
+    """
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
 @without_launcher_variables()
 def load_causal_lm(
     path: str | Path, dtype: torch.dtype | str, device: torch.device | str = "cpu"
@@ -64,13 +73,14 @@ def load_causal_lm(
     """Load a plain causal language model in evaluation mode.
 
     Weights are read only from safetensors, because a pickle can run code. If adapters were merged,
-    `name_or_path` of the model is empty, because no folder has its weights.
+    `name_or_path` of the model is empty, because no folder has its weights. Weights that the files
+    lack, such as an output layer, are random, and the same in each process.
 
     Args:
         path: a folder in the format of transformers or of a PEFT adapter, or the hub name of
             either.
-        dtype: the dtype of the weights, in which adapters are merged; "auto": the dtype of the
-            base.
+        dtype: the dtype of the weights; "auto": the dtype of the base. Adapters are merged in
+            float32, then the sum is rounded once, as the learner does it.
         device: the device of the model.
 
     Raises:
@@ -79,9 +89,11 @@ def load_causal_lm(
     """
     base, adapters = base_and_adapters(path)
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            base, dtype=dtype, use_safetensors=True
-        )
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                base, dtype=dtype, use_safetensors=True, trust_remote_code=False
+            )
     except (OSError, ValueError, SafetensorError) as e:
         owner = f", the base of the adapter {str(path)!r}" if adapters else ""
         raise ConfigError(
@@ -102,9 +114,21 @@ def load_model_config(path: str | Path) -> PretrainedConfig:
     """
     base, _ = base_and_adapters(path)
     try:
-        return AutoConfig.from_pretrained(base)
+        return AutoConfig.from_pretrained(base, trust_remote_code=False)
     except (OSError, ValueError) as e:
         raise ConfigError(f"no model at {base!r}: {str(e).splitlines()[0]}") from e
+
+
+LENGTH_KEYS = ("max_position_embeddings", "max_seq_len", "seq_length")
+"""The keys under which configs have the length of a row: all, then MPT, then BLOOM as published."""
+UNLIMITED = 1 << 20
+"""The length of a row for models that have no limit, such as Mamba."""
+
+
+def max_row_length(config: PretrainedConfig) -> int:
+    """Return the largest number of tokens in a row that a model accepts."""
+    text = config.get_text_config(decoder=True)
+    return next((n for key in LENGTH_KEYS if (n := getattr(text, key, 0))), UNLIMITED)
 
 
 def base_and_adapters(path: str | Path) -> tuple[str, list[str]]:
@@ -141,15 +165,17 @@ def _is_adapter(path: str) -> bool:
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Silence the warning that PEFT uses an old name of transformers, within the block."""
+    """Silence PEFT's warnings about an old name of transformers and merged layers, in the block."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
         )
+        warnings.filterwarnings("ignore", "All adapters are already merged")
         yield
 
 
 @quiet_peft()
+@torch.no_grad()
 def _merge(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
     try:
         config = PeftConfig.from_pretrained(adapter)
@@ -163,6 +189,13 @@ def _merge(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         keys = tuned.load_adapter(adapter, "default", torch_device=device)
         if unmatched := keys.unexpected_keys + keys.missing_keys:
             raise ValueError(f"{unmatched[0]} is in only one of adapter and model")
+        for layer in tuned.modules():
+            if isinstance(layer, BaseTunerLayer):
+                base = layer.get_base_layer()
+                dtype = next(base.parameters()).dtype
+                base.float()
+                layer.merge(safe_merge=True)
+                base.to(dtype)
         merged = tuned.merge_and_unload(safe_merge=True)  # type: ignore[operator]
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as e:
         raise ConfigError(

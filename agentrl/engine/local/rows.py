@@ -55,10 +55,13 @@ class Rows:
         return self.ids.shape[0], self.ids.shape[1]
 
     def grow(self, rows: int, capacity: int) -> None:
-        """Make room for at least `rows` rows and `capacity` tokens per row, plus a reserve."""
+        """Make room for at least `rows` rows and `capacity` tokens per row, plus a reserve.
+
+        The number of rows is a power of two: `Decoder.decode` rounds up to one for its graphs.
+        """
         old_rows, old_capacity = self.shape
         if rows > old_rows:
-            rows = max(rows, old_rows * 2)
+            rows = 1 << (rows - 1).bit_length()
         if capacity > old_capacity:
             capacity = -(-max(capacity, old_capacity * 3 // 2) // GROWTH) * GROWTH
         rows, capacity = max(rows, old_rows), max(capacity, old_capacity)

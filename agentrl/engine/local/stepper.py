@@ -54,7 +54,14 @@ class Stepper:
             rows.top_p[:n],
             uniforms(rows.seed[:n], rows.length[:n]),
         )
-        live = np.flatnonzero(rows.alive[:n])
+        is_nan = np.isnan(logprobs)
+        for row in np.flatnonzero(is_nan & ~rows.alive[:n]).tolist():
+            decoder.clear(row)  # The next episode in this row would read it: 0 * NaN is NaN.
+        # The next token of these rows is known: `decode` fed one of the tokens before the last.
+        catches_up = rows.cached[:n] < rows.length[:n] - 1
+        rows.cached[:n] += catches_up
+        rows.prefilled[:n] += catches_up
+        live = np.flatnonzero(rows.alive[:n] & ~catches_up)
         rows.append(live, tokens[live], logprobs[live], version)
         stopped = (rows.stop_ids[live] == tokens[live, None]).any(1)
         for i in np.flatnonzero(rows.has_stop_text[live] & ~stopped).tolist():
@@ -66,7 +73,7 @@ class Stepper:
                 outcomes.append((entry, turn, _refusal(entry, e)))
         finished = stopped | (rows.length[live] >= rows.limit[live])
         finished &= rows.alive[live]
-        broken = np.isnan(logprobs[live]) & rows.alive[live]
+        broken = is_nan[live] & rows.alive[live]
         for i in np.flatnonzero(finished | broken).tolist():
             entry, turn = schedule.turn_in_row(int(live[i]))
             rows.alive[entry.row] = False

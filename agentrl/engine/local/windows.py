@@ -32,6 +32,9 @@ STEP_KEYS = re.compile(r"(^|\.)(mamba_)?chunk_size$")
 time, and pass their state on. They are short in the copy, too, so that its rows have several."""
 DENSE_KEYS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 """Config keys with the number of the first layers that have no experts."""
+SHARED_KEY = "num_kv_shared_layers"
+"""The config key with the number of the last layers that read the keys and values of earlier ones
+(Gemma 3n, Gemma 4)."""
 SMALL = 16
 """The width of the copy's feed-forward layers."""
 POSITIONS = 128
@@ -61,9 +64,15 @@ def describe_windows(config: PretrainedConfig) -> str:
     return f"its config limits which tokens a token sees ({windows})"
 
 
-def find_rope_types(config: PretrainedConfig) -> set[str]:
-    """Return the types of rotary positions in a config, at any depth."""
-    return set(_rope_types(config.get_text_config(decoder=True).to_dict()))
+def find_rope_types(model: PreTrainedModel) -> set[str]:
+    """Return the types of a model's rotary positions: those of its layers, else of its config.
+
+    A layer may compute another type than its config names: HunYuan V1's `dynamic` has a fixed base.
+    """
+    types = [t for layer in model.modules() if (t := getattr(layer, "rope_type", None))]
+    if not types:
+        return set(_rope_types(model.config.get_text_config(decoder=True).to_dict()))
+    return {t for one in types for t in (one.values() if isinstance(one, dict) else [one])}
 
 
 def _rope_types(values: object) -> Iterator[str]:
@@ -117,7 +126,8 @@ def _small_copy(
     text.vocab_size, text.pad_token_id = VOCABULARY, 0
     if not getattr(text, "rope_parameters", None) and hasattr(text, "max_position_embeddings"):
         text.max_position_embeddings = POSITIONS
-    with torch.random.fork_rng(), torch.device(device):
+    devices = [device] if torch.device(device).type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.device(device):
         torch.manual_seed(0)
         copy = type(model)._from_config(config, dtype=torch.float32)
         with torch.no_grad():
@@ -154,15 +164,30 @@ def _keep_one_layer_of_each_kind(text: PretrainedConfig) -> None:
     If no list of the config distinguishes layers, keep two.
     """
     count = text.num_hidden_layers
+    shared = getattr(text, SHARED_KEY, None) or 0
+    own_values = {int(i): v for i, v in (text.to_dict().get("per_layer_config") or {}).items()}
+    for _, values, key in _windows(own_values, ""):
+        values[key] = SHORT
     lists = {k: v for k, v in vars(text).items() if isinstance(v, list) and len(v) == count}
-    kinds = list(zip(*filter(_lists_kinds, lists.values()), strict=True))
+    distinguishing = list(filter(_lists_kinds, lists.values()))
+    if shared:
+        distinguishing.append([i >= count - shared for i in range(count)])
+    if own_values:
+        distinguishing.append([str(own_values.get(i)) for i in range(count)])
+    kinds = list(zip(*distinguishing, strict=True))
     kept_layers = sorted({kinds.index(kind) for kind in kinds} if kinds else {0, count - 1})
     text.num_hidden_layers = len(kept_layers)
     for key in DENSE_KEYS:
         if isinstance(dense := getattr(text, key, None), int):
             setattr(text, key, min(dense, len(kept_layers) - 1))
+    if shared:
+        setattr(text, SHARED_KEY, sum(i >= count - shared for i in kept_layers))
     for key, values in lists.items():
         setattr(text, key, [values[i] for i in kept_layers])
+    if own_values:
+        text.per_layer_config = {
+            new: own_values[old] for new, old in enumerate(kept_layers) if old in own_values
+        }
 
 
 def _lists_kinds(values: list[Any]) -> bool:

@@ -11,20 +11,18 @@ import time
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 
-from agentrl.engine.base import Engine, Sampling, Update
+from agentrl.engine.base import Sampler, Sampling
 from agentrl.engine.checks import check_sampling, validate_row
 from agentrl.engine.remote.admin import AdminClient, reading, refusal
-from agentrl.engine.remote.distributor import Distributor
 from agentrl.engine.remote.launch import ServerHandle, raise_if_dead
-from agentrl.engine.remote.loaders import AdapterLoader, Loader
+from agentrl.engine.remote.loaders import Loader
 from agentrl.engine.remote.row_json import JsonIds, RowEncoder, as_json_array
-from agentrl.engine.remote.senders import Sent
+from agentrl.engine.remote.senders import Route, Sent
 from agentrl.engine.remote.turns import TurnGate, join_parts, without_last_token
 from agentrl.errors import EngineError, InvalidEngineResponse
 from agentrl.http import HttpClient
@@ -40,12 +38,13 @@ class PolicyVersion:
     weights: str
     """The server's `weight_version`."""
     policy: int
-    """The policy's version: the same number if weights are published, else the adapter's."""
+    """The policy's version. It was the number of these weights, or of the adapter, when they were
+    sent. Later versions of an unchanged policy increase it."""
     request_fields: dict[str, Any] = field(default_factory=dict[str, Any])
     """The fields of a request that name the adapter; empty if weights are published."""
 
 
-class RemoteEngine(Engine):
+class RemoteEngine(Sampler):
     """Samples from one server.
 
     `generate`, `score` and `check_health` belong to the event loop of the first request. The other
@@ -105,7 +104,6 @@ class RemoteEngine(Engine):
         )
         self.admin = AdminClient(url, key=key, admin_key=admin_key, process=process)
         self.loader = loader(self.admin)
-        self._distributor = Distributor()
         self._gate = TurnGate()
         self._rows = RowEncoder()
         self.reprefilled = 0
@@ -235,19 +233,10 @@ class RemoteEngine(Engine):
     def reprefill_tokens(self) -> int:
         return self.reprefilled
 
-    # -- EngineControl -----------------------------------------------------------------------------
+    # -- updates -----------------------------------------------------------------------------------
 
-    def publish(self, update: Update) -> int:
-        """Send the policy to this server alone; see `Distributor`.
-
-        Raises:
-            ConfigError: the policy cannot be sent to this server; nothing was sent.
-            EngineError: the server does not load the policy, or does not sample from it.
-        """
-        size, errors = self._distributor.publish([self], update)
-        for error in errors.values():
-            raise error
-        return size
+    def sleep(self) -> None:
+        """Release memory that the trainer needs, if the server shares it. Nothing by default."""
 
     def begin_update(self) -> None:
         """Prepare the server for an update.
@@ -263,28 +252,41 @@ class RemoteEngine(Engine):
         """Let the turns that wait for an update fail, because it did not succeed."""
         self._gate.fail(error)
 
-    def finish_update(self, version: int, sent: Sent, folder: Path | None) -> None:
+    def finish_update(self, route: Route, sent: Sent) -> None:
         """Load what was sent, and check that the server samples from it.
 
         After new weights, the next answer must carry their version and use no cached tokens. After
         a new adapter, the server must list the adapter, and every request names it.
 
         Args:
-            version: the version of the policy.
+            route: the route of the update.
             sent: the weights that were sent; empty for an adapter.
-            folder: the folder with files or the adapter, if the server loads one.
 
         Raises:
             ConfigError: the server cannot load this policy, and still has the one before.
             EngineError: the server does not load the policy, or does not sample from it.
         """
-        self._load(version, sent, folder)
-        if isinstance(self.loader, AdapterLoader):
+        self._load(route, sent)
+        if self.loader.is_adapter:
             self._policy_version = PolicyVersion(
-                self._policy_version.weights, version, self.loader.request_fields()
+                self._policy_version.weights, route.version, self.loader.request_fields()
             )
             self.probe()
         self._gate.open()
+
+    @property
+    def has_weights(self) -> bool:
+        """True if the server still holds the weights that it loaded last."""
+        return True
+
+    def set_version(self, version: int) -> None:
+        """Set the version of the policy that the server holds, and let the server sample.
+
+        Raises:
+            EngineError: the server cannot sample, or not from that policy: it was restarted.
+        """
+        self._policy_version = replace(self._policy_version, policy=version)
+        self.probe()
 
     def close(self) -> None:
         """End the server if agentrl started it, else unload the adapters that were sent to it.
@@ -295,7 +297,6 @@ class RemoteEngine(Engine):
         if self.process is not None:
             self.process.stop()
         self.loader.close()
-        self._distributor.close()
 
     def probe(self) -> Generation:
         """Let the server sample a token after a fixed prompt, which it then caches.
@@ -418,7 +419,7 @@ class RemoteEngine(Engine):
         """Prepare the server for an update."""
 
     @abstractmethod
-    def _load(self, version: int, sent: Sent, folder: Path | None) -> None:
+    def _load(self, route: Route, sent: Sent) -> None:
         """Load an update. After new weights, also check that the server samples from them."""
 
 

@@ -12,11 +12,10 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from agentrl.engine.remote.admin import ADMIN_SECONDS, AdminClient
-from agentrl.engine.remote.senders import Sent, Target, this_machine
+from agentrl.engine.remote.senders import Route, Sent, Target, this_machine
 from agentrl.engine.remote.weights_check import check_norms
 from agentrl.errors import ConfigError, EngineError, InvalidEngineResponse
 
@@ -32,23 +31,24 @@ class Loader(ABC):
     source: ClassVar[Literal["memory", "files", "shared adapter", "adapter"]]
     """What the server loads: weights that `target` receives, files with weights, an adapter in
     shared memory, or a folder with an adapter."""
+    is_adapter: ClassVar[bool] = False
+    """True if requests name the policy, and the server's own weights stay."""
     target: Target | None = None
     """The server as a target of weights in memory."""
+    readers: int = 0
+    """How many processes of the server read an adapter from shared memory."""
+    kept_folders: int = 0
+    """How many folders of adapters must exist after loading."""
     files: Loader | None = None
     """The loader to use if the policy cannot come through memory; None: there is no other way."""
 
     def __init__(self, admin: AdminClient):
         """Store the client of the server; load nothing yet."""
         self._admin = admin
-        self._has_loaded = False
-
-    def can_use_files(self) -> bool:
-        """Return whether `files` is to be used if the policy did not arrive.
-
-        Some machines share no memory between processes, or have no network for NCCL. A server that
-        has received the policy before has another problem.
-        """
-        return self.files is not None and not self._has_loaded
+        self.has_loaded = False
+        """True once the server has received the policy through memory. Until then, `files` replaces
+        this loader if it fails: some machines share no memory between processes, or have no network
+        for NCCL."""
 
     def check(self) -> None:  # noqa: B027
         """Check that weights can be sent to this server.
@@ -58,13 +58,12 @@ class Loader(ABC):
         """
 
     @abstractmethod
-    def load(self, version: int, sent: Sent, folder: Path | None) -> None:
+    def load(self, route: Route, sent: Sent) -> None:
         """Load the policy. When this returns, the server has loaded it.
 
         Args:
-            version: the version of the policy.
+            route: the route of the update.
             sent: the weights that were sent; empty for an adapter.
-            folder: the folder with the files or the adapter; None: the weights came by memory.
 
         Raises:
             EngineError: the server did not load it.
@@ -112,9 +111,9 @@ class MemoryLoader(Loader):
         self.target = Target(admin.url, admin.key, admin.admin_key, processes, ranks, **options)
         self.files = SGLangFileLoader(admin) if may_use_files else None
 
-    def load(self, version: int, sent: Sent, folder: Path | None) -> None:
+    def load(self, route: Route, sent: Sent) -> None:
         """Record the update: the server loaded the weights when it received them."""
-        self._has_loaded = True
+        self.has_loaded = True
 
 
 class SGLangFileLoader(Loader):
@@ -125,9 +124,13 @@ class SGLangFileLoader(Loader):
 
     source = "files"
 
-    def load(self, version: int, sent: Sent, folder: Path | None) -> None:
+    def load(self, route: Route, sent: Sent) -> None:
         # Do not flush the cache with the update: SGLang crashes if the cache is in use then.
-        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": False}
+        body = {
+            "model_path": str(route.folder),
+            "weight_version": str(route.version),
+            "flush_cache": False,
+        }
         self._admin.manage("/update_weights_from_disk", body, seconds=_load_seconds(sent))
 
 
@@ -159,7 +162,7 @@ class VLLMFileLoader(Loader):
                 " (model.lora_rank), or set rollout.name=sglang"
             )
 
-    def load(self, version: int, sent: Sent, folder: Path | None) -> None:
+    def load(self, route: Route, sent: Sent) -> None:
         """Load all weights. The server must be paused, without turns in flight.
 
         Raises:
@@ -175,9 +178,9 @@ class VLLMFileLoader(Loader):
                 f" not published ({missing[0]}, ...). Send LoRA as an adapter:"
                 " rollout.lora=adapter"
             )
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(route.folder)}}
         self._admin.manage("/collective_rpc", body, seconds=_load_seconds(sent))
-        if not check_norms(self._admin, version, sent) and not self._has_warned:
+        if not check_norms(self._admin, route.version, sent) and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "%s has no checksums of its weights, so it is not checked that it holds those that"
@@ -202,6 +205,7 @@ class AdapterLoader(Loader):
     """
 
     source = "adapter"
+    is_adapter = True
     request_field: ClassVar[str]
     """The field of a request that contains the name of an adapter."""
     folders_per_adapter: ClassVar[int] = 0
@@ -224,7 +228,7 @@ class AdapterLoader(Loader):
         self._load_count = 0
         self._adapters: list[str] = []
 
-    def load(self, version: int, sent: Sent, folder: Path | None) -> None:
+    def load(self, route: Route, sent: Sent) -> None:
         """Load the adapter; check that the server lists it, and no longer lists the old ones."""
         self._sync_with_server()
         while len(self._adapters) >= self.adapters:
@@ -236,8 +240,8 @@ class AdapterLoader(Loader):
             self._unload(unused[0])
         # Use a new name each time: if an answer was lost, the adapter of the old name is unknown.
         self._load_count += 1
-        name = f"{self._name_prefix}{version}-{self._load_count}"
-        self._load(name, sent, folder)
+        name = f"{self._name_prefix}{route.version}-{self._load_count}"
+        self._load(name, route, sent)
         self._adapters.append(name)
         self._check_listed()
 
@@ -276,9 +280,9 @@ class AdapterLoader(Loader):
             while self._adapters:
                 self._unload(self._adapters[0])
 
-    def _load(self, name: str, sent: Sent, folder: Path | None) -> None:
+    def _load(self, name: str, route: Route, sent: Sent) -> None:
         """Make the server load the adapter under a name."""
-        self._manage("load", {"lora_name": name, "lora_path": str(folder)})
+        self._manage("load", {"lora_name": name, "lora_path": str(route.adapter_folder)})
 
     @abstractmethod
     def _manage(self, verb: str, body: dict[str, str]) -> None:
@@ -348,27 +352,27 @@ class SharedAdapterLoader(SGLangAdapterLoader):
             adapters: see `AdapterLoader`.
         """
         super().__init__(admin, adapters=adapters)
-        self.processes = processes
+        self.readers = processes
         self.files = SGLangAdapterLoader(admin, adapters=adapters)
         self._takes_text = False
-        """True for older servers: they take one text for all their processes."""
+        """True for servers before 0.5.17: they take one text for all their processes."""
 
-    def _load(self, name: str, sent: Sent, folder: Path | None) -> None:
+    def _load(self, name: str, route: Route, sent: Sent) -> None:
         assert sent.adapter is not None
         if sent.adapter.error or sent.adapter.machine != this_machine():
             raise EngineError(sent.adapter.error or f"rank 0 is on {sent.adapter.machine}")
-        own = [sent.adapter.handles.pop() for _ in range(self.processes)]
+        own = [sent.adapter.handles.pop() for _ in range(self.readers)]
         body = {"lora_name": name, "config_dict": sent.adapter.config}
         if not self._takes_text:
             try:
                 self._load_tensors(body | {"serialized_named_tensors": own})
             except EngineError:
-                if self._has_loaded or self.processes > 1:
+                if self.has_loaded or self.readers > 1:
                     raise
                 self._takes_text = True
         if self._takes_text:
             self._load_tensors(body | {"serialized_tensors": own[0]})
-        self._has_loaded = True
+        self.has_loaded = True
 
     def _load_tensors(self, body: dict[str, Any]) -> None:
         # SGLang wants the API key for this endpoint, not the admin key as for the other one.

@@ -10,9 +10,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from agentrl.config import Config
+from agentrl.engine.local.load import load_model_config
 from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.client import RemoteEngine
 from agentrl.engine.remote.launch import LOOPBACK, EngineSlot, SGLangLaunch, VLLMLaunch
@@ -56,9 +57,7 @@ def make_openers(
     Raises:
         ConfigError: this machine cannot run the servers, or the policy cannot be sent to them.
     """
-    model = AutoConfig.from_pretrained(base).get_text_config()
-    half = torch.float16 if model.dtype == torch.float16 else torch.bfloat16
-    dtype = torch.float32 if cpu else half
+    dtype = server_dtype(base, cpu=cpu)
     urls = config.rollout.urls
     vllm: MakeLoader | None = None
     if config.rollout.name == "vllm":  # Not in `_start`, because a thread must not make a model.
@@ -76,6 +75,12 @@ def make_openers(
             " servers or for the learner, or trainer.max_staleness=0"
         )
     return [partial(_start, config, base, slot, dtype, vllm, learner_loaded) for slot in slots]
+
+
+def server_dtype(base: str, *, cpu: bool) -> torch.dtype:
+    """Return the precision in which servers hold the weights of a model."""
+    is_float16 = load_model_config(base).get_text_config().dtype == torch.float16
+    return torch.float32 if cpu else torch.float16 if is_float16 else torch.bfloat16
 
 
 # -- where servers are started ---------------------------------------------------------------------
@@ -234,7 +239,7 @@ def _attach(
 
 
 def _vocabulary(base: str) -> int:
-    return AutoConfig.from_pretrained(base).get_text_config().vocab_size
+    return load_model_config(base).get_text_config().vocab_size
 
 
 def _lora_targets(config: Config) -> Sequence[str]:
@@ -317,12 +322,12 @@ def vllm_loader(config: Config, base: str, *, cpu: bool) -> MakeLoader:
                 " adapts. Set rollout.lora=adapter"
             )
         return partial(VLLMAdapterLoader, adapters=_adapter_count(config))
-    tied = AutoConfig.from_pretrained(base).get_text_config().tie_word_embeddings
+    tied = load_model_config(base).get_text_config().tie_word_embeddings
     return partial(VLLMFileLoader, names=parameter_names(base), stale_head=cpu and bool(tied))
 
 
 def parameter_names(base: str) -> frozenset[str]:
     """Return the names in transformers of all tensors of a model, each once; read no weights."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+        model = AutoModelForCausalLM.from_config(load_model_config(base))
     return frozenset(name for name, _ in model.named_parameters())

@@ -18,7 +18,6 @@ from typing import TypeVar
 from agentrl.engine.base import Engine, Sampling, Update
 from agentrl.engine.remote.client import RemoteEngine
 from agentrl.engine.remote.supervisor import (
-    Breaker,
     Opener,
     RecoveryPolicy,
     Replica,
@@ -80,7 +79,7 @@ class EnginePool(Engine):
             engines = open_all(openers)
             self._close = stack.pop_all()
         replicas = [
-            Replica(i, opener, engine, Breaker(policy.first_backoff, policy.max_backoff))
+            Replica(i, opener, engine)
             for i, (opener, engine) in enumerate(zip(openers, engines, strict=True))
         ]
         self.supervisor = Supervisor(replicas, policy)
@@ -201,7 +200,7 @@ class EnginePool(Engine):
         Raises:
             EngineError: no engine loaded it; the message has all causes.
         """
-        return self.supervisor.publish(update)
+        return self.supervisor.send_update(update)
 
     def close(self) -> None:
         """Close all engines. Idempotent."""
@@ -369,7 +368,7 @@ class EnginePool(Engine):
     async def _watch(self, replica: Replica, engine: RemoteEngine) -> None:
         """Check the health of an engine regularly; exclude it if it hangs."""
         misses = 0
-        while replica.engine is engine and not replica.breaker.is_open:
+        while replica.engine is engine and not replica.is_excluded:
             await asyncio.sleep(self._recovery.health_interval)
             try:
                 await engine.check_health(time.monotonic() + self._recovery.health_timeout)

@@ -98,7 +98,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where the weights of a version are sent. It can be pickled."""
+    """Where a version of the policy is sent. It can be pickled."""
 
     version: int
     targets: tuple[Target, ...] = ()
@@ -110,6 +110,10 @@ class Route:
     """True if tensors have the names and shapes of the model's files, False if those of
     transformers. Used only if ranks send the weights."""
     bucket_bytes: int = BUCKET_BYTES
+    adapter_folder: Path | None = None
+    """An empty folder to write the LoRA adapter to, for servers that read it."""
+    adapter_readers: int = 0
+    """The number of processes that read the LoRA adapter from shared memory."""
 
 
 @dataclass(frozen=True, slots=True)

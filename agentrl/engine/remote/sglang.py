@@ -12,7 +12,6 @@ import time
 import uuid
 from array import array
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -28,7 +27,7 @@ from agentrl.engine.remote.client import (
 )
 from agentrl.engine.remote.loaders import AdapterLoader, Loader, SGLangFileLoader
 from agentrl.engine.remote.row_json import JsonIds
-from agentrl.engine.remote.senders import Sent
+from agentrl.engine.remote.senders import Route, Sent
 from agentrl.engine.remote.weights_check import WeightsChecker
 from agentrl.errors import EngineError
 from agentrl.trajectory import Generation, float_array, token_array
@@ -154,7 +153,7 @@ class SGLangEngine(RemoteEngine):
     def _read_scores(self, answer: Any, row: Sequence[int], where: str) -> array[float]:
         return read_scores(answer, row, self._vocabulary, where)
 
-    # -- EngineControl -----------------------------------------------------------------------------
+    # -- updates -----------------------------------------------------------------------------------
 
     def sleep(self) -> None:
         """Release the memory that the trainer needs, once no turn is in flight."""
@@ -163,6 +162,14 @@ class SGLangEngine(RemoteEngine):
             body = {"tags": list(reversed(self._memory))}
             self.admin.manage("/release_memory_occupation", body)
             self._released = set(self._memory)
+
+    @property
+    def has_weights(self) -> bool:
+        return "weights" not in self._released
+
+    def set_version(self, version: int) -> None:
+        self._resume_memory("kv_cache")
+        super().set_version(version)
 
     def probe(self) -> Generation:
         """Let the server sample a token. It must not be asleep. End its pause, if it is paused."""
@@ -176,18 +183,18 @@ class SGLangEngine(RemoteEngine):
 
     def _prepare(self) -> None:
         self._resume_memory("weights")
-        if not self._loads_adapter:
+        if not self.loader.is_adapter:
             self._pause()
 
-    def _load(self, version: int, sent: Sent, folder: Path | None) -> None:
-        self.loader.load(version, sent, folder)
+    def _load(self, route: Route, sent: Sent) -> None:
+        self.loader.load(route, sent)
         self._resume_memory("kv_cache")
-        if not self._loads_adapter:
-            self._policy_version = PolicyVersion(str(version), version)
+        if not self.loader.is_adapter:
+            self._policy_version = PolicyVersion(str(route.version), route.version)
             self.flush_cache()
             self._continue()
             self._check_cache_is_empty()
-            self._weights_checker.check(version, sent)
+            self._weights_checker.check(route.version, sent)
 
     def _pause(self) -> None:
         """Abort the turns in flight, and hold back later ones, until the server has new weights.
@@ -216,10 +223,6 @@ class SGLangEngine(RemoteEngine):
         if self._is_paused:
             self.admin.manage("/continue_generation", {"torch_empty_cache": False})
             self._is_paused = False
-
-    @property
-    def _loads_adapter(self) -> bool:
-        return isinstance(self.loader, AdapterLoader)
 
     def _resume_memory(self, tag: str) -> None:
         if tag in self._released:

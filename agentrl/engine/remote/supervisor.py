@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, as_completed, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn
 
@@ -44,46 +44,6 @@ CLOSE_SECONDS = 5.0
 
 Opener = Callable[[], RemoteEngine]
 """Starts an engine or connects to it. To restart an engine, it is closed and opened again."""
-
-
-class Breaker:
-    """A circuit breaker: if it is closed, the engine is used; if it is open, the engine is not.
-
-    `FAILURES` failures in a row open it, and a successful try closes it. The time until the next
-    try doubles, also after tries that succeed, and is reset once the engine has answered a request.
-    The breaker is not thread-safe: its owner's lock guards it.
-    """
-
-    def __init__(self, first_backoff: float = 1.0, max_backoff: float = 60.0):
-        """Start closed.
-
-        Args:
-            first_backoff: the seconds from the opening of the breaker to the first try.
-            max_backoff: the limit of the doubled time.
-        """
-        self.is_open = False
-        self._failures = 0
-        self._first, self._longest, self._wait = first_backoff, max_backoff, first_backoff
-
-    def record_success(self) -> None:
-        """Record that a request was answered. It has no effect after the breaker has opened."""
-        if not self.is_open:
-            self._failures, self._wait = 0, self._first
-
-    def record_failure(self) -> bool:
-        """Record that a request failed; return True if the breaker must be opened."""
-        self._failures += 1
-        return self._failures >= FAILURES
-
-    def close(self) -> None:
-        """Close the breaker after a successful try."""
-        self.is_open, self._failures = False, 0
-
-    def next_wait(self) -> float:
-        """Return the seconds until the next try."""
-        wait = self._wait
-        self._wait = min(2 * wait, self._longest)
-        return wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +75,6 @@ class Replica:
     index: int
     opener: Opener
     engine: RemoteEngine
-    breaker: Breaker
 
     episodes: set[str] = field(default_factory=set)
     """The episodes whose turns this replica samples."""
@@ -126,6 +85,13 @@ class Replica:
     watch: asyncio.Task[None] | None = None
     loop: asyncio.AbstractEventLoop | None = None
 
+    is_excluded: bool = False
+    """True if the engine is not used until it is repaired."""
+    failures: int = 0
+    """The number of failures in a row."""
+    backoff: float = 0.0
+    """The seconds until the next try to repair the engine; 0: the first time. It doubles, also
+    after tries that succeed, and is reset once the engine has answered a request."""
     is_broken: bool = False
     """True if a probe is useless: the engine has ended, hangs, or failed a probe. If agentrl
     started the engine, it is restarted."""
@@ -146,7 +112,7 @@ class Replica:
         """Return whether waiting for this replica is useless."""
         if self.engine.restartable:
             return self.is_abandoned
-        return self.breaker.is_open and time.monotonic() - self.excluded_at > outage
+        return self.is_excluded and time.monotonic() - self.excluded_at > outage
 
     def cancel_requests(self) -> None:
         """Make the requests in flight fail; from any thread."""
@@ -189,7 +155,7 @@ class Supervisor:
 
     def is_usable(self, replica: Replica) -> bool:
         """Return whether a replica works and has the published policy."""
-        if replica.breaker.is_open or self._closing.is_set():
+        if replica.is_excluded or self._closing.is_set():
             return False
         return self.version in (None, replica.engine.version)
 
@@ -210,14 +176,16 @@ class Supervisor:
 
     def record_success(self, replica: Replica, engine: RemoteEngine) -> None:
         """Record that a request was answered."""
-        if replica.engine is engine:
-            replica.breaker.record_success()
+        if replica.engine is engine and not replica.is_excluded:
+            replica.failures, replica.backoff = 0, 0.0
 
     def record_failure(self, replica: Replica, engine: RemoteEngine, error: EngineError) -> None:
         """Record that a request failed; exclude the replica if it failed too often."""
         with self._lock:
-            must_open = replica.engine is engine and replica.breaker.record_failure()
-        if must_open or isinstance(error, EngineDead):
+            is_current = replica.engine is engine
+            replica.failures += is_current
+            is_failing = is_current and replica.failures >= FAILURES
+        if is_failing or isinstance(error, EngineDead):
             self.exclude(replica, engine, error, broken=isinstance(error, EngineDead))
 
     def exclude(
@@ -244,9 +212,9 @@ class Supervisor:
             replica.cause, replica.awaits_weights = cause, False
             replica.is_broken |= broken
             replica.sent_update = None if stale else replica.sent_update
-            is_new = not replica.breaker.is_open
+            is_new = not replica.is_excluded
             if is_new:
-                replica.breaker.is_open = True
+                replica.is_excluded = True
                 replica.excluded_at = time.monotonic()
                 replica.recovery_thread = threading.Thread(
                     target=self._recover,
@@ -301,7 +269,7 @@ class Supervisor:
             calls = {
                 in_thread(partial(self._put_to_sleep, replica)): replica.engine.url
                 for replica in self.replicas
-                if replica.awaits_weights or not replica.breaker.is_open
+                if replica.awaits_weights or not replica.is_excluded
             }
             if slow := wait(calls, timeout=SLOW_SECONDS).not_done:
                 log.warning(
@@ -312,11 +280,12 @@ class Supervisor:
             for call in calls:
                 call.result()
 
-    def publish(self, update: Update) -> int:
+    def send_update(self, update: Update) -> int:
         """Send the policy to all replicas that can load it, at the same time.
 
-        If no replica can load it, wait for the replicas that are being repaired, but not for those
-        that refused it.
+        If the policy has not changed and all replicas hold it, they only get its version. If no
+        replica can load it, wait for replicas that are being repaired, except for those that
+        refused it.
 
         Returns:
             The number of bytes that were sent.
@@ -326,14 +295,16 @@ class Supervisor:
         """
         before = self.sent
         with self._weights:
+            candidates = [
+                replica
+                for replica in self.replicas
+                if replica.awaits_weights or not replica.is_excluded
+            ]
+            if not all(r.sent_update is self._update and r.engine.has_weights for r in candidates):
+                update = replace(update, is_changed=True)
             self._update, self._publishing = update, True
             self._asleep = self._moving = False
             try:
-                candidates = [
-                    replica
-                    for replica in self.replicas
-                    if replica.awaits_weights or not replica.breaker.is_open
-                ]
                 refused = self._publish_to(candidates, update)
             finally:
                 self._publishing = False
@@ -390,8 +361,11 @@ class Supervisor:
     def _publish_to(self, replicas: Sequence[Replica], update: Update) -> set[Replica]:
         """Send the update to replicas; return those that failed, which are excluded."""
         engines = {replica.engine: replica for replica in replicas}
-        size, errors = self._distributor.publish(list(engines), update)
-        self.sent += size
+        if update.is_changed:
+            size, errors = self._distributor.send(list(engines), update)
+            self.sent += size
+        else:
+            errors = self._distributor.set_version(list(engines), update.version)
         # Exclude engines first: one that failed a check may have the new version already.
         dead = [in_thread(partial(is_dead, engine, error)) for engine, error in errors.items()]
         for (engine, error), broken in zip(errors.items(), dead, strict=True):
@@ -420,7 +394,7 @@ class Supervisor:
         """Run as a thread until the replica is used again, or is abandoned."""
         full_since: float | None = None
         while not self._give_up_if_exhausted(replica) and not self._closing.wait(
-            replica.breaker.next_wait()
+            self._next_wait(replica)
         ):
             try:
                 self._repair(replica)
@@ -438,6 +412,12 @@ class Supervisor:
                 full_since = None
                 with self._lock:
                     replica.cause, replica.is_broken = e, True
+
+    def _next_wait(self, replica: Replica) -> float:
+        """Return the seconds until the next try, and double them for the one after it."""
+        seconds = replica.backoff or self._recovery.first_backoff
+        replica.backoff = min(2 * seconds, self._recovery.max_backoff)
+        return seconds
 
     def _give_up_if_exhausted(self, replica: Replica) -> bool:
         """Abandon a replica that has used up its restarts; return whether it has."""
@@ -572,7 +552,7 @@ class Supervisor:
         if files is not None:
             engine.loader = files
         try:
-            size, errors = self._distributor.publish([engine], update)
+            size, errors = self._distributor.send([engine], update)
         finally:
             if files is not None:
                 engine.loader = loader
@@ -583,8 +563,8 @@ class Supervisor:
 
     def _admit(self, replica: Replica) -> None:
         with self._lock:
-            replica.breaker.close()
-            replica.is_broken = replica.awaits_weights = False
+            replica.is_excluded = replica.is_broken = replica.awaits_weights = False
+            replica.failures = 0
             replica.recovery_thread = replica.cause = None
 
     def _causes(self) -> str:

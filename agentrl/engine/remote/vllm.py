@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from agentrl.engine.base import Sampling
@@ -24,7 +23,7 @@ from agentrl.engine.remote.client import (
 )
 from agentrl.engine.remote.launch import raise_if_dead
 from agentrl.engine.remote.row_json import JsonIds, as_json_array
-from agentrl.engine.remote.senders import Sent
+from agentrl.engine.remote.senders import Route, Sent
 from agentrl.errors import ConfigError, EngineError, UserError
 from agentrl.trajectory import Generation, float_array, token_array
 
@@ -197,7 +196,7 @@ class VLLMEngine(RemoteEngine):
                 " --logprobs-mode processed_logprobs"
             )
 
-    # -- EngineControl -----------------------------------------------------------------------------
+    # -- updates -----------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
         """Wait for the end of the turns in flight, if the weights will be replaced.
@@ -207,18 +206,18 @@ class VLLMEngine(RemoteEngine):
         if self.loader.source == "files":
             self._manage("/pause?mode=wait", LONG_SECONDS)
 
-    def _load(self, version: int, sent: Sent, folder: Path | None) -> None:
-        if self.loader.source == "adapter":
-            self.loader.load(version, sent, folder)
+    def _load(self, route: Route, sent: Sent) -> None:
+        if self.loader.is_adapter:
+            self.loader.load(route, sent)
             return
         try:
-            self.loader.load(version, sent, folder)
+            self.loader.load(route, sent)
         except ConfigError:  # Nothing was loaded.
             self._manage("/resume")
             raise
-        self._set_weight_version(str(version))
+        self._set_weight_version(str(route.version))
         self._manage("/reset_prefix_cache")
-        self._policy_version = PolicyVersion(str(version), version)
+        self._policy_version = PolicyVersion(str(route.version), route.version)
         self._manage("/resume")
         self._check_cache_is_empty()
 

@@ -21,9 +21,10 @@ from contextlib import suppress
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
+from descendants import adopt_orphans, descendants, end_all
 from scratch import Scratch, write_all
 
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 CHUNK = 65536
 SCRIPT = "/proc/self/fd/3"
 
@@ -49,7 +50,7 @@ class Driver:
         os.dup2(nothing, 0)
         os.dup2(nothing, 1)
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        adopt_orphans()
         self.wakeups, waker = os.pipe()
         os.set_blocking(self.wakeups, False)
         os.set_blocking(waker, False)
@@ -80,7 +81,7 @@ class Driver:
         (length,) = struct.unpack("<I", self._read_exactly(4))
         request = json.loads(self._read_exactly(length))
         if request["do"] == "close":
-            self._end_all()
+            end_all(0, self._reap)
             os._exit(0)
         return request
 
@@ -89,7 +90,7 @@ class Driver:
         while len(data) < count:
             read = os.read(self.requests, count - len(data))
             if not read:  # the process that opened the box was killed, so delete its folder
-                self._end_all()
+                end_all(0, self._reap)
                 if self.settings["remove"]:
                     os.execvp("rm", ["rm", "-rf", "--", self.settings["remove"]])
                 os._exit(0)
@@ -112,7 +113,7 @@ class Driver:
         pid = self.interpreter
         answer = self._watch(pid, seconds, out, err, send=(to_cells, frame), done=(done, mark))
         if answer["ended_by"] or pid in self.statuses:
-            self._end_all()
+            end_all(0, self._reap)
             answer["lost"] = True
             self._forget_interpreter()
         return answer
@@ -128,7 +129,7 @@ class Driver:
             os.close(fd)
         answer = self._watch(pid, seconds, out, err)
         if answer["ended_by"]:
-            self._end_all(keep=self.interpreter)
+            end_all(self.interpreter, self._reap)
         self._forget(pid)
         os.close(out)
         os.close(err)
@@ -280,57 +281,20 @@ class Driver:
             if pid in self.children:
                 self.statuses[pid] = code
 
-    def _descendants(self, keep=0):
-        """Return the pid and state of all descendants, without `keep` and its descendants."""
-        parents, states = {}, {}
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                try:
-                    with open(f"/proc/{name}/stat", "rb") as file:
-                        state, parent = file.read().rpartition(b")")[2].split()[:2]
-                except OSError:
-                    continue
-                parents[int(name)], states[int(name)] = int(parent), state
-        own_pid, states_below = os.getpid(), {}
-        for pid in parents:
-            ancestor = pid
-            while ancestor not in (0, own_pid, keep or -1):
-                ancestor = parents.get(ancestor, 0)
-            if ancestor == own_pid and pid != own_pid:
-                states_below[pid] = states[pid]
-        return states_below
-
     def _signal_all(self, number):
-        for pid in self._descendants():
+        for pid in descendants():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def _freeze(self):
         for _ in range(20):
-            running = [
-                pid for pid, state in self._descendants().items() if state not in (b"T", b"Z")
-            ]
+            running = [pid for pid, state in descendants().items() if state not in (b"T", b"Z")]
             if not running:
                 return
             for pid in running:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP)
             time.sleep(0.0005)
-
-    def _end_all(self, keep=0):
-        """Kill all programs, except for `keep` and its descendants."""
-        for attempt in range(1000):
-            remaining = [pid for pid, state in self._descendants(keep).items() if state != b"Z"]
-            if not remaining:
-                break
-            # Stop all of them first: otherwise a program could fork faster than it is killed.
-            for number in (signal.SIGSTOP, signal.SIGKILL):
-                for pid in remaining:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, number)
-            time.sleep(0.001 * min(attempt, 20))
-            self._reap()
-        self._reap()
 
 
 def _read_into(fd, buffer):

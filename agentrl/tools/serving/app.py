@@ -1,6 +1,7 @@
 """The HTTP API of the tool server, on top of `ToolHost`.
 
     POST   /sessions                  {episode_id, sample, create_kwargs}       open an episode
+                                      -> {"opening": messages of its class tools}
     POST   /sessions/{episode}/calls  {turn, call_index, name, arguments}       run one call
     DELETE /sessions/{episode}        close it -> {"reward": sum of its class tools' rewards}
     GET    /tools                     the tools, and the ports of the server's workers
@@ -38,7 +39,13 @@ from agentrl.errors import AgentRLError, UserCodeError, UserError
 from agentrl.installation import install_command
 from agentrl.registry import tools
 from agentrl.tools.payloads import find_json_fault
-from agentrl.tools.serving.guard import REFUSED, Guard, error_response
+from agentrl.tools.serving.guard import (
+    MAX_LONG_BODY,
+    REFUSED,
+    RETRY_AFTER_SECONDS,
+    Guard,
+    error_response,
+)
 from agentrl.tools.session import (
     Busy,
     CallConflict,
@@ -50,9 +57,6 @@ from agentrl.tools.session import (
 from agentrl.tools.tool import ToolSpec
 from agentrl.trajectory import Message, Sample, ToolResult
 
-MAX_SESSION_BODY = 2**24
-"""A dataset row may contain whole documents."""
-RETRY_AFTER_SECONDS = 1
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Upper bounds of the histogram buckets in /metrics; the last bucket has none."""
 CALLS = "/sessions/{episode_id:path}/calls"
@@ -92,6 +96,9 @@ class ErrorResponse(BaseModel):
 
 class OpenResponse(BaseModel):
     """The session is open."""
+
+    opening: list[dict[str, str]]
+    """The messages of its class tools' `opening()`, which follow the prompt: role and content."""
 
 
 class CloseResponse(BaseModel):
@@ -157,10 +164,7 @@ class ToolMetrics:
             "agentrl_tool_execute_seconds", "Time a call ran", **labels
         )
         calls = prometheus.Counter(
-            "agentrl_tool_calls",
-            "Calls by outcome",
-            ["tool", "outcome"],
-            registry=self._registry,
+            "agentrl_tool_calls", "Calls by outcome", ["tool", "outcome"], registry=self._registry
         )
         self._sessions = prometheus.Gauge(
             "agentrl_tool_sessions", "Open episodes", registry=self._registry
@@ -253,11 +257,7 @@ def create_app(
 
     app = FastAPI(title="agentrl tools", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(
-        Guard,
-        token=token,
-        hosts=names,
-        limits={"/sessions": MAX_SESSION_BODY},
-        has_route=has_route,
+        Guard, token=token, hosts=names, limits={"/sessions": MAX_LONG_BODY}, has_route=has_route
     )
 
     @app.post(CALLS, **describe_route(ToolResult, 404, 409, 421, 500, 503, *BODY_STATUSES))
@@ -269,8 +269,8 @@ def create_app(
     @app.post("/sessions", **describe_route(OpenResponse, 404, 409, 421, 500, 503, *BODY_STATUSES))
     async def open_session(body: OpenRequest) -> Response:
         sample = _SAMPLE.validate_python({"id": "", "prompt": (), **body.sample})
-        await host.open(body.episode_id, sample, body.create_kwargs)
-        return _json_response({})
+        opening = await host.open(body.episode_id, sample, body.create_kwargs)
+        return _json_response({"opening": [m.as_dict() for m in opening]})
 
     @app.delete(
         "/sessions/{episode_id:path}", **describe_route(CloseResponse, 404, 421, 422, 500, 503)

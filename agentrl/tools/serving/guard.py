@@ -16,7 +16,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MAX_BODY = 2**20
+MAX_LONG_BODY = 2**24
+"""The limit of a body with a dataset row or a conversation: it may contain whole documents."""
 BODY_SECONDS = 15.0
+RETRY_AFTER_SECONDS = 1
 REFUSED = "Refused"
 """The error class of requests that the guard refuses."""
 
@@ -56,9 +59,14 @@ class Guard:
             try:
                 self._check(scope["path"], headers)
                 if scope["method"] == "POST" and self._has_route(scope):
+                    if (
+                        headers.get(b"content-type", b"").split(b";")[0].strip()
+                        != b"application/json"
+                    ):
+                        raise RequestRefused(415, "content-type must be application/json")
                     limit = self._limits.get(scope["path"], MAX_BODY)
-                    receive = _replay(await _body(receive, headers, limit), receive)
-            except _Refused as e:
+                    receive = _replay(await read_body(receive, headers, limit), receive)
+            except RequestRefused as e:
                 await e.response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -66,18 +74,20 @@ class Guard:
     def _check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
         host = host_name(headers.get(b"host", b"").decode("latin-1"))
         if self._hosts and host not in self._hosts:
-            raise _Refused(403, f"unknown host name {host!r}")
+            raise RequestRefused(403, f"unknown host name {host!r}")
         if b"origin" in headers:
-            raise _Refused(403, "requests of web pages are not allowed")
+            raise RequestRefused(403, "requests of web pages are not allowed")
         actual, expected = headers.get(b"authorization", b""), self._authorization
         if expected and path not in self._public and not hmac.compare_digest(actual, expected):
-            raise _Refused(401, "the bearer token is missing or wrong")
+            raise RequestRefused(401, "the bearer token is missing or wrong")
 
 
-class _Refused(Exception):
-    """The request is refused; `response` is the answer."""
+class RequestRefused(Exception):
+    """The request is refused with this status; `response` is the answer."""
 
     def __init__(self, status: int, message: str, *, hang_up: bool = False):
+        super().__init__(message)
+        self.status = status
         headers = {"www-authenticate": "Bearer"} if status == 401 else {}
         if hang_up:
             headers["connection"] = "close"
@@ -92,12 +102,15 @@ def error_response(
     return Response(content, status, headers, media_type="application/json")
 
 
-async def _body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytes:
-    """Read the whole body. Its length is limited even if the request does not declare it."""
-    if headers.get(b"content-type", b"").split(b";")[0].strip() != b"application/json":
-        raise _Refused(415, "content-type must be application/json")
+async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytes:
+    """Return the whole body of a request.
+
+    Raises:
+        RequestRefused: it is longer than `limit` bytes, incomplete, or not there in `BODY_SECONDS`.
+    """
+    too_long = f"the body is longer than {limit} bytes"
     if int(headers.get(b"content-length", b"0")) > limit:
-        raise _Refused(413, f"the body is longer than {limit} bytes")
+        raise RequestRefused(413, too_long)
     chunks: list[bytes] = []
     bytes_left = limit
     try:
@@ -105,18 +118,19 @@ async def _body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) ->
             while True:
                 message = await receive()
                 if message["type"] != "http.request":
-                    raise _Refused(400, "the body is incomplete", hang_up=True)
+                    raise RequestRefused(400, "the body is incomplete", hang_up=True)
                 chunk = message.get("body", b"")
                 bytes_left -= len(chunk)
                 if bytes_left < 0:
-                    raise _Refused(413, f"the body is longer than {limit} bytes", hang_up=True)
+                    raise RequestRefused(413, too_long, hang_up=True)
                 if not chunks and not message.get("more_body", False):
                     return chunk
                 chunks.append(chunk)
                 if not message.get("more_body", False):
                     return b"".join(chunks)
     except TimeoutError:
-        raise _Refused(408, f"the body took more than {BODY_SECONDS:g} s", hang_up=True) from None
+        too_slow = f"the body took more than {BODY_SECONDS:g} s"
+        raise RequestRefused(408, too_slow, hang_up=True) from None
 
 
 def _replay(body: bytes, rest: Receive) -> Receive:

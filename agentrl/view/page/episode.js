@@ -83,7 +83,6 @@ function describeCall(call) {
 // --- Time ----------------------------------------------------------------------------------------
 
 function timeOfEpisode(episode) {
-  if (!episode.spans.length) return [make("p", { class: "unknown" }, "not recorded")];
   const total = Math.max(episode.seconds, ...episode.spans.map((span) => span.end));
   const threads = Map.groupBy(episode.spans, (span) => span.thread);
   const used = [...new Set(episode.spans.map((span) => span.name))];

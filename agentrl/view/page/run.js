@@ -44,7 +44,6 @@ function describeRun(run) {
   const options = [["", "choose"], ...steps.map((step) => [String(step), String(step)])];
   const parts = [make("span", { class: `swatch c${run.index % COLORS}` }), make("b", {}, run.name), " ", link("episodes", `/run/${run.index}`), " ", choice("step", options, "", (step) => step && go(`/run/${run.index}/step/${step}`))];
   if (steps.length) parts.push(" ", stepLink(run.index, steps.at(-1), bundle ? `step ${steps.at(-1)}` : `last step (${steps.at(-1)})`));
-  if (run.lacking.length) parts.push(make("p", { class: "unknown" }, `An older version recorded this run. It lacks: ${run.lacking.join("; ")}.`));
   return make("li", {}, ...parts);
 }
 

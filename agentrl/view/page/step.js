@@ -35,13 +35,13 @@ async function showStep(run, step) {
 }
 
 // Groups of each split are counted from 0, so all splits but training are named.
-const nameRollout = (row) => `${row.split === "train" ? "" : `${row.split} `}${isMissing(row.group) ? `row ${row.sample}` : `group ${row.group}`}, rollout ${row.rollout}`;
-const shortName = (row) => `${row.split === "train" ? "" : `${row.split} `}${row.group ?? row.sample} / ${row.rollout}`;
+const nameRollout = (row) => `${row.split === "train" ? "" : `${row.split} `}group ${row.group}, rollout ${row.rollout}`;
+const shortName = (row) => `${row.split === "train" ? "" : `${row.split} `}${row.group} / ${row.rollout}`;
 const quote = (text) => JSON.stringify(text);
 
 function describeRollouts(rollouts) {
   const splits = Map.groupBy(rollouts, (row) => row.split);
-  return [...splits].map(([split, rows]) => `${split}: ${plural(rows.length, "rollout")} of ${plural(new Set(rows.map((row) => row.group ?? row.sample)).size, "group")}`).join("; ");
+  return [...splits].map(([split, rows]) => `${split}: ${plural(rows.length, "rollout")} of ${plural(new Set(rows.map((row) => row.group)).size, "group")}`).join("; ");
 }
 
 function slowCalls(run, calls, names) {
@@ -55,7 +55,7 @@ function untrained(run, data, names) {
     const more = [];
     if (part.groups.length) more.push(` Groups: ${part.groups.slice(0, 20).join(", ")}${part.groups.length > 20 ? ", …" : ""}.`);
     for (const id of part.episodes) more.push(" ", episodeLink(run, names.get(id), { id }));
-    return make("li", {}, make("b", {}, `${plural(part.count, "rollout")} ${part.what}: `), isMissing(part.why) ? make("span", { class: "unknown" }, "the cause is not recorded") : part.why, ".", ...more);
+    return make("li", {}, make("b", {}, `${plural(part.count, "rollout")} ${part.what}: `), part.why, ".", ...more);
   });
   return make("section", {}, make("h2", {}, "Dropped and not trained on"), items.length ? make("ul", {}, ...items) : make("p", {}, "nothing: all rollouts of this step trained"));
 }
@@ -65,7 +65,6 @@ function untrained(run, data, names) {
 function timeOfStep(run, step, data, names) {
   const { time } = data;
   const heading = make("h2", {}, "What waited for what");
-  if (!time) return [heading, make("p", { class: "unknown" }, "the times of this step's rollouts are not recorded")];
   const total = Object.values(time.parts).reduce((a, b) => a + b, 0);
   const shares = Object.entries(time.parts).filter(([, part]) => part / total >= 0.001);
   const sums = shares.map(([name, part]) => make("li", {}, make("span", { class: `swatch span-${name}` }), `${name} ${Math.round((100 * part) / total)} %`, make("small", {}, ` ${MEANING[name] ?? ""}`)));
@@ -122,9 +121,9 @@ function groups(run, step, rollouts) {
   const parts = Map.groupBy(rollouts, (row) => row.split);
   return [...parts].flatMap(([split, rows]) => {
     const heading = parts.size > 1 ? [make("h3", {}, split)] : [];
-    const byGroup = Map.groupBy(rows, (row) => row.group ?? row.sample);
+    const byGroup = Map.groupBy(rows, (row) => row.group);
     if (byGroup.size === rows.length) return [...heading, ...singleRollouts(run, step, split, rows)];
-    const sections = [...byGroup].map(([number, of]) => groupSection(run, step, isMissing(of[0].group) ? `Row ${number}` : `Group ${number}`, of));
+    const sections = [...byGroup].map(([number, of]) => groupSection(run, step, `Group ${number}`, of));
     return [...heading, make("div", { class: "groups" }, ...sections)];
   });
 }

@@ -1,12 +1,20 @@
 """openai-agents. It uses the Responses API by default; one line chooses chat completions.
 
-With the argument `two`, the agent has two further agents as tools, which run at the same time.
+With the argument `two`, the agent has two further agents as tools, which run at the same time. With
+`returns`, the policy reads that a tool does not exist.
 """
 
 import asyncio
 import sys
 
-from agents import Agent, Runner, function_tool, set_default_openai_api, set_tracing_disabled
+from agents import (
+    Agent,
+    RunConfig,
+    Runner,
+    function_tool,
+    set_default_openai_api,
+    set_tracing_disabled,
+)
 from calculator import MODEL, PROMPT, evaluate
 
 set_default_openai_api("chat_completions")
@@ -21,4 +29,6 @@ if "two" in sys.argv:
         for name in ("ada", "bob")
     ]
 agent = Agent(name="solver", instructions="You calculate.", tools=tools, model=MODEL)
-print(asyncio.run(Runner.run(agent, PROMPT)).final_output)
+behaviour = "return_error_to_model" if "returns" in sys.argv else "raise_error"
+config = RunConfig(tool_not_found_behavior=behaviour)
+print(asyncio.run(Runner.run(agent, PROMPT, run_config=config)).final_output)
