@@ -56,6 +56,9 @@ TOLERANCE = 0.02
 relative to its norm. With AVX2 instead of AVX-512, one tensor of facts differs by 0.0003, and the
 others by less."""
 
+BASE = "smollm2"
+"""The model that all recipes start from, or imitate with: the tokenizer is the same."""
+
 Fingerprint = dict[str, list[float]]
 
 
@@ -142,7 +145,8 @@ def wrong_masks(run: Run, tokenizer: Any) -> Iterator[str]:
         for turn, message in zip(trajectory.turns, trajectory.answers, strict=True):
             masks[turn.segment][turn.start : turn.end] = [1] * (turn.end - turn.start)
             tokens = trajectory.segments[turn.segment].response_ids[turn.start : turn.end]
-            text = tokenizer.decode(tokens).removesuffix(tokenizer.eos_token)
+            is_ended = tokens[-1] in tokenizer.all_special_ids
+            text = tokenizer.decode(tokens[:-1] if is_ended else tokens)
             if text != message.content:
                 yield f"a turn {where}: its tokens are {text!r}, its text {message.content!r}"
         for segment, mask in zip(trajectory.segments, masks, strict=True):
@@ -198,7 +202,7 @@ def check(folder: Path, *, weights: bool) -> list[str]:
     run = load_run(folder)
     steps, rollouts = run.store.steps("train"), len(run.episodes)
     print(f"{folder}: {len(steps)} steps, {rollouts} rollouts")
-    tokenizer = load_tokenizer(resolve_model(run.config["model"]["path"]))
+    tokenizer = load_tokenizer(resolve_model(BASE))
     algorithm = run.config_at().algorithm
     wrong = [*wrong_rewards(run), *wrong_masks(run, tokenizer)]
     if not (algorithm.critic or algorithm.kl_reward_coef):  # these need the model

@@ -34,6 +34,8 @@ from agentrl.errors import DataError, UserError
 from agentrl.installation import install_command
 from agentrl.registry import did_you_mean
 
+# bm25s imports JAX if it is installed, which would reserve three quarters of the GPU's memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 try:
     import bm25s
 except ImportError:

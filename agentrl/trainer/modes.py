@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -313,7 +314,7 @@ class _Comparison:
             return _one_line(e) or type(e).__name__  # `packed_attention` gives a whole clause.
         except MODEL_ERRORS as e:
             how = "packed" if mode.is_flat else "padded"
-            return f"{how} rows fail ({type(e).__name__}: {_one_line(e)})"
+            return f"{how} rows fail ({_describe(e)})"
         return ""
 
     def _are_close(self, a: Tensor, b: Tensor) -> bool:
@@ -578,6 +579,8 @@ _results: dict[str, dict[str, str]] = {}
 """The results of comparisons by a hash of class, config, device, precision and versions, and by
 mode."""
 _NO_OWN_PASS = "the model's own forward pass fails"
+_NO_MEMORY = re.compile(r"_ALLOC_FAILED|can't allocate memory")
+"""What cuBLAS and torch's allocator for CPUs say, in a RuntimeError."""
 
 
 @cache
@@ -591,7 +594,23 @@ def _describe_machine(device: torch.device) -> list[str]:
 
 
 def _no_own_pass(error: Exception) -> str:
-    return f"{_NO_OWN_PASS} ({type(error).__name__}: {_one_line(error)})"
+    return f"{_NO_OWN_PASS} ({_describe(error)})"
+
+
+def _describe(error: Exception) -> str:
+    """Return the type and the message of an error that a model raised.
+
+    Raises:
+        ConfigError: the memory was full, which says nothing about the model.
+    """
+    text = f"{type(error).__name__}: {_one_line(error)}"
+    if isinstance(error, torch.OutOfMemoryError) or _NO_MEMORY.search(text):
+        raise ConfigError(
+            f"the memory is full before the first step ({text}). Other processes may use it, on a"
+            " GPU: nvidia-smi. `agentrl check` estimates what this run needs; decrease"
+            " optim.micro_batch_tokens, which is also the length of this test's rows"
+        ) from error
+    return text
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,10 @@
 
 Each task has a key that tells which rows are twins: the two numbers of a sum or difference, the
 word whose letters are counted, the person and the verb of the sentence that is asked for. No
-validation row has the key of a training row.
+two rows have the same key, whether they train, validate or are imitated.
 """
 
+import json
 import random
 import re
 from collections import Counter
@@ -15,7 +16,8 @@ from pathlib import Path
 
 from agentrl.data import write_rows
 
-TRAINING, VALIDATION = 300, 80
+TRAINING, VALIDATION, IMITATION = 300, 80, 24
+TOTAL = TRAINING + VALIDATION + IMITATION
 TASKS = {
     "needle_haystack": {"min_num_statements": 3, "max_num_statements": 5},
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
@@ -40,12 +42,11 @@ def is_wanted(task, key, answer, counts):
     """Return whether a row is used: letters of short words, as often once as twice."""
     if task != "letter_counting":
         return True
-    share = (TRAINING + VALIDATION) // 2
-    return answer in ("1", "2") and len(key) <= MAX_WORD and counts[answer] < share
+    return answer in ("1", "2") and len(key) <= MAX_WORD and counts[answer] < TOTAL // 2
 
 
 def make_rows(task):
-    """Return the training and the validation rows of a task; each row has another key."""
+    """Return the rows of a task to train, to validate and to imitate; each has another key."""
     import reasoning_gym
 
     rows, counts = {}, Counter()
@@ -55,17 +56,21 @@ def make_rows(task):
         if key not in rows and is_wanted(task, key, answer, counts):
             rows[key] = {"prompt": prompt, "data_source": task, "ground_truth": answer}
             counts[answer] += 1
-        if len(rows) == TRAINING + VALIDATION:
+        if len(rows) == TOTAL:
             break
     every = [*rows.values()]
     random.Random(0).shuffle(every)
-    return every[VALIDATION:], every[:VALIDATION]
+    imitated = [{"prompt": r["prompt"], "answer": r["ground_truth"]} for r in every[-IMITATION:]]
+    return every[VALIDATION:-IMITATION], every[:VALIDATION], imitated
 
 
 if __name__ == "__main__":
-    folder, validation = Path(__file__).parent, []
+    folder, validation, answers = Path(__file__).parent, [], []
     for task in TASKS:
-        train, val = make_rows(task)
+        train, val, imitated = make_rows(task)
         write_rows(folder / f"{task}.jsonl", train)
         validation += val
+        answers += imitated
     write_rows(folder / "val.jsonl", validation)
+    with (folder / "answers.jsonl").open("w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in answers)

@@ -170,16 +170,16 @@ def rows_of(recipe, *names):
 
 def test_the_mixture_has_no_twins():
     rows = runpy.run_path(str(RECIPES / "mix/rows.py"))
-    tasks, val = rows["TASKS"], rows_of("mix", "val")[0]
+    tasks, [val, imitated] = rows["TASKS"], rows_of("mix", "val", "answers")
     assert len(val) == 240
-    for task in tasks:
+    imitated = [imitated[24 * i : 24 * i + 24] for i in range(3)]
+    for task, answers in zip(tasks, imitated, strict=True):
         [train] = rows_of("mix", task)
         held_out = [row for row in val if row["data_source"] == task]
-        keys = [
-            rows["find_key"](task, row["prompt"], row["ground_truth"])
-            for row in [*train, *held_out]
-        ]
-        assert (len(train), len(held_out)) == (300, 80) and len({*keys}) == 380
+        texts = [(row["prompt"], row["ground_truth"]) for row in [*train, *held_out]]
+        texts += [(row["prompt"], row["answer"]) for row in answers]
+        assert (len(train), len(held_out), len(answers)) == (300, 80, 24)
+        assert len({rows["find_key"](task, *text) for text in texts}) == len(texts)
     for row in [*rows_of("mix", "chain_sum")[0], *val]:
         if row["data_source"] == "chain_sum":
             [(a, sign, b)] = re.findall(r"(\d+) ([+-]) (\d+) =$", row["prompt"])

@@ -206,7 +206,11 @@ def test_cheating_with_tools_earns_0(tmp_path, name, cheat, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.learning
 def test_shopping_is_learned_as_its_readme_says(tmp_path, tiny_model):
-    """The README's commands, for a quarter of the steps."""
+    """The README's commands, for a quarter of the steps.
+
+    Each machine trains its own tiny model, so the curves differ: the share of right answers was
+    0.4 after 15 steps on one type of CPU, and 0.8 on another.
+    """
     (tmp_path / "examples").symlink_to(EXAMPLES)
     page = (EXAMPLES / "shopping" / "README.md").read_text().replace("\\\n", "")
     commands = [c for c in page.splitlines() if c.startswith(("python ex", "agentrl "))][:5]
@@ -220,7 +224,7 @@ def test_shopping_is_learned_as_its_readme_says(tmp_path, tiny_model):
     metrics = read_metrics(tmp_path / "runs" / "shopping" / "metrics.jsonl")
     rewards = [m["critic/score/mean"] for _, m in metrics if "critic/score/mean" in m]
     assert len(rewards) == 15
-    assert sum(rewards[:2]) / 2 < 0.5 and sum(rewards[-5:]) / 5 > 0.65, rewards
+    assert sum(rewards[:2]) / 2 + 0.2 < sum(rewards[-5:]) / 5, rewards
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
 
@@ -139,3 +142,17 @@ def test_many_passages_at_once(shelf, tmp_path):
     for _ in range(50):
         shelf.search(" ".join(rng.choices(words, k=5)))
     assert (time.thread_time() - began) / 50 < 0.02
+
+
+def test_jax_reserves_no_gpu_memory(tmp_path):
+    """bm25s imports JAX if it is installed."""
+    (tmp_path / "jax").mkdir()
+    code = "import os; print(os.environ.get('XLA_PYTHON_CLIENT_PREALLOCATE')); raise ImportError"
+    (tmp_path / "jax/__init__.py").write_text(code)
+    script = "from agentrl.registry import load_file; load_file('shelf:search')"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    environment.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert set(done.stdout.split()) == {"false"}

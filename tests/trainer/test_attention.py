@@ -669,13 +669,14 @@ def test_a_decoder_layer_is_one_graph_for_all_packs(monkeypatch):
     torch._dynamo.utils.counters.clear()
     how = {"backend": "aot_eager", "fullgraph": True}
     monkeypatch.setattr(torch, "compile", partial(torch.compile, **how))
-    monkeypatch.setattr(torch.fx.experimental._config, "use_duck_shape", True)
-    for layer in decoder.layers:
-        compile_layer(layer)
     counts, outputs = [], []
-    for pack in packs:
-        outputs.append(run(ready(pack)))
-        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    # pytest's monkeypatch would leave torch's option deleted.
+    with torch.fx.experimental._config.patch(use_duck_shape=True):
+        for layer in decoder.layers:
+            compile_layer(layer)
+        for pack in packs:
+            outputs.append(run(ready(pack)))
+            counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
     assert counts == [1] * len(packs)
 

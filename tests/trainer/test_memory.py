@@ -575,6 +575,8 @@ before = memory.find_process_bytes()
 block = b"1" * 2**28
 print(memory.find_process_bytes() - before, len(block))
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     grown, size = map(int, result.stdout.split())
     assert 0.9 * size < grown < 1.1 * size

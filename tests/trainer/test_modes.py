@@ -549,6 +549,38 @@ def test_a_model_whose_forward_pass_fails_is_refused_with_the_cause(name, monkey
         Policy(model, 1.0)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+@pytest.mark.parametrize("calls", [0, 1, 3, 5])
+def test_a_full_memory_is_not_the_model(error, calls, monkeypatch):
+    """Neither is the model refused, nor a slower mode taken and remembered for the next run."""
+    model, count = model_of("Qwen3"), iter(range(1000))
+    own = type(model).forward
+
+    def forward(*args, **kwargs):
+        if next(count) >= calls:
+            raise error
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    decoder = type(model.get_decoder())
+    own_decoder = decoder.forward
+
+    def decode(*args, **kwargs):
+        if next(count) >= calls:
+            raise error
+        return own_decoder(*args, **kwargs)
+
+    monkeypatch.setattr(decoder, "forward", decode)
+    with pytest.raises(ConfigError, match="the memory is full before the first step"):
+        Policy(model, 1.0)
+
+
 @pytest.mark.parametrize("name", ["granite", "Qwen3"])
 def test_a_model_without_a_linear_output_layer_is_refused(name):
     for layer, cause in (
