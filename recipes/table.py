@@ -60,6 +60,15 @@ def read_scores(file, part):
     return read_metric(file, f"{part}/grader/right") or read_metric(file, f"{part}/reward/mean@1")
 
 
+def interval(share, rows):
+    """Return the 95 % interval of a share of `rows`, as text (Wilson, JASA 22, 1927)."""
+    z2 = 1.96**2 / rows
+    centre = share + z2 / 2
+    half = (z2 * (share * (1 - share) + z2 / 4)) ** 0.5
+    low, high = (max(0, (centre + sign * half) / (1 + z2)) for sign in (-1, 1))
+    return f"{low:.2f}, {high:.2f}"
+
+
 def table_row(file):
     """Return the line of a run in the table."""
     cells = []
@@ -67,12 +76,11 @@ def table_row(file):
         scores = read_scores(file, part)
         rows = read_metric(file, f"{part}/rows")[0][1]
         shares = [share for _, share in scores[:1] + scores[1:][-1:]]
-        half_widths = [1.96 * (p * (1 - p) / rows) ** 0.5 for p in shares]
-        pairs = zip(shares, half_widths, strict=True)
-        cells.append(" → ".join(f"{share:.3f} ± {width:.3f}" for share, width in pairs))
-    minutes = sum(seconds for _, seconds in read_metric(file, "timing_s/step")) / 60
+        cells.append(" → ".join(f"{p:.3f} [{interval(p, rows)}]" for p in shares))
+    seconds = sum(value for _, value in read_metric(file, "timing_s/step"))
+    minutes = f"{seconds / 60:.1f}" if seconds else ""
     names = [file.parent.parent.parent.name, file.parent.name, file.stem]
-    return f"| {' | '.join([*names, str(scores[-1][0]), *cells])} | {minutes:.1f} |"
+    return f"| {' | '.join([*names, str(scores[-1][0]), *cells])} | {minutes} |"
 
 
 def draw(recipe, files):

@@ -160,7 +160,7 @@ def test_an_evaluation_is_a_line_of_the_table(tmp_path):
     table["add"](tmp_path, file)
     kept = {key: value for key, value in metrics.items() if key != "val/reward/pass@2"}
     assert json.loads(file.read_text()) == {"step": 0, "data": kept}
-    row = "| calculator | h100 | base | 0 | 0.000 ± 0.000 | 0.500 ± 0.069 | 0.0 |"
+    row = "| calculator | h100 | base | 0 | 0.000 [0.00, 0.02] | 0.500 [0.43, 0.57] |  |"
     assert table["table_row"](file) == row
 
 
