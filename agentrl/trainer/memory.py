@@ -1,7 +1,8 @@
 """Estimate the memory that a run needs on each of its GPUs, or in RAM if it uses the CPU.
 
-The formula counts what the learner allocates. `docs/gpu.md` lists its terms with their sources in
-the code, and compares it with measured peaks. No weights are loaded and no GPU is needed.
+The formula counts what the learner allocates. `benchmarks/README.md` lists its terms with their
+sources in the code, and compares it with measured peaks. No weights are loaded, and no GPU is
+needed.
 """
 
 from __future__ import annotations

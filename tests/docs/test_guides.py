@@ -45,7 +45,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GUIDES = sorted(page.stem for page in DOCS.glob("*.md"))
 OTHER_PAGES = [
-    "AGENTS.md", "CONTRIBUTING.md", "README.md", "SECURITY.md", "datasets/README.md",
+    "AGENTS.md", "CONTRIBUTING.md", "README.md", "SECURITY.md", "benchmarks/README.md",
+    "datasets/README.md",
     "agentrl/cli/starter/README.md",
     *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("examples/*/README.md")),
     "recipes/README.md",

@@ -419,7 +419,7 @@ SHAPES = {
 def test_measured_peaks(name, ranks, tokens, values, peak):
     """Peaks of PyTorch's allocator on H200s in GiB (torch 2.11, whose kernel shares no keys).
 
-    The tokens are those of the largest pass of the benchmark's rows (docs/gpu.md).
+    The tokens are those of the largest pass of the benchmark's rows (benchmarks/README.md).
     """
     hidden, mlp, layers, heads, kv_heads, vocabulary, tied = SHAPES[name]
     model = Qwen2Config(
