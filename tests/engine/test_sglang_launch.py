@@ -156,3 +156,15 @@ def test_a_python_without_sglang_is_named():
         SGLangLaunch("model", python=os.path.realpath("/usr/bin/env")).start()
     with pytest.raises(ConfigError, match=r"rollout\.python=/no/python: cannot run"):
         SGLangLaunch("model", python="/no/python").start()
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_a_server_that_sleeps_has_no_expandable_segments(name, monkeypatch):
+    """SGLang's memory saver ends the server if the learner's allocator has them."""
+    value = "max_split_size_mb:64,expandable_segments:True"
+    monkeypatch.setenv(name, value)
+    environments = [
+        SGLangLaunch("model", gpus=(0,), sleep=sleep)._environment()
+        for sleep in ("none", "kv_cache", "all")
+    ]
+    assert [e.get(name, value) for e in environments] == [value, *["max_split_size_mb:64"] * 2]
