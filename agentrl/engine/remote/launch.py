@@ -428,7 +428,7 @@ class SGLangLaunch(Launch):
             "SGLANG_TIMEOUT_KEEP_ALIVE": "300"
         }  # Longer than a client keeps connections.
         if self.sleep != "none":
-            # The learner may use these segments, but SGLang's memory saver refuses to start with them.
+            # The learner may use these segments, but SGLang's memory saver does not start with them.
             for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
                 options = os.environ.get(name, "").split(",")
                 kept = [o for o in options if not o.strip().startswith("expandable_segments")]
