@@ -424,11 +424,10 @@ class SGLangLaunch(Launch):
         return flags
 
     def _environment(self) -> dict[str, str]:
-        environment = {
-            "SGLANG_TIMEOUT_KEEP_ALIVE": "300"
-        }  # Longer than a client keeps connections.
+        # Longer than a client keeps connections.
+        environment = {"SGLANG_TIMEOUT_KEEP_ALIVE": "300"}
         if self.sleep != "none":
-            # The learner may use these segments, but SGLang's memory saver does not start with them.
+            # The learner may use these segments; SGLang's memory saver does not start with them.
             for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
                 options = os.environ.get(name, "").split(",")
                 kept = [o for o in options if not o.strip().startswith("expandable_segments")]
