@@ -15,9 +15,10 @@ import pyarrow as pa
 import pytest
 
 from agentrl.config import FIELDS
-from agentrl.report import Finding, Run, diagnose, shipped
+from agentrl.report import Finding, Run, diagnose, diagnoses
 from agentrl.report.behaviour import BEHAVIOUR_SCHEMA, ends_with_truth
-from agentrl.report.diagnosis import ALARMS
+from agentrl.report.episodes import Episodes, without_group_means
+from agentrl.report.finding import ALARMS
 from agentrl.report.run import metrics_table
 
 N = 40
@@ -795,8 +796,8 @@ def test_the_groups_of_each_split_are_counted_from_0():
     """Group 0 of those that were set aside is another one than group 0 of those that trained."""
     rewards = {"train": [1.0, 0.0], "evicted": [1.0, 1.0]}
     episodes = [{"step": 1, "split": s, "reward": r} for s, of in rewards.items() for r in of]
-    table = make_run({}, episodes).behaviour
-    assert shipped.without_group_means(table, "reward").tolist() == [0.5, -0.5, 0.0, 0.0]
+    stored = Episodes(make_run({}, episodes).behaviour)
+    assert without_group_means(stored, "reward").tolist() == [0.5, -0.5, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("passes", "helps"), [(None, True), (1.0, False), (3.0, True)])
@@ -1073,8 +1074,9 @@ def test_notes_on_the_settings_are_findings():
 
 def test_config_keys_and_files_that_findings_name_exist():
     """What to try is a text; the keys and pages in it must exist."""
-    source = Path(shipped.__file__).read_text()
-    texts = [n.value for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Constant)]
+    files = Path(diagnoses.__file__).parent.glob("*.py")
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
     text = "\n".join(t for t in texts if isinstance(t, str))
     sections = {key.partition(".")[0] for key in FIELDS}
     named = re.findall(r"(?<![\w/.])([a-z]+)\.([a-z_]+)", text)
