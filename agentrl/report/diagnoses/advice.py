@@ -1,32 +1,43 @@
-"""Causes and advice that several diagnoses give."""
+"""The likely causes of findings and what to try: the texts of advice.yaml."""
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+from typing import Any
+
 from agentrl.config.sections import BUDGETS
+from agentrl.config.sources import load_yaml
 from agentrl.report.run import Run, config_value
 
-IMITATE = "imitate first: docs/debugging.md"
-FILTER = "replace such rows within a step: algorithm.filter_groups=true"
-MORE_TOOL_WORKERS = "more processes of the tool server: tools.workers"
-SMALLER_TIMEOUT = "a smaller rollout.timeout_s"
+
+def advice(run: Run, *names: str, **values: Any) -> dict[str, Any]:
+    """Return `causes` and `tries` of a finding.
+
+    Args:
+        run: the run; its folder, model and learning rate are filled into the texts.
+        names: the entries of advice.yaml whose texts are joined, in this order.
+        values: other values that are filled in, by their names.
+    """
+    values["folder"], values["lr"] = run.folder, config_value(run, "optim.lr")
+    values["model"] = config_value(run, "model.path") or "MODEL"
+    entries = [_read_texts()[name] for name in names]
+    return {
+        part: [text.format(**values) for entry in entries for text in entry.get(part, ())]
+        for part in ("causes", "tries")
+    }
 
 
-def check_template(run: Run) -> str:
-    """Return the command that tests the chat template of the run's model."""
-    return f"agentrl check-template {config_value(run, 'model.path') or 'MODEL'}"
+def join(*parts: dict[str, Any]) -> dict[str, Any]:
+    """Return the causes of all parts, and what they try."""
+    return {name: [text for part in parts for text in part[name]] for name in ("causes", "tries")}
 
 
-def show_episodes(run: Run, what: str = "read some episodes") -> str:
-    """Return the command that prints episodes, behind what to do with them."""
-    return f"{what}: agentrl show {run.folder}"
+def budget(run: Run, reason: str) -> dict[str, Any]:
+    """Return the values {reason}, {key} and {value} of a budget, by its stop reason."""
+    return {"reason": reason, "key": BUDGETS[reason], "value": config_value(run, BUDGETS[reason])}
 
 
-def too_small(run: Run, budget: str, rows: str) -> str:
-    """Return the cause that a budget (a stop reason) is too small for some rows."""
-    key = BUDGETS[budget]
-    return f"{key} ({config_value(run, key)}) is too small for {rows}"
-
-
-def learning_rate(run: Run) -> str:
-    """Return the key of the learning rate with its value."""
-    return f"optim.lr ({config_value(run, 'optim.lr')})"
+@cache
+def _read_texts() -> dict[str, dict[str, list[str]]]:
+    return load_yaml(Path(__file__).parent / "advice.yaml")

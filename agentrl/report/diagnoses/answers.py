@@ -8,7 +8,7 @@ import numpy as np
 
 from agentrl.config.sections import BUDGETS
 from agentrl.metrics import is_close
-from agentrl.report.diagnoses.advice import show_episodes
+from agentrl.report.diagnoses.advice import advice
 from agentrl.report.episodes import Episodes, group_by, shorten, training_episodes
 from agentrl.report.finding import Finding
 from agentrl.report.run import Run
@@ -27,10 +27,6 @@ rewards may be equal by chance."""
 EQUAL_SHARE = 0.8
 """The share of these groups with equal rewards from which on it is reported. If a reward reads the
 answer, no such group has equal rewards."""
-
-
-def _score_again(run: Run) -> str:
-    return f"score them with a corrected reward: agentrl rescore {run.folder}"
 
 
 def equal_rewards(run: Run) -> Iterator[Finding]:
@@ -62,15 +58,7 @@ def equal_rewards(run: Run) -> Iterator[Finding]:
                 f" {' and '.join(texts)} that contain both and are not solved: no learning signal",
                 {"share": min(shares), "groups": float(len(shown))},
                 **episodes.examples(mask, "last"),
-                causes=[
-                    "the reward of a rollout is that of another one of its row: a cache whose key"
-                    " lacks the answer, or a score of the whole group",
-                    "the reward does not read the answer of these rows",
-                ],
-                tries=[
-                    show_episodes(run, "read the episodes of such a group"),
-                    _score_again(run),
-                ],
+                **advice(run, "equal_rewards"),
             )
             return
 
@@ -120,15 +108,7 @@ def rejected_answers(run: Run) -> Iterator[Finding]:
         f" {reward[last]:.3g}",
         {"share": share, "rollouts": float(rejected.sum())},
         **episodes.examples(rejected, "last"),
-        causes=[
-            "the reward does not accept right answers in their form: it expects another pattern,"
-            " or compares texts of numbers ('19' and '19.0')",
-            "the reward is for something else than the answer",
-        ],
-        tries=[
-            "compare the reward function with the column of the ground truth and the prompt",
-            _score_again(run),
-        ],
+        **advice(run, "rejected_answers"),
         severity="error" if is_close(rewards.low, rewards.high) else "warning",
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from agentrl.report.diagnoses.advice import advice
 from agentrl.report.diagnoses.rows import COLLAPSE_GROUPS, COLLAPSE_ROLLOUTS
 from agentrl.report.diagnoses.validation import SHARED_ANSWER, find_validation_fall
 from agentrl.report.episodes import (
@@ -44,8 +45,8 @@ def audit(run: Run) -> Iterator[Finding]:
     yield from _find_paid_parts(run)
     episodes, rewards = training_episodes(run, MIN_WINDOW), reward_range(run)
     if len(episodes) and rewards.size > 0:
-        yield from _find_what_pays(episodes)
-        yield from _find_paid_answer(episodes, episodes["reward"] >= rewards.solved)
+        yield from _find_what_pays(run, episodes)
+        yield from _find_paid_answer(run, episodes, episodes["reward"] >= rewards.solved)
 
 
 def _rises(series: Series) -> bool:
@@ -64,8 +65,7 @@ def _compare_validation(run: Run, reward: Series) -> Iterator[Finding]:
                 f"the training reward rose to {reward.last.mean():.3g}, but the validation fell"
                 f" from {fall.best:.3g} (step {fall.step}) to {fall.last:.3g}",
                 fall.evidence,
-                causes=["the policy memorizes the rows, or exploits the reward of training rows"],
-                tries=["more rows, fewer epochs", "keep the best checkpoint: trainer.keep_best"],
+                **advice(run, "audit.validation"),
                 severity="audit",
                 subject="validation",
             )
@@ -82,8 +82,7 @@ def _compare_accuracy(run: Run, reward: Series) -> Iterator[Finding]:
         f"the reward rose ({reward.first.mean():.3g} to {reward.last.mean():.3g}) and the accuracy"
         f" fell ({first:.3g} to {last:.3g})",
         {"acc_first": first, "acc_last": last},
-        causes=["parts of the reward pay for something else than a right answer"],
-        tries=["look which part rose: reward/outcome, reward/turn or reward/tool"],
+        **advice(run, "audit.accuracy"),
         severity="audit",
         subject="accuracy",
     )
@@ -102,22 +101,18 @@ def _find_paid_parts(run: Run) -> Iterator[Finding]:
         if not _rises(part):
             continue
         first, last = float(part.first.mean()), float(part.last.mean())
-        paid = name.removeprefix("grader/")
         yield Finding(
             int(part.steps[0]),
             f"{name} rose from {first:.3g} to {last:.3g}, and the accuracy did not rise"
             f" ({acc_first:.3g} to {acc_last:.3g})",
             {"first": first, "last": last, "acc_last": acc_last},
-            causes=[f"the reward pays for {paid!r} instead of right answers"],
-            tries=[
-                "a smaller weight of this part, or only if the answer is right: agentrl rescore"
-            ],
+            **advice(run, "audit.part", part=name.removeprefix("grader/")),
             severity="audit",
             subject=name,
         )
 
 
-def _find_what_pays(episodes: Episodes) -> Iterator[Finding]:
+def _find_what_pays(run: Run, episodes: Episodes) -> Iterator[Finding]:
     """Yield a finding if the reward follows the length or the number of calls within rows."""
     for name, what in (("sampled_tokens", "length"), ("tool_calls", "number of tool calls")):
         correlation = correlation_within_rows(episodes, name)
@@ -128,14 +123,13 @@ def _find_what_pays(episodes: Episodes) -> Iterator[Finding]:
                 f"within a row the reward follows the {what} (correlation {correlation:.2f})",
                 {"correlation": correlation},
                 **episodes.examples(x >= np.quantile(x, 0.9)),
-                causes=[f"the reward pays for the {what}, whether or not the answer is right"],
-                tries=["read these episodes", "score them without this part: agentrl rescore"],
+                **advice(run, "audit.length", what=what),
                 severity="audit",
                 subject=name,
             )
 
 
-def _find_paid_answer(episodes: Episodes, best: np.ndarray) -> Iterator[Finding]:
+def _find_paid_answer(run: Run, episodes: Episodes, best: np.ndarray) -> Iterator[Finding]:
     """Yield a finding if many rollouts with the best rewards give the same answer."""
     if best.sum() < COLLAPSE_ROLLOUTS:
         return
@@ -152,8 +146,7 @@ def _find_paid_answer(episodes: Episodes, best: np.ndarray) -> Iterator[Finding]
         f" over {rows} rows",
         {"share": share, "rows": float(rows)},
         **episodes.examples(of_answer, "last"),
-        causes=["the reward accepts an answer that does not depend on the row"],
-        tries=["read these episodes: is the answer right for each row?"],
+        **advice(run, "audit.answers"),
         severity="audit",
         subject="answers",
     )

@@ -10,7 +10,7 @@ import numpy as np
 from agentrl.config.sections import BUDGETS
 from agentrl.metrics import standard_error
 from agentrl.plural import plural
-from agentrl.report.diagnoses.advice import too_small
+from agentrl.report.diagnoses.advice import advice, budget
 from agentrl.report.diagnoses.groups import STOP
 from agentrl.report.episodes import Episodes, group_by, training_episodes
 from agentrl.report.finding import Finding
@@ -38,8 +38,7 @@ def agent_error(run: Run) -> Iterator[Finding]:
             f"{share:.0%} of the episodes end with an error of the agent: their outcome is 0, or"
             " the reward that the agent had posted (agent.on_error=zero)",
             {"agent_errors": share},
-            causes=["the agent raises if the policy calls a tool wrongly; the log has an error"],
-            tries=["agentrl gateway check", "docs/agents.md, Mistakes of the policy"],
+            **advice(run, "agent_error"),
         )
 
 
@@ -57,8 +56,7 @@ def dropped(run: Run) -> Iterator[Finding]:
             start,
             f"{share:.1%} of the rollouts are lost to errors of infrastructure or code",
             {"dropped_share": share},
-            causes=["a tool server, an engine or the reward fails; the log names the error"],
-            tries=["read the log for the cause", "rollout.timeout_s", "agentrl doctor"],
+            **advice(run, "dropped"),
         )
 
 
@@ -115,15 +113,7 @@ def _explain_truncation(
         f"since step {start} the budget {reason!r} cuts {share:.0%} of the rollouts{earned}",
         {"share": share, **rewards},
         **episodes.examples(is_cut, "last"),
-        causes=[
-            too_small(run, reason, "this task"),
-            "the policy does not learn to stop: long or endless answers, repeated calls",
-        ],
-        tries=[
-            f"raise {BUDGETS[reason]}",
-            f"rollout.budget_policy.{reason}=zero or =mask",
-            "reward.overlong_buffer",
-        ],
+        **advice(run, "truncation", "truncation.run", rows="this task", **budget(run, reason)),
         severity="error" if share >= TRUNCATED_ERROR else "warning",
         subject=reason,
     )
@@ -146,8 +136,7 @@ def _find_cut_loops(run: Run, reason: str, steps: int) -> Iterator[Finding]:
             f" {rewards['cut']:.3g}, that of its other rollouts {rewards['other']:.3g}",
             {"share": float(is_cut.mean()), **rewards},
             **own.examples(is_cut, "last"),
-            causes=[too_small(run, reason, f"rows of {agent}")],
-            tries=[f"raise {BUDGETS[reason]}"],
+            **advice(run, "truncation", rows=f"rows of {agent}", **budget(run, reason)),
             subject=f"{reason} of {agent}",
         )
 
@@ -178,8 +167,7 @@ def _find_cut_calls(run: Run, reason: str) -> Iterator[Finding]:
             f" their mean reward is {earned:.3g}, that of all rollouts {reward.mean():.3g}",
             {"share": share, "calls": float(number), "cut": earned},
             **episodes.examples(many & is_cut, "last"),
-            causes=[too_small(run, reason, "this task")],
-            tries=[f"raise {BUDGETS[reason]}"],
+            **advice(run, "truncation", rows="this task", **budget(run, reason)),
             subject=f"{reason} and calls",
         )
         return

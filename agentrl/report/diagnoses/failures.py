@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from agentrl.config.sections import BUDGETS
-from agentrl.report.diagnoses.advice import IMITATE, show_episodes, too_small
+from agentrl.report.diagnoses.advice import advice, budget, join
 from agentrl.report.episodes import Episodes, shorten, training_episodes
 from agentrl.report.finding import Finding
 from agentrl.report.run import Run
@@ -50,16 +51,7 @@ def unrewarded(run: Run) -> Iterator[Finding]:
         f" {steps.max()}{common.text}; the other rows earn {others:.3g}",
         {"rollouts": float(number), "others": others, **common.evidence},
         **episodes.examples(mask),
-        causes=[
-            *common.causes,
-            "these rows are too hard for the policy, or their prompt is unclear",
-        ],
-        tries=[
-            *common.tries,
-            show_episodes(run),
-            "other rewards for the same episodes: agentrl rescore",
-            IMITATE,
-        ],
+        **join(*common.advice, advice(run, "unrewarded")),
         severity="error" if common.evidence.get("right", 0.0) >= RIGHT else "warning",
     )
 
@@ -88,14 +80,12 @@ class Failures:
     text: str = ""
     """A clause for each of it: ", a tool call fails in 60%"."""
     evidence: dict[str, float] = field(default_factory=dict)
-    causes: list[str] = field(default_factory=list)
-    tries: list[str] = field(default_factory=list)
+    advice: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, name: str, share: float, clause: str, cause: str, advice: str) -> None:
+    def add(self, name: str, share: float, clause: str, advice: dict[str, Any]) -> None:
         self.evidence[name] = share
         self.text += f", {clause}"
-        self.causes.append(cause)
-        self.tries.append(advice)
+        self.advice.append(advice)
 
 
 def explain_failures(run: Run, episodes: Episodes) -> Failures:
@@ -113,23 +103,16 @@ def explain_failures(run: Run, episodes: Episodes) -> Failures:
             share,
             f"{share:.0%} of them end with the ground truth (the answer {answer!r}, the ground"
             f" truth {truth!r})",
-            "the reward does not accept right answers of these rows in their form",
-            "compare the reward function with the column of the ground truth",
+            advice(run, "failures.right"),
         )
     reasons = Counter(episodes["stop_reason"].tolist())
-    for reason, key in BUDGETS.items():
+    for reason in BUDGETS:
         if reasons[reason] >= CUT * len(episodes):
             share = reasons[reason] / len(episodes)
-            clause = f"the budget {reason!r} cuts {share:.0%}"
-            cause = too_small(run, reason, "these rows")
-            common.add(f"cut by {reason}", share, clause, cause, f"raise {key}")
+            cause = advice(run, "failures.budget", **budget(run, reason))
+            common.add(f"cut by {reason}", share, f"the budget {reason!r} cuts {share:.0%}", cause)
     broken = float((episodes["failed_calls"] > 0).mean())
     if broken >= BROKEN:
-        common.add(
-            "failed calls",
-            broken,
-            f"a tool call fails in {broken:.0%}",
-            "the tools of these rows do not work",
-            show_episodes(run, "read the error that the model gets") + " 'failed>0'",
-        )
+        clause = f"a tool call fails in {broken:.0%}"
+        common.add("failed calls", broken, clause, advice(run, "failures.calls"))
     return common

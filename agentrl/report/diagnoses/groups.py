@@ -12,7 +12,7 @@ import pyarrow as pa
 from agentrl.config.sections import BUDGETS
 from agentrl.metrics import DEAD_GROUPS, DEAD_STEP
 from agentrl.plural import plural
-from agentrl.report.diagnoses.advice import FILTER, IMITATE, show_episodes
+from agentrl.report.diagnoses.advice import advice
 from agentrl.report.episodes import Episodes, group_by, training_episodes
 from agentrl.report.finding import Finding
 from agentrl.report.run import Run
@@ -42,7 +42,6 @@ rollouts: of two, half succeed in each group with a success."""
 GOOD = 0.5
 """The mean reward of a policy that is good at rows, as a share of the range."""
 STOP = "stop/"
-MORE_LEVELS = "easier or harder rows, or a reward with more than two values"
 
 
 def dead_groups(run: Run) -> Iterator[Finding]:
@@ -88,7 +87,7 @@ def _explain_dead_groups(run: Run, groups: Series, start: int, share: float) -> 
             f"{text}, because nearly all rollouts succeed (mean reward {reward:.3g}): little is"
             " left to learn on these rows",
             evidence,
-            tries=["harder rows", "algorithm.filter_groups=true", "stop: trainer.patience"],
+            **advice(run, "dead_groups.solved"),
             severity="note",
         )
     failed = "" if failing is None else f"; in {failing:.0%} all rollouts fail"
@@ -97,11 +96,7 @@ def _explain_dead_groups(run: Run, groups: Series, start: int, share: float) -> 
         f"{text} (mean reward {reward:.3g}, smallest {low:.3g}{failed}): most rollouts teach"
         " nothing",
         evidence,
-        causes=[
-            "rows that the policy always fails, or always solves",
-            "a reward with two values, where partial success counts as failure",
-        ],
-        tries=["more rollouts of a row: rollout.n", FILTER, MORE_LEVELS],
+        **advice(run, "dead_groups.groups"),
     )
 
 
@@ -127,15 +122,7 @@ def _find_failing_rows(run: Run, steps: int) -> Iterator[Finding]:
         " no gradient",
         {"failing_groups": share, "others": earned},
         **episodes.examples(np.array([key in failing for key in episodes.groups])),
-        causes=[
-            "most rows are too hard for the policy",
-            "the ground truth or the reward of these rows is wrong",
-        ],
-        tries=[
-            f"{show_episodes(run)} 'reward<={rewards.failed:.3g}'",
-            "easier rows first",
-            FILTER,
-        ],
+        **advice(run, "dead_groups.rows", failed=rewards.failed),
         subject="rows",
     )
 
@@ -166,19 +153,20 @@ def _explain_dead_steps(run: Run, first: int, last: int, dead: Series) -> Findin
         values = [x or 0.0 for x in part.column(name).to_pylist()]
         return sum(values) / len(values)
 
-    equal, reward = mean_of(DEAD_GROUPS, 1.0), mean_of(REWARD, math.nan)
+    equal, reward, rewards = mean_of(DEAD_GROUPS, 1.0), mean_of(REWARD, math.nan), reward_range(run)
     stops = {
         n.removeprefix(STOP): mean_of(n, 0.0) for n in table.column_names if n.startswith(STOP)
     }
     reason = max(stops, key=stops.__getitem__, default="")
-    number, masked, causes, tries = int(dead.values.sum()), "", [], []
+    number, masked, causes = int(dead.values.sum()), "", []
     if equal < 0.995:  # a dead step's other groups are masked
         masked = ", rollouts of the others are masked by rollout.budget_policy"
     if reason in BUDGETS:
-        causes.append(f"the budget {reason!r} ends most rollouts before they succeed")
-        tries.append(f"raise the budget {reason!r} (docs/run_folder.md, stop reasons)")
-        if masked:
-            tries.append(f"rollout.budget_policy.{reason}=keep")
+        causes += ["dead_groups.budget", *(["dead_groups.masked"] if masked else [])]
+    if rewards.low == rewards.high:
+        causes.append("dead_groups.one_reward")
+    else:
+        causes.append(f"dead_groups.{'failing' if reward <= rewards.failed else 'mixed'}")
     episodes = training_episodes(run)
     return Finding(
         first,
@@ -188,23 +176,6 @@ def _explain_dead_steps(run: Run, first: int, last: int, dead: Series) -> Findin
         f" ({stops.get(reason, 0.0):.0%} of the rollouts)",
         {"dead_steps": float(number), "dead_groups": equal, "reward": reward},
         **episodes.examples(episodes["step"] == last),
-        causes=[*causes, _why_rewards_are_equal(run, reward)],
-        tries=[*tries, show_episodes(run), MORE_LEVELS, IMITATE],
+        **advice(run, *causes, "dead_groups.steps", reason=reason, reward=reward, low=rewards.low),
         severity="error",
     )
-
-
-def _why_rewards_are_equal(run: Run, reward: float) -> str:
-    """Return the cause of dead steps with a mean reward."""
-    rewards = reward_range(run)
-    if rewards.low == rewards.high:
-        return (
-            f"every rollout of the run has the reward {rewards.low:g}: the reward function never"
-            " matches, or the rows are too hard"
-        )
-    if reward <= rewards.failed:
-        return (
-            f"nearly all rollouts of these steps fail (mean reward {reward:.3g}): the rows are too"
-            " hard for the policy, or the reward function does not match their answers"
-        )
-    return "within each row all rollouts fail, or all succeed"

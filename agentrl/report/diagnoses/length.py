@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from agentrl.report.diagnoses.advice import advice
 from agentrl.report.episodes import Episodes, training_episodes
 from agentrl.report.finding import Finding
 from agentrl.report.run import Run
@@ -46,7 +47,7 @@ def length(run: Run) -> Iterator[Finding]:
         is_paid = has_risen(reward, start) or bool(
             rewards.size > 0 and reward.last.mean() >= rewards.solved
         )
-        finding = _explain_growth(episodes, lengths, start, is_paid)
+        finding = _explain_growth(run, episodes, lengths, start, is_paid)
         if is_paid:
             notes.append(finding)
             continue
@@ -88,7 +89,9 @@ def _find_growth(lengths: _Lengths) -> int | None:
     return None
 
 
-def _explain_growth(episodes: Episodes, lengths: _Lengths, start: int, is_paid: bool) -> Finding:
+def _explain_growth(
+    run: Run, episodes: Episodes, lengths: _Lengths, start: int, is_paid: bool
+) -> Finding:
     """Describe responses that grew since the window that begins at `start`.
 
     `is_paid`: whether the reward rose as well, or nearly all rollouts succeed.
@@ -110,18 +113,7 @@ def _explain_growth(episodes: Episodes, lengths: _Lengths, start: int, is_paid: 
         f" since step {size.steps[start]}, and {change}",
         {"before": before, "last": last, "reward_gain": rewards[1] - rewards[0]},
         **episodes.examples(long),
-        causes=[
-            "the reward pays for longer responses"
-            if is_paid
-            else "nothing in the reward makes the policy stop",
-            "the loss favours long responses: algorithm.loss_agg_mode, whose token mean gives long"
-            " responses more weight",
-        ],
-        tries=[
-            "a penalty close to the budget: reward.overlong_buffer, reward.overlong_penalty",
-            "algorithm.loss_agg_mode",
-            "read the longest episodes: do they repeat themselves?",
-        ],
+        **advice(run, f"length.{'paid' if is_paid else 'unpaid'}", "length"),
         severity="note" if is_paid else "warning",
         subject=agent,
     )

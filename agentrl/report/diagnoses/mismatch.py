@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from agentrl.report.diagnoses.advice import check_template
+from agentrl.report.diagnoses.advice import advice
 from agentrl.report.finding import Finding
 from agentrl.report.run import Run, config_value
 from agentrl.report.series import MIN_STEPS, MIN_WINDOW, Series, Z, read_series, z_score
@@ -23,22 +23,6 @@ observation, may have. Later turns contain rarer tokens, which doubles it."""
 RUN_GROWTH = 5.0
 """How many times the difference of the first steps the last steps may have. The run itself stops at
 ten times the one before training."""
-
-
-CAUSES = {
-    "turns": [
-        "the engine's prompt of a later turn is not the row of tokens that trains",
-        "an option of the engine: a KV cache with fewer bits, a prefix cache that outlives a weight"
-        " update",
-    ],
-    "after_observation": ["the tokens between two turns differ in engine and trainer"],
-    "": [
-        "the engine does not have the trainer's weights: a weight sync failed or is late",
-        "the engine samples at another temperature, or serves another model",
-        "the engine's arithmetic: quantization, another attention backend",
-    ],
-}
-"""The causes by what differs: later turns, the first token after an observation, or all tokens."""
 
 
 def mismatch(run: Run) -> Iterator[Finding]:
@@ -76,12 +60,7 @@ def mismatch(run: Run) -> Iterator[Finding]:
         series.since(series.means > limit),
         f"the logprobs of engine and trainer differ {text}",
         evidence,
-        causes=CAUSES[subject],
-        tries=[
-            check_template(run),
-            "correct the updates: algorithm.tis_cap=2",
-            "rollout.name=local on a small model: if that differs by 1e-6, the engine is the cause",
-        ],
+        **advice(run, f"mismatch.{subject or 'run'}", "mismatch"),
         subject=subject,
     )
 
@@ -89,7 +68,10 @@ def mismatch(run: Run) -> Iterator[Finding]:
 def _find_largest(
     run: Run, overall: Series, turns: dict[str, Series]
 ) -> tuple[str, Series, float] | None:
-    """Return what differs (see `CAUSES`), its differences and the limit; None if nothing does."""
+    """Return the subject that differs, its differences and the limit; None if nothing does.
+
+    The subject is "turns", "after_observation", or "" for all tokens.
+    """
     # Rounding changes uncertain tokens most, so a turn or a position with many of them may differ
     # by as much as uncertain tokens do.
     measured = read_series(run, "canary/rounding").last

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from agentrl.metrics import DEAD_GROUPS, is_close
-from agentrl.report.diagnoses.advice import learning_rate, show_episodes
+from agentrl.report.diagnoses.advice import advice, join
 from agentrl.report.diagnoses.groups import DEAD_SHARE
 from agentrl.report.diagnoses.updates import FALL, MIN_FALL
 from agentrl.report.episodes import training_episodes
@@ -61,13 +62,7 @@ def reward_outliers(run: Run) -> Iterator[Finding]:
         f" and the update{compared}",
         evidence,
         **episodes.examples(mask, "last"),
-        causes=[
-            "the reward function returns a sentinel, such as -100 for an answer that it cannot read"
-        ],
-        tries=[
-            "return a value within the range of the other rewards: 0 for a wrong answer",
-            "optim.max_grad_norm",
-        ],
+        **advice(run, "reward_outliers"),
     )
 
 
@@ -128,18 +123,7 @@ def reward_falls(run: Run) -> Iterator[Finding]:
         f" {last:.3g}; half of this fall happened by step {start}{kl.text}",
         {"best": top, "last": last, **kl.evidence},
         **episodes.examples(episodes["step"] >= start),
-        causes=[
-            "updates are too large: the policy left the region where its samples teach it"
-            if kl.text
-            else "the rows, a tool or the reward changed",
-            f"{learning_rate(run)} is too high, or too many optimizer steps per batch",
-            "the engine does not sample from the trained policy: rollout_corr/logprob_diff_mean",
-        ],
-        tries=[
-            "fork from a checkpoint before this step with a lower optim.lr: trainer.resume",
-            "a KL penalty: algorithm.kl_loss_coef",
-            "fewer algorithm.ppo_epochs, a larger batch",
-        ],
+        **advice(run, f"reward_falls.{'updates' if kl.text else 'rows'}", "reward_falls"),
         severity="error" if is_large else "warning",
     )
 
@@ -223,8 +207,13 @@ def reward_flat(run: Run) -> Iterator[Finding]:
     numbers = ", ".join(f"{name} {value:.2g}" for name, value in moves.items())
     evidence = {"first": first, "last": last, "error": error, **moves}
     if is_still and gain <= max(2 * error, FLAT * size):
-        text = f"{text}, and the policy hardly moves ({numbers})"
-        yield _explain_still_policy(run, reward, text, evidence)
+        yield Finding(
+            int(reward.steps[0]),
+            f"{text}, and the policy hardly moves ({numbers})",
+            evidence,
+            **advice(run, "reward_flat.still"),
+            severity="error",
+        )
         return
     strong = _strong_penalties(run)
     largest = FLAT_STRONG_KL if strong else FLAT
@@ -234,45 +223,15 @@ def reward_flat(run: Run) -> Iterator[Finding]:
             int(reward.steps[0]),
             f"{text}, although the policy moves ({numbers})",
             evidence,
-            causes=[
-                *strong,
-                "the reward does not depend on what the policy does, or is noisy",
-                "rows are too hard: the rollouts that succeed do so by chance",
-            ],
-            tries=[
-                show_episodes(run, "score some episodes by hand"),
-                "train on 16 easy rows for 30 steps (docs/debugging.md, narrow it down)",
-                "more rollouts of a row: rollout.n",
-            ],
+            **join(*strong, advice(run, "reward_flat.moving")),
         )
 
 
-def _explain_still_policy(
-    run: Run, reward: Series, text: str, evidence: dict[str, float]
-) -> Finding:
-    return Finding(
-        int(reward.steps[0]),
-        text,
-        evidence,
-        causes=[
-            f"{learning_rate(run)} is too low",
-            "few groups have a learning signal: waste/dead_group_frac",
-            "a KL penalty that is too strong: algorithm.kl_loss_coef, algorithm.kl_reward_coef",
-        ],
-        tries=[
-            "optim.lr ten times as high (with LoRA 1e-5 to 1e-4)",
-            "optim.lr_warmup_steps, optim.lr_final",
-            "a smaller KL penalty",
-        ],
-        severity="error",
-    )
-
-
-def _strong_penalties(run: Run) -> list[str]:
+def _strong_penalties(run: Run) -> list[dict[str, Any]]:
     """Return a cause for each coefficient of a KL penalty that is large."""
     keys = ("algorithm.kl_loss_coef", "algorithm.kl_reward_coef")
     return [
-        f"{key} ({value}) keeps the policy close to the reference"
+        advice(run, "reward_flat.penalty", key=key, value=value)
         for key in keys
         if isinstance(value := config_value(run, key), float | int) and value >= STRONG_KL
     ]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agentrl.plural import plural
+from agentrl.report.diagnoses.advice import advice
 from agentrl.report.episodes import (
     EXAMPLES,
     Episodes,
@@ -119,18 +120,7 @@ def collapse(run: Run) -> Iterator[Finding]:
         _list_kinds([_describe_collapse(c, answers) for c in collapsed]) + elsewhere,
         evidence,
         episodes["episode_id"][shown].tolist(),
-        causes=[
-            "the policy no longer explores: all rewards of such a group are equal, so it gives no"
-            " gradient",
-            "updates for other rows changed these answers (shared wording, too large steps)",
-            "the ground truth or the reward of these rows is wrong",
-        ],
-        tries=[
-            "read one of the episodes, and check its ground truth",
-            "more exploration: rollout.temperature, algorithm.entropy_coef, a lower optim.lr",
-            "imitate right conversations of these rows first: agentrl sft (docs/debugging.md)",
-            "fork from a checkpoint before this step: trainer.resume",
-        ],
+        **advice(run, "collapse"),
     )
 
 
@@ -207,7 +197,6 @@ SKEWED_SHARE = 0.5
 """The share of these rows with the same ground truth from which on it is reported."""
 SKEW = 3.0
 """How many times this share must be that of the most frequent ground truth of the other rows."""
-COMPARE_TRUTHS = "compare the ground truths with the questions: agentrl check --dataset ROWS"
 
 
 def ground_truths(run: Run) -> Iterator[Finding]:
@@ -226,20 +215,19 @@ def ground_truths(run: Run) -> Iterator[Finding]:
         texts.append(f"all {rows} rows like {kind!r} have it: {shorten(truths[own][0])!r}")
         shown |= own
     if not texts:
-        yield from _find_skewed_truths(episodes, is_known)
+        yield from _find_skewed_truths(run, episodes, is_known)
         return
     yield Finding(
         int(episodes["step"].min()),
         f"one ground truth for many questions: {_list_kinds(texts)}",
         {"kinds": float(len(texts)), "rows": float(len(set(samples[shown])))},
         **episodes.examples(shown),
-        causes=["the column of the ground truth holds a placeholder, or is filled wrongly"],
-        tries=[COMPARE_TRUTHS],
+        **advice(run, "ground_truths.kinds"),
         severity="audit",
     )
 
 
-def _find_skewed_truths(episodes: Episodes, is_known: np.ndarray) -> Iterator[Finding]:
+def _find_skewed_truths(run: Run, episodes: Episodes, is_known: np.ndarray) -> Iterator[Finding]:
     """Yield a finding for each agent loop and data source most of whose rows have one truth."""
     truths, samples = episodes["ground_truth"], episodes["sample_id"]
     subsets = episodes["agent_name"] + ", " + episodes["data_source"]
@@ -265,8 +253,7 @@ def _find_skewed_truths(episodes: Episodes, is_known: np.ndarray) -> Iterator[Fi
             f" {shorten(truth)!r}; in the other rows the most frequent one has {elsewhere:.0%}",
             {"share": share, "elsewhere": elsewhere, "rows": float(rows)},
             **episodes.examples(is_known & is_own & (truths == truth), "last"),
-            causes=["the column of the ground truth is filled wrongly for these rows"],
-            tries=[COMPARE_TRUTHS],
+            **advice(run, "ground_truths.subset"),
             severity="audit",
             subject=subset,
         )

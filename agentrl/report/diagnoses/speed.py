@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from agentrl.report.diagnoses.advice import MORE_TOOL_WORKERS, SMALLER_TIMEOUT
+from agentrl.report.diagnoses.advice import advice
 from agentrl.report.episodes import Episodes, training_episodes
 from agentrl.report.finding import Finding
 from agentrl.report.run import Run, config_value
@@ -36,38 +37,27 @@ PARTS_OF_ROLLOUTS = {
 }
 """The parts of a rollout, and the columns of `Run.behaviour` with their seconds."""
 WAITING = "waiting for the last rollouts"
-BETWEEN_STEPS = {
-    "timing_s/testing": ("validations", ["a larger trainer.test_freq", "a smaller val.n"]),
-    "timing_s/save_checkpoint": ("checkpoints", ["a larger trainer.save_freq"]),
-}
-"""What happens between steps, and what makes it take less time."""
+BETWEEN_STEPS = {"timing_s/testing": "validations", "timing_s/save_checkpoint": "checkpoints"}
+"""What happens between steps."""
 BETWEEN_SHARE = 0.25
 """The share of the run's time that validations or checkpoints may take."""
 LATE = 0.9
 """The share of rollouts after whose end the step waits for the last ones."""
 MIN_SHARE = 0.005
 """The smallest share of a step that is named."""
-
-MORE_ENGINES = "more engines: rollout.engines"
-SERVER = "a server on a GPU: rollout.name=sglang"
-LARGER_PASSES = "a larger optim.micro_batch_tokens"
-_FASTER: Mapping[str, Sequence[str]] = {
-    "generation": [MORE_ENGINES, "a smaller rollout.max_turn_tokens"],
-    "generation and tools": [MORE_ENGINES, MORE_TOOL_WORKERS, SMALLER_TIMEOUT],
-    "waiting for the engine": [MORE_ENGINES],
-    "tools": [MORE_TOOL_WORKERS, SMALLER_TIMEOUT],
-    "interactions": ["a faster `respond` of the interaction: it answers every turn"],
-    "opening tools": ["less work in the constructors of class tools"],
-    "rewards": ["more processes: reward.workers", "a smaller reward.timeout_s"],
-    WAITING: [
-        "a smaller rollout.timeout_s or rollout.max_trajectory_tokens: the step waits for a few"
-        " long rollouts",
-        "a smaller rollout.max_turns",
-    ],
-    "the update": [LARGER_PASSES, "docs/scaling.md"],
-    "sending the weights": ["an adapter instead of all weights: model.lora_rank", "docs/gpu.md"],
+FASTER = {
+    "generation": ["engines", "generation"],
+    "generation and tools": ["engines", "tools"],
+    "waiting for the engine": ["engines"],
+    "tools": ["tools"],
+    "interactions": ["interactions"],
+    "opening tools": ["opening_tools"],
+    "rewards": ["rewards"],
+    WAITING: ["last_rollouts"],
+    "the update": ["several_passes", "update"],
+    "sending the weights": ["weights"],
 }
-"""What makes a part of a step faster."""
+"""The entries of advice.yaml that make a part of a step faster."""
 
 
 def step_time(run: Run) -> Iterator[Finding]:
@@ -85,7 +75,7 @@ def step_time(run: Run) -> Iterator[Finding]:
         int(steps[0]),
         f"a step takes {total:.3g} s: {parts}",
         {"seconds": total, **shares},
-        tries=_make_faster(run, next(iter(shares))),
+        **_make_faster(run, next(iter(shares))),
         severity="note",
     )
     yield from _find_time_between_steps(run, step)
@@ -107,20 +97,20 @@ def _shares_of_parts(run: Run, steps: np.ndarray, total: float) -> dict[str, flo
     return {label: share for label, share in largest_first if share >= MIN_SHARE}
 
 
-def _make_faster(run: Run, part: str) -> list[str]:
+def _make_faster(run: Run, part: str) -> dict[str, Any]:
     """Return what makes a part of a step faster in this run."""
-    tries = list(_FASTER.get(part, ()))
-    if config_value(run, "rollout.name") == "local":  # It is always one, in this process.
-        tries = [SERVER if text == MORE_ENGINES else text for text in tries]
     passes = read_series(run, "perf/micro_batches")
+    names = FASTER.get(part, [])
+    if config_value(run, "rollout.name") == "local":  # It is always one, in this process.
+        names = ["local_engine" if name == "engines" else name for name in names]
     if len(passes) and passes.last.max() <= 1:  # A larger limit changes nothing.
-        tries = [text for text in tries if text != LARGER_PASSES]
-    return tries
+        names = [name for name in names if name != "several_passes"]
+    return advice(run, *(f"step_time.{name}" for name in names))
 
 
 def _find_time_between_steps(run: Run, step: Series) -> Iterator[Finding]:
     """Yield a finding if validations or checkpoints take much of the time of a run."""
-    for name, (what, tries) in BETWEEN_STEPS.items():
+    for name, what in BETWEEN_STEPS.items():
         seconds = values_by_step(run, name).values()
         share = sum(seconds) / (sum(seconds) + float(step.values.sum()))
         if share >= BETWEEN_SHARE:
@@ -130,7 +120,7 @@ def _find_time_between_steps(run: Run, step: Series) -> Iterator[Finding]:
                 f" {sum(seconds) / len(seconds):.3g} s; a step takes"
                 f" {float(step.values.mean()):.3g} s",
                 {"share": share, "number": float(len(seconds))},
-                tries=tries,
+                **advice(run, f"step_time.{what}"),
                 severity="note",
                 subject=what,
             )

@@ -9,8 +9,8 @@ from itertools import chain
 
 import numpy as np
 
-from agentrl.report.diagnoses.advice import IMITATE, MORE_TOOL_WORKERS, check_template
-from agentrl.report.diagnoses.failures import Failures, explain_failures
+from agentrl.report.diagnoses.advice import advice, join
+from agentrl.report.diagnoses.failures import explain_failures
 from agentrl.report.episodes import Episodes, correlation_within_rows, training_episodes
 from agentrl.report.finding import Finding
 from agentrl.report.run import Run
@@ -37,12 +37,11 @@ WRONG_CALLS = {"bad_call": 0.5, "schema": 0.5, "unknown_tool": 0.5, "tool_error"
 a format begins with many, so only a majority in the last steps counts."""
 MIN_BROKEN_CALLS = 5
 """A tool is broken if it had at least this many calls and every one crashed or timed out."""
-READ_LOG = "read the log for the call and its traceback"
 
 
 def tool_errors(run: Run) -> Iterator[Finding]:
     """Tool calls fail, or every call of one tool does."""
-    yield from _find_broken_tools(training_episodes(run))
+    yield from _find_broken_tools(run)
     for error, limit in (BROKEN_CALLS | WRONG_CALLS).items():
         share = read_filled_series(run, f"tool_error/{error}")
         if failing := share.above(limit):
@@ -50,8 +49,9 @@ def tool_errors(run: Run) -> Iterator[Finding]:
             yield _explain_failed_calls(run, episodes, error, *failing)
 
 
-def _find_broken_tools(episodes: Episodes) -> Iterator[Finding]:
+def _find_broken_tools(run: Run) -> Iterator[Finding]:
     """Yield a finding for each tool whose calls all crash or time out."""
+    episodes = training_episodes(run)
     broken, working = (
         [tools or [] for tools in episodes.table.column(name).to_pylist()]
         for name in ("broken_tools", "working_tools")
@@ -66,8 +66,7 @@ def _find_broken_tools(episodes: Episodes) -> Iterator[Finding]:
             f"every valid call of the tool {tool!r} crashes or times out ({calls} of {calls})",
             {"calls": float(calls)},
             **episodes.examples(is_shown, "failed_turn"),
-            causes=["the tool has a bug, or what it needs is missing"],
-            tries=[READ_LOG, f"call it yourself: agentrl tools call {tool} ARGUMENTS --file FILE"],
+            **advice(run, "tool_errors.tool", tool=tool),
             severity="error",
             subject=tool,
         )
@@ -78,15 +77,6 @@ def _explain_failed_calls(
 ) -> Finding:
     """Describe a kind of error that a share of the calls has since a step."""
     is_broken = error in BROKEN_CALLS
-    cause, tries = "the tool is slow or has a bug", [READ_LOG, MORE_TOOL_WORKERS]
-    if not is_broken:
-        cause = "the policy does not know the tool's name, arguments or format of calls"
-        tries = [
-            check_template(run),
-            "a clearer docstring and clearer parameter names of the tool: the model reads them",
-            "rollout.tool_format",
-            IMITATE,
-        ]
     # A policy that has solved its rows earns its rewards without these calls.
     is_harmless = not is_broken and is_solved(run)
     return Finding(
@@ -94,8 +84,7 @@ def _explain_failed_calls(
         f"since step {start} {share:.0%} of the tool calls fail ({error})",
         {"share": share},
         **episodes.examples(episodes["failed_calls"] > 0, "failed_turn"),
-        causes=[cause],
-        tries=tries,
+        **advice(run, f"tool_errors.{'broken' if is_broken else 'wrong'}"),
         severity="note" if is_harmless else "warning",
         subject=error,
     )
@@ -116,11 +105,6 @@ LENGTH_PENALTY = -0.3
 GONE = 0.1
 """The largest rate of each of the last steps with which tool use has died out, however much the
 rates before varied."""
-USE_TOOLS = (
-    "rows that cannot be answered without the tool",
-    "agentrl play: does the prompt show the tools, and does a call get its result?",
-    "a reward for turns or calls: reward.turn_weight, reward.tool_weight",
-)
 
 
 def tool_use(run: Run) -> Iterator[Finding]:
@@ -179,15 +163,17 @@ def _explain_decline(
     common = explain_failures(run, episodes.where(failed))
     if common.text:
         common.text = f"; of its {failed.sum()} failed rollouts with calls before that{common.text}"
-    common.causes.append(
-        "an answer without the tool earns as much: the policy learned to guess"
-        if is_better
-        else "calls were punished by chance: failed or truncated calls earn less than an answer at"
-        " once"
-    )
     # A fast fall is over in the first step; its rewards are not enough.
     end = max(start, int(rate.steps[min(rate.window, len(rate) - 1)]))
-    _add_length_penalty(run, episodes.where(own & (episodes["step"] <= end)), common)
+    early = episodes.where(own & (episodes["step"] <= end))
+    correlation = correlation_within_rows(early, "sampled_tokens")
+    reason = f"tool_use.{'better' if is_better else 'worse'}"
+    causes = [*common.advice, advice(run, reason, "tool_use.penalty")]
+    if correlation <= LENGTH_PENALTY:  # The penalty is the likeliest cause.
+        common.evidence["length_correlation"] = correlation
+        common.text += f"; within a row, longer rollouts earn less (correlation {correlation:.2f})"
+        causes = [advice(run, "tool_use.penalty"), *common.advice]
+        causes.append(advice(run, reason, "tool_use.rescore"))
     return Finding(
         start,
         f"{agent} stops calling tools: {best_rate:.0%} of its rollouts called one around"
@@ -195,26 +181,9 @@ def _explain_decline(
         f"{common.text}",
         {"best_rate": best_rate, "last_rate": last, **common.evidence},
         **episodes.examples(own & ~has_called),
-        causes=common.causes,
-        tries=[*common.tries, *USE_TOOLS],
+        **join(*causes, advice(run, "tool_use")),
         severity="audit" if is_better else "warning",
         subject=agent,
-    )
-
-
-def _add_length_penalty(run: Run, early: Episodes, common: Failures) -> None:
-    """Add a penalty to the causes: the likeliest one if longer rollouts of a row earn less."""
-    penalty = "a penalty for calls, turns or length that is larger than what the tool brings"
-    correlation = correlation_within_rows(early, "sampled_tokens")
-    if correlation > LENGTH_PENALTY:
-        common.causes.append(penalty)
-        return
-    common.causes.insert(0, penalty)
-    common.evidence["length_correlation"] = correlation
-    common.text += f"; within a row, longer rollouts earn less (correlation {correlation:.2f})"
-    common.tries.append(
-        "a smaller penalty for length; score these episodes without it: agentrl rescore"
-        f" {run.folder}"
     )
 
 
@@ -225,11 +194,7 @@ def _explain_no_calls(run: Run, episodes: Episodes, agent: str, rate: Series) ->
         f"{agent} never calls the tools of its rows ({rate.values.mean():.1%} of the rollouts)",
         {"last_rate": float(rate.last.mean())},
         **episodes.examples(own & (episodes["tool_calls"] == 0)),
-        causes=[
-            "the model does not know the format of calls, or the prompt does not ask for them",
-            "calls are not parsed: rollout.tool_format is not that of the model",
-        ],
-        tries=[check_template(run), IMITATE, *USE_TOOLS],
+        **advice(run, "tool_use.format", "tool_use"),
         subject=agent,
     )
 
@@ -262,12 +227,7 @@ def repeated_calls(run: Run) -> Iterator[Finding]:
     is_last = position >= len(steps) - share.window
     repeats = is_last & (episodes["repeated_calls"] > 0)
     evidence = {"share": mean, "rollouts": float(repeats[is_last].mean())}
-    causes = [
-        "the policy does not use the result: it is cut, or in a form that the model cannot read"
-        " (tools.max_result_tokens)",
-        "calls earn reward by themselves (reward.function, reward.tool_weight, reward.turn_weight)",
-        "nothing ends the loop: rollout.max_tool_calls, rollout.max_turns are large",
-    ]
+    causes = ["repeated_calls.unread", "repeated_calls.paid"]
     compared = ""
     if repeats.any() and not repeats[is_last].all():
         with_repeats, without = (
@@ -276,17 +236,12 @@ def repeated_calls(run: Run) -> Iterator[Finding]:
         evidence |= {"reward_with": with_repeats, "reward_without": without}
         compared = f"; such rollouts earn {with_repeats:.3g}, the others {without:.3g}"
         if with_repeats > without:
-            causes[:2] = reversed(causes[:2])
+            causes.reverse()
     yield Finding(
         start,
         f"since step {start} {mean:.0%} of the tool calls repeat an earlier call of the"
         f" conversation and get the same result{compared}",
         evidence,
         **episodes.examples(repeats, "repeated_turn"),
-        causes=causes,
-        tries=[
-            "read the episodes: does the result contain what the call asked for?",
-            "rollout.max_tool_calls",
-            "a penalty for failed calls: tools.penalties",
-        ],
+        **advice(run, *causes, "repeated_calls"),
     )

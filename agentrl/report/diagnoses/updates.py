@@ -8,7 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
-from agentrl.report.diagnoses.advice import learning_rate
+from agentrl.report.diagnoses.advice import advice
 from agentrl.report.finding import Finding
 from agentrl.report.run import Run, config_value
 from agentrl.report.series import (
@@ -49,20 +49,10 @@ vary by a factor of 3 with the number of live groups."""
 SPIKES = 3
 """The number of spikes among the last `SPIKE_STEPS` steps. One outlier is clipped away."""
 SPIKE_STEPS = 20
-SMALLER_UPDATES = [
-    "a lower optim.lr, with optim.lr_warmup_steps",
-    "fewer algorithm.ppo_epochs, a larger algorithm.mini_batch_size",
-    "optim.max_grad_norm",
-]
 
 
 def unstable_update(run: Run) -> Iterator[Finding]:
     """Steps move the policy too far, many tokens are clipped, or the gradient norm jumps."""
-    causes = [
-        f"{learning_rate(run)} is too high",
-        "too many optimizer steps on one batch",
-        "rewards of very different size",
-    ]
     drift = read_series(run, "canary/drift")
     drift = Series(drift.steps[drift.values > 0], drift.values[drift.values > 0])
     reward = read_series(run, REWARD)
@@ -75,18 +65,17 @@ def unstable_update(run: Run) -> Iterator[Finding]:
             step,
             text,
             evidence,
-            causes=causes[:2],
-            tries=["optim.lr three to ten times lower", *SMALLER_UPDATES[1:]],
+            **advice(run, "unstable_update.reward"),
             severity="error",
             subject="reward",
         )
     else:
-        yield from _find_jumps(drift, causes)
-    yield from _find_clipping(run, causes)
-    yield from _find_spikes(run, causes)
+        yield from _find_jumps(run, drift)
+    yield from _find_clipping(run)
+    yield from _find_spikes(run)
 
 
-def _find_jumps(drift: Series, causes: list[str]) -> Iterator[Finding]:
+def _find_jumps(run: Run, drift: Series) -> Iterator[Finding]:
     """Yield a finding if a few updates in a row change the logprobs by much."""
     sizes = [drift.values[i : i + JUMPS].mean() for i in range(len(drift) - JUMPS + 1)]
     jump = next((i for i, size in enumerate(sizes) if size >= MAX_DRIFT), None)
@@ -97,13 +86,12 @@ def _find_jumps(drift: Series, causes: list[str]) -> Iterator[Finding]:
         f"from step {drift.steps[jump]} each update changed the logprobs of tokens by"
         f" {sizes[jump]:.2g} nats (canary/drift): the policy jumps instead of learning",
         {"drift": float(sizes[jump]), "largest": float(drift.values.max())},
-        causes=causes[:2],
-        tries=["optim.lr ten times lower", *SMALLER_UPDATES],
+        **advice(run, "unstable_update.drift"),
         subject="drift",
     )
 
 
-def _find_clipping(run: Run, causes: list[str]) -> Iterator[Finding]:
+def _find_clipping(run: Run) -> Iterator[Finding]:
     """Yield a finding if the loss clips many tokens."""
     if clipped := read_series(run, "actor/pg_clipfrac").above(CLIPPED):
         start, share = clipped
@@ -112,13 +100,12 @@ def _find_clipping(run: Run, causes: list[str]) -> Iterator[Finding]:
             f"since step {start} {share:.0%} of the tokens are clipped: the policy moves too far"
             " from the one that sampled them",
             {"clipped": share},
-            causes=causes,
-            tries=SMALLER_UPDATES,
+            **advice(run, "unstable_update.clip"),
             subject="clip",
         )
 
 
-def _find_spikes(run: Run, causes: list[str]) -> Iterator[Finding]:
+def _find_spikes(run: Run) -> Iterator[Finding]:
     """Yield a finding if the gradient norm jumped several times in the last steps."""
     norm = read_series(run, "actor/grad_norm")
     if len(norm) < MIN_STEPS or is_solved(run):
@@ -138,8 +125,7 @@ def _find_spikes(run: Run, causes: list[str]) -> Iterator[Finding]:
         f" {min(SPIKE_STEPS, len(norm))} steps, to {norm.values[largest]:.3g} in step"
         f" {norm.steps[largest]} (median {np.median(norm.values):.3g})",
         {"spikes": float(len(spikes)), "largest": float(norm.values[largest])},
-        causes=causes,
-        tries=SMALLER_UPDATES,
+        **advice(run, "unstable_update.grad_norm"),
         subject="grad_norm",
     )
 
@@ -238,16 +224,12 @@ def entropy(run: Run) -> Iterator[Finding]:
     limit = max(HIGH_ENTROPY, ENTROPY_RISE * first)
     if last < limit or has_risen(read_series(run, REWARD), 0):
         return
-    causes = ["updates are too large: optim.lr", "the reward does not depend on the tokens"]
-    tries = ["a lower optim.lr", "a KL penalty: algorithm.kl_loss_coef"]
-    if coefficient := config_value(run, "algorithm.entropy_coef"):
-        causes.insert(0, f"algorithm.entropy_coef ({coefficient}) outweighs the rewards")
-        tries.insert(0, "algorithm.entropy_coef=0")
+    coefficient = config_value(run, "algorithm.entropy_coef")
+    causes = ["entropy.bonus", "entropy"] if coefficient else ["entropy"]
     yield Finding(
         series.since(series.means >= limit),
         f"the entropy of the policy rose from {first:.2g} to {last:.2g} nats a token, and the"
         " reward did not rise: the policy becomes random",
         {"first": first, "last": last},
-        causes=causes,
-        tries=tries,
+        **advice(run, *causes, coefficient=coefficient),
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentrl.report.diagnoses.advice import show_episodes
+from agentrl.report.diagnoses.advice import advice
 from agentrl.report.diagnoses.updates import FALL
 from agentrl.report.episodes import Episodes, most_common, shorten, training_episodes
 from agentrl.report.finding import Finding
@@ -88,7 +88,7 @@ def validation_falls(run: Run) -> Iterator[Finding]:
         # same rows: report the largest fall of them.
         key = own.tobytes() if own.any() else subset.encode()
         if key not in largest or fall.size > largest[key][0]:
-            largest[key] = fall.size, _explain_validation_fall(episodes, own, subset, fall)
+            largest[key] = fall.size, _explain_validation_fall(run, episodes, own, subset, fall)
     yield from (finding for _, finding in largest.values())
 
 
@@ -99,7 +99,7 @@ def _is_large(run: Run, fall: ValidationFall) -> bool:
 
 
 def _explain_validation_fall(
-    episodes: Episodes, own: np.ndarray, subset: str, fall: ValidationFall
+    run: Run, episodes: Episodes, own: np.ndarray, subset: str, fall: ValidationFall
 ) -> Finding:
     common_answer = ""
     if own.any():
@@ -115,15 +115,7 @@ def _explain_validation_fall(
         f" {fall.last:.3g} (step {fall.last_step}){common_answer}",
         fall.evidence,
         **episodes.examples(own, "last"),
-        causes=[
-            "the training rows of this loop or source reward something else: wrong ground truths,"
-            " or a reward that can be exploited",
-            "updates for other rows changed these answers",
-        ],
-        tries=[
-            "compare the ground truths of its training rows with those of its validation rows",
-            "keep the best checkpoint: trainer.keep_best",
-        ],
+        **advice(run, "validation_falls"),
         subject=subset,
     )
 
@@ -163,27 +155,18 @@ def overfitting(run: Run) -> Iterator[Finding]:
     if epoch is None or epoch >= MEMORIZED:
         played = f", of which each row was played about {epoch:.3g} times" if epoch else ""
         text += f": the policy memorizes the training rows{played}"
-        causes = ["too few training rows, played too often: training/epoch"]
-        tries = [
-            "more rows; fewer steps: trainer.total_steps, trainer.patience, trainer.keep_best",
-            "a KL penalty: algorithm.kl_loss_coef; fewer algorithm.ppo_epochs",
-        ]
+        cause = "overfitting.memorized"
     else:
         text += (
             f". That is not memorized, because most training rows were not played yet ({epoch:.0%}"
             f" of an epoch): they reward something else{_widest_gap(run, last)}"
         )
-        causes = ["ground truths of the training rows are wrong", "the reward can be exploited"]
-        tries = [
-            "compare ground truths of training rows with validation rows of the same kind",
-            show_episodes(run, "read episodes with a reward") + f" 'reward>0' --step {last}",
-        ]
+        cause = "overfitting.other"
     yield Finding(
         next(step for step in gaps if step and gaps[step] >= limit),
         text,
         rewards | {"epoch": epoch or 0.0},
-        causes=[*causes, "the rows of validation are of another kind"],
-        tries=tries,
+        **advice(run, cause, "overfitting", last=last),
     )
 
 
