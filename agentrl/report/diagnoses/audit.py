@@ -76,11 +76,11 @@ def _compare_accuracy(run: Run, reward: Series) -> Iterator[Finding]:
     accuracy = read_series(run, "grader/acc")
     if len(accuracy) != len(reward) or z_score(accuracy.first, accuracy.last) >= -2.0:
         return
-    first, last = float(accuracy.first.mean()), float(accuracy.last.mean())
+    (first, last), (reward_first, reward_last) = accuracy.ends, reward.ends
     yield Finding(
         int(accuracy.steps[0]),
-        f"the reward rose ({reward.first.mean():.3g} to {reward.last.mean():.3g}) and the accuracy"
-        f" fell ({first:.3g} to {last:.3g})",
+        f"the reward rose ({reward_first:.3g} to {reward_last:.3g}) and the accuracy fell"
+        f" ({first:.3g} to {last:.3g})",
         {"acc_first": first, "acc_last": last},
         **advice(run, "audit.accuracy"),
         severity="audit",
@@ -93,14 +93,14 @@ def _find_paid_parts(run: Run) -> Iterator[Finding]:
     accuracy = read_series(run, "grader/acc")
     if len(accuracy) < MIN_STEPS or has_risen(accuracy, 0):
         return
-    acc_first, acc_last = float(accuracy.first.mean()), float(accuracy.last.mean())
+    acc_first, acc_last = accuracy.ends
     for name in run.metrics.column_names:
         if not name.startswith("grader/") or name == "grader/acc":
             continue
         part = read_series(run, name)
         if not _rises(part):
             continue
-        first, last = float(part.first.mean()), float(part.last.mean())
+        first, last = part.ends
         yield Finding(
             int(part.steps[0]),
             f"{name} rose from {first:.3g} to {last:.3g}, and the accuracy did not rise"

@@ -153,7 +153,7 @@ def _explain_dead_steps(run: Run, first: int, last: int, dead: Series) -> Findin
         values = [x or 0.0 for x in part.column(name).to_pylist()]
         return sum(values) / len(values)
 
-    equal, reward, rewards = mean_of(DEAD_GROUPS, 1.0), mean_of(REWARD, math.nan), reward_range(run)
+    equal, reward = mean_of(DEAD_GROUPS, 1.0), mean_of(REWARD, math.nan)
     stops = {
         n.removeprefix(STOP): mean_of(n, 0.0) for n in table.column_names if n.startswith(STOP)
     }
@@ -163,6 +163,7 @@ def _explain_dead_steps(run: Run, first: int, last: int, dead: Series) -> Findin
         masked = ", rollouts of the others are masked by rollout.budget_policy"
     if reason in BUDGETS:
         causes += ["dead_groups.budget", *(["dead_groups.masked"] if masked else [])]
+    rewards = reward_range(run)
     if rewards.low == rewards.high:
         causes.append("dead_groups.one_reward")
     else:

@@ -194,8 +194,8 @@ def reward_flat(run: Run) -> Iterator[Finding]:
     dead = read_series(run, DEAD_GROUPS)
     if len(dead) and dead.last.mean() >= DEAD_SHARE:  # `dead_groups` says why it does not rise
         return
-    first, last = float(reward.first.mean()), float(reward.last.mean())
-    gain = float(reward.last.mean() - reward.first.mean())
+    first, last = reward.ends
+    gain, best_gain = last - first, float(reward.means.max()) - first
     error = math.hypot(*(x.std(ddof=1) / math.sqrt(len(x)) for x in (reward.first, reward.last)))
     series = {name: read_series(run, metric) for name, metric in MOVES.items()}
     moves = {name: float(np.abs(s.last).mean()) for name, s in series.items() if len(s)}
@@ -217,7 +217,6 @@ def reward_flat(run: Run) -> Iterator[Finding]:
         return
     strong = _strong_penalties(run)
     largest = FLAT_STRONG_KL if strong else FLAT
-    best_gain = float(reward.means.max() - reward.first.mean())
     if gain + 2 * error < largest * size and best_gain < 2 * FLAT * size:
         yield Finding(
             int(reward.steps[0]),

@@ -52,11 +52,11 @@ def _find_kinds(episodes: Episodes) -> dict[str, np.ndarray]:
     keys = list(zip(agents, map(wording.__getitem__, samples), strict=True))
     if len(set(keys)) > MAX_KINDS:
         keys = list(zip(agents, episodes["data_source"].tolist(), strict=True))
-    kinds = {}
+    kinds, are_several = {}, len(set(agents)) > 1
     for (agent, _), members in group_by(keys, range(len(keys))).items():
         example = " ".join(prompts[members[0]].split())
         text = example if len(example) <= 100 else "..." + example[-97:]
-        name = f"{text} ({agent})" if len(set(agents)) > 1 else text
+        name = f"{text} ({agent})" if are_several else text
         kinds[name] = np.zeros(len(keys), bool)
         kinds[name][members] = True
     return kinds
@@ -100,8 +100,8 @@ def collapse(run: Run) -> Iterator[Finding]:
         return
     kinds, is_wrong = _find_kinds(episodes), _are_wrong(run, episodes)
     answers = np.array([answer.strip() for answer in episodes["answer"]], object)
-    found = [_find_collapse(episodes, *item, is_wrong, answers) for item in kinds.items()]
-    collapsed = [c for c in found if c is not None]
+    results = [_find_collapse(episodes, *item, is_wrong, answers) for item in kinds.items()]
+    collapsed = [result for result in results if result]
     if not collapsed:
         return
     start = min(c.step for c in collapsed)
