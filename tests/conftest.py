@@ -19,7 +19,7 @@ import agentrl.rewards
 import agentrl.rollout
 from agentrl import registry
 from agentrl.config import environment
-from agentrl.report.diagnosis import diagnoses
+from agentrl.report.run import diagnoses
 
 CI = os.environ.get("CI") == "true"
 

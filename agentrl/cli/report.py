@@ -36,7 +36,7 @@ def report(
     from agentrl.registry import load_file
     from agentrl.regular_files import atomic_file
     from agentrl.report import diagnose, load_run
-    from agentrl.report.diagnosis import describe
+    from agentrl.report.finding import describe
     from agentrl.report.page import make_report, to_html, to_markdown
 
     loaded = load_run(run)

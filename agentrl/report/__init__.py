@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from agentrl.report import shipped as shipped  # registers the shipped diagnoses
-from agentrl.report.diagnosis import Finding, diagnose, diagnosis
-from agentrl.report.run import Run, load_run
+from agentrl.report import diagnoses as diagnoses  # registers the shipped diagnoses
+from agentrl.report.finding import Finding
+from agentrl.report.run import Run, diagnose, diagnosis, load_run
 
 __all__ = ["Finding", "Run", "diagnose", "diagnosis", "load_run"]

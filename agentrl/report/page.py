@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from agentrl.plural import plural
-from agentrl.report.diagnosis import ALARMS, SEVERITIES, Finding
-from agentrl.report.run import Run
-from agentrl.report.shipped import REWARD, Series, config_value, read_series, values_by_step
+from agentrl.report.finding import ALARMS, SEVERITIES, Finding
+from agentrl.report.run import Run, config_value
+from agentrl.report.series import REWARD, Series, read_series, values_by_step
 from agentrl.terminal import printable
 
 CURVES = (

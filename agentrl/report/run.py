@@ -1,4 +1,4 @@
-"""A recorded run as Arrow tables.
+"""A recorded run as Arrow tables, and the diagnoses: functions that look for a problem in a run.
 
     from agentrl import load_run
 
@@ -11,7 +11,7 @@ A table contains null where a run has not recorded a value, never a number in it
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -27,8 +27,10 @@ from agentrl.config import Config, load_config
 from agentrl.config.sources import load_yaml
 from agentrl.errors import DataError
 from agentrl.record import METRICS, is_run, read_metrics
+from agentrl.registry import Registry
 from agentrl.regular_files import read_regular
 from agentrl.report.behaviour import read_behaviour
+from agentrl.report.finding import SEVERITIES, Finding, findings_table
 from agentrl.store import StoredRollout, TrajectoryStore
 from agentrl.trajectory import Group
 
@@ -143,8 +145,6 @@ class Run:
     @cached_property
     def findings(self) -> pa.Table:
         """One row per finding of the diagnoses; see `Finding`."""
-        from agentrl.report.diagnosis import diagnose, findings_table
-
         return findings_table(diagnose(self))
 
     def rollouts(self, split: str | None = None) -> Iterator[StoredRollout]:
@@ -242,6 +242,42 @@ class Run:
         return self.steps is None or step in self.steps
 
 
+Diagnosis = Callable[[Run], Iterable[Finding]]
+diagnoses: Registry[Diagnosis] = Registry("diagnosis", home="agentrl.report.diagnoses")
+
+
+def diagnosis(name: str) -> Callable[[Diagnosis], Diagnosis]:
+    """Register a function that looks for a problem in a run and yields a `Finding` for each."""
+
+    def register(function: Diagnosis) -> Diagnosis:
+        return diagnoses.add(name, function)
+
+    return register
+
+
+def diagnose(run: Run) -> list[Finding]:
+    """Return the findings of all registered diagnoses, the most severe first.
+
+    Findings of equal severity are in the order in which the diagnoses were registered: the shipped
+    ones first, in the order of causes (a problem is before those that it may cause). A diagnosis
+    that raises gives a warning with its name, and the others go on.
+
+    Raises:
+        DataError: a file of the run is damaged.
+    """
+    findings: list[Finding] = []
+    for name, function in diagnoses.items():
+        try:
+            new = [replace(finding, name=name) for finding in function(run)]
+        except DataError:  # all diagnoses that read this file would repeat it
+            raise
+        except Exception as e:
+            text = f"the diagnosis {name!r} failed: {type(e).__name__}: {e}"
+            new = [Finding(step=0, text=text, name=name, subject="failed")]
+        findings += new
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
 def metrics_table(record: Sequence[tuple[int, Mapping[str, Any]]]) -> pa.Table:
     """Return the table `Run.metrics` of steps and their metrics."""
     names = dict.fromkeys(name for _, data in record for name in data)
@@ -270,6 +306,12 @@ def load_run(path: str | Path, steps: Collection[int] | None = None) -> Run:
             " is the folder of a model"
         )
     return Run(folder, steps)
+
+
+def config_value(run: Run, key: str) -> object:
+    """Return the value of a config key; None if the run's config lacks it."""
+    section, _, name = key.partition(".")
+    return (run.config.get(section) or {}).get(name)
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:

@@ -25,7 +25,7 @@ from agentrl.terminal import echo, printable
 from agentrl.trainer.curve import TRAINING, validation_series
 
 if TYPE_CHECKING:
-    from agentrl.report.diagnosis import Finding
+    from agentrl.report.finding import Finding
     from agentrl.rollout import Progress
 
 log = logging.getLogger("agentrl")
@@ -115,7 +115,7 @@ class Console:
 
     def finding(self, finding: Finding) -> None:
         """Warn about a finding of a diagnosis."""
-        from agentrl.report.diagnosis import describe
+        from agentrl.report.finding import describe
 
         log.warning("%s", describe(finding))
 

@@ -23,7 +23,7 @@ from agentrl.errors import Terminated
 from agentrl.trainer.console import Activity, Console, Metrics
 
 if TYPE_CHECKING:
-    from agentrl.report.diagnosis import Finding
+    from agentrl.report.finding import Finding
     from agentrl.rollout import Progress
 
 

@@ -53,7 +53,7 @@ from agentrl.plan import (
     make_plan,
 )
 from agentrl.record import METRICS, read_metrics
-from agentrl.report.diagnosis import LiveDiagnosis
+from agentrl.report.live import LiveDiagnosis
 from agentrl.rollout import open_rollouts
 from agentrl.store import TrajectoryStore, TrajectoryWriter
 from agentrl.torch_threads import choose_threads

@@ -11,7 +11,9 @@ import pytest
 
 from agentrl import load_run
 from agentrl.report import Finding, diagnose, diagnosis
-from agentrl.report.diagnosis import LiveDiagnosis, diagnoses, findings_table
+from agentrl.report.finding import findings_table
+from agentrl.report.live import LiveDiagnosis
+from agentrl.report.run import diagnoses
 
 OLD = Path(__file__).parent.parent / "fixtures/old_run/run"
 

@@ -15,11 +15,10 @@ from agentrl.cli import main
 from agentrl.cli.evaluate import aligned
 from agentrl.errors import DataError
 from agentrl.report import Finding, diagnose
-from agentrl.report.diagnosis import diagnoses
 from agentrl.report.page import make_report, to_html, to_markdown
-from agentrl.report.run import load_run
+from agentrl.report.run import diagnoses, load_run
 
-from .test_shipped import N, learning, make_run, ramp
+from .test_diagnoses import N, learning, make_run, ramp
 
 OLD = Path(__file__).parent.parent / "fixtures/old_run/run"
 ATTACK = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m\u202e\x00 `*|#"

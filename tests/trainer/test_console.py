@@ -30,7 +30,7 @@ from support.forked_python import run_agentrl
 
 from agentrl.config import Config
 from agentrl.record import METRICS
-from agentrl.report.diagnosis import Finding
+from agentrl.report.finding import Finding
 from agentrl.rollout import Progress
 from agentrl.trainer import console as console_module
 from agentrl.trainer.console import Activity, Console
@@ -241,7 +241,7 @@ def test_the_display_fits_the_terminal(monkeypatch, width, height):
 DISPLAY = """
 import sys, time
 from pathlib import Path
-from agentrl.report.diagnosis import Finding
+from agentrl.report.finding import Finding
 from agentrl.rollout import Progress
 from agentrl.trainer.console import Activity, open_console
 

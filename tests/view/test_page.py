@@ -15,7 +15,7 @@ from support.recorded import play, write_run
 from agentrl import load_run
 from agentrl.cli import main
 from agentrl.report import Finding, diagnosis
-from agentrl.report.diagnosis import diagnoses
+from agentrl.report.run import diagnoses
 from agentrl.store import TrajectoryStore
 from agentrl.trajectory import Group, Message, Scored, Segment, float_array, token_array
 from agentrl.view.app import ViewServer

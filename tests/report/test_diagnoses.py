@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import yaml
 
 from agentrl.config import FIELDS
-from agentrl.report import Finding, Run, diagnose, shipped
+from agentrl.report import Finding, Run, diagnose, diagnoses
 from agentrl.report.behaviour import BEHAVIOUR_SCHEMA, ends_with_truth
-from agentrl.report.diagnosis import ALARMS
+from agentrl.report.episodes import Episodes, without_group_means
+from agentrl.report.finding import ALARMS
 from agentrl.report.run import metrics_table
 
 N = 40
@@ -795,8 +797,8 @@ def test_the_groups_of_each_split_are_counted_from_0():
     """Group 0 of those that were set aside is another one than group 0 of those that trained."""
     rewards = {"train": [1.0, 0.0], "evicted": [1.0, 1.0]}
     episodes = [{"step": 1, "split": s, "reward": r} for s, of in rewards.items() for r in of]
-    table = make_run({}, episodes).behaviour
-    assert shipped.without_group_means(table, "reward").tolist() == [0.5, -0.5, 0.0, 0.0]
+    stored = Episodes(make_run({}, episodes).behaviour)
+    assert without_group_means(stored, "reward").tolist() == [0.5, -0.5, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("passes", "helps"), [(None, True), (1.0, False), (3.0, True)])
@@ -1071,10 +1073,32 @@ def test_notes_on_the_settings_are_findings():
     assert not [f for f in diagnose(run) if f.name == "settings"]
 
 
+FILES = sorted(Path(diagnoses.__file__).parent.glob("*.py"))
+ADVICE = yaml.safe_load((FILES[0].parent / "advice.yaml").read_text())
+
+
+def nodes(kind: type[ast.AST]) -> list[Any]:
+    """Return the nodes of a kind in the source of the shipped diagnoses."""
+    trees = [ast.parse(file.read_text()) for file in FILES]
+    return [node for tree in trees for node in ast.walk(tree) if isinstance(node, kind)]
+
+
+def test_each_entry_of_the_advice_exists_and_is_used():
+    calls = [c for c in nodes(ast.Call) if isinstance(c.func, ast.Name) and c.func.id == "advice"]
+    literal = {arg.value for call in calls for arg in call.args if isinstance(arg, ast.Constant)}
+    assert len(literal) > 30 and literal <= ADVICE.keys()
+    starts = [getattr(node.values[0], "value", "") for node in nodes(ast.JoinedStr)]
+    begins = tuple(start for start in starts if re.fullmatch(r"[a-z_]+\.", str(start)))
+    texts = {node.value for node in nodes(ast.Constant)}
+    assert [name for name in ADVICE if name not in texts and not name.startswith(begins)] == []
+    for entry in ADVICE.values():
+        assert entry.keys() <= {"causes", "tries"} and all(map(all, entry.values()))
+
+
 def test_config_keys_and_files_that_findings_name_exist():
     """What to try is a text; the keys and pages in it must exist."""
-    source = Path(shipped.__file__).read_text()
-    texts = [n.value for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Constant)]
+    advice = [text for entry in ADVICE.values() for texts in entry.values() for text in texts]
+    texts = [*advice, *(node.value for node in nodes(ast.Constant))]
     text = "\n".join(t for t in texts if isinstance(t, str))
     sections = {key.partition(".")[0] for key in FIELDS}
     named = re.findall(r"(?<![\w/.])([a-z]+)\.([a-z_]+)", text)

@@ -1,144 +1,24 @@
-"""Diagnoses: functions that look for a known problem in a recorded run.
-
-    from agentrl.report import Finding, diagnosis
-
-    @diagnosis("no_tools")
-    def no_tools(run):
-        \"\"\"The policy no longer calls tools.\"\"\"
-        calls = run.metrics.column("tool_call_counts/mean").to_pylist()
-        if calls[-1] == 0:
-            yield Finding(step=len(calls), text="no rollout calls a tool", evidence={"calls": 0.0})
-
-A file with such functions is loaded like one with tools: `--file my_diagnoses.py`, for `agentrl
-train` and for `agentrl report`.
-"""
+"""Warnings while a run trains: the diagnoses of its steps until now."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import orjson
 import pyarrow as pa
 
-from agentrl.errors import DataError
 from agentrl.record import METRICS, read_metrics
-from agentrl.registry import Registry
 from agentrl.report.behaviour import BEHAVIOUR_SCHEMA, read_behaviour
-from agentrl.report.run import Run, metrics_table
+from agentrl.report.finding import ALARMS, Finding, describe
+from agentrl.report.run import Run, diagnose, metrics_table
 
 log = logging.getLogger("agentrl")
-
-Severity = Literal["error", "warning", "audit", "note"]
-SEVERITIES: tuple[str, ...] = get_args(Severity)
-"""The most severe first. An error: the run cannot succeed like this. A warning: something that the
-user does not want is likely. An audit: read these episodes, for the reward may be exploited. A
-note: a fact about the run, such as where its time goes. Errors and warnings are alarms."""
-ALARMS = SEVERITIES[:2]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A problem of a run, with the evidence for it.
-
-    Attributes:
-        step: the step at which the problem begins.
-        text: one sentence: what happens, where, since when.
-        evidence: the numbers that show it, by name.
-        episodes: ids of episodes that show it.
-        causes: likely causes, the likeliest first.
-        tries: what to change, the most promising first: commands or config keys.
-        name: the name of the diagnosis; `diagnose` sets it.
-        severity: "error", "warning", "audit" or "note"; see `SEVERITIES`.
-        subject: the part of the run that is concerned, such as an agent loop or a kind of rows;
-            "" for the whole run. A run warns once for each name and subject.
-        turns: for each of `episodes` the index of the turn that shows it; empty, or None for one of
-            them: the whole episode shows it.
-
-    Raises:
-        ValueError: the severity is unknown, or `turns` has another length than `episodes`.
-    """
-
-    step: int
-    text: str
-    evidence: Mapping[str, float] = field(default_factory=dict)
-    episodes: Sequence[str] = ()
-    causes: Sequence[str] = ()
-    tries: Sequence[str] = ()
-    name: str = ""
-    severity: Severity = "warning"
-    subject: str = ""
-    turns: Sequence[int | None] = ()
-
-    def __post_init__(self):
-        if self.severity not in SEVERITIES:
-            raise ValueError(
-                f"unknown severity {self.severity!r}. Severities: {', '.join(SEVERITIES)}"
-            )
-        if self.turns and len(self.turns) != len(self.episodes):
-            raise ValueError(f"{len(self.turns)} turns for {len(self.episodes)} episodes")
-
-
-Diagnosis = Callable[[Run], Iterable[Finding]]
-diagnoses: Registry[Diagnosis] = Registry("diagnosis", home="agentrl.report.shipped")
-
-
-def diagnosis(name: str) -> Callable[[Diagnosis], Diagnosis]:
-    """Register a function that looks for a problem in a run and yields a `Finding` for each."""
-
-    def register(function: Diagnosis) -> Diagnosis:
-        return diagnoses.add(name, function)
-
-    return register
-
-
-def diagnose(run: Run) -> list[Finding]:
-    """Return the findings of all registered diagnoses, the most severe first.
-
-    Findings of equal severity are in the order in which the diagnoses were registered: the shipped
-    ones first, in the order of causes (a problem is before those that it may cause). A diagnosis
-    that raises gives a warning with its name, and the others go on.
-
-    Raises:
-        DataError: a file of the run is damaged.
-    """
-    findings: list[Finding] = []
-    for name, function in diagnoses.items():
-        try:
-            new = [replace(finding, name=name) for finding in function(run)]
-        except DataError:  # all diagnoses that read this file would repeat it
-            raise
-        except Exception as e:
-            text = f"the diagnosis {name!r} failed: {type(e).__name__}: {e}"
-            new = [Finding(step=0, text=text, name=name, subject="failed")]
-        findings += new
-    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
-
-
-def findings_table(findings: Sequence[Finding]) -> pa.Table:
-    """Return one row per finding: the fields of `Finding`; `evidence` is JSON text."""
-    texts = ("name", "severity", "subject", "text", "evidence")
-    lists = ("episodes", "causes", "tries")
-    schema = pa.schema(
-        [
-            ("step", pa.int64()),
-            *((name, pa.string()) for name in texts),
-            *((name, pa.list_(pa.string())) for name in lists),
-            ("turns", pa.list_(pa.int32())),
-        ]
-    )
-    rows = [asdict(f) | {"evidence": json.dumps(dict(f.evidence), default=float)} for f in findings]
-    return pa.Table.from_pylist(rows, schema)
-
-
-# --- while a run trains --------------------------------------------------------------------------
-
 
 WARNED = "findings.jsonl"
 """The file of a run with the findings that were printed while it trained, one in a line."""
@@ -269,13 +149,3 @@ class LiveDiagnosis:
                 file.write(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
         except OSError as e:
             self._warn(f"warning: cannot write {self.folder / WARNED}: {e}")
-
-
-def describe(finding: Finding) -> str:
-    """Return a finding as a few lines for a terminal; the first one ends with the diagnosis."""
-    lines = [f"{finding.severity}: {finding.text} [{finding.name}]"]
-    if finding.causes:
-        lines.append(f"  likely cause: {finding.causes[0]}")
-    if finding.tries:
-        lines.append(f"  try: {finding.tries[0]}")
-    return "\n".join(lines)
