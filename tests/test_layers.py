@@ -28,7 +28,7 @@ LAYERS = (
     ),
     ("record", "siblings"),
     ("registry",),
-    ("answers", "callbacks", "config", "http", "metrics", "signatures", "workers"),
+    ("answers", "callbacks", "config", "http", "http_server", "metrics", "signatures", "workers"),
     ("chat", "sandbox"),
     ("data", "engine", "interactions", "rewards", "store", "tools"),
     ("agent_loops",),
@@ -53,7 +53,7 @@ HEAVY = {
     "peft": ("trainer/", "cluster/", "engine/local/"),
     "ray": ("cluster/",),
     "fastapi": ("tools/serving/", "view/"),
-    "uvicorn": ("gateway/", "tools/serving/", "view/"),
+    "uvicorn": ("http_server/",),
     "typer": ("cli/",),
 }
 

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from types import FrameType
 
 from agentrl import open_files
+from agentrl.http_server.bind import bind, host_names_of
+from agentrl.http_server.server import BoundedHttpProtocol, HttpServer
 from agentrl.registry import tools
 from agentrl.tools.descriptors import connections_accepted, descriptors_of_tools
 from agentrl.tools.runner import MAX_REPLACED
 from agentrl.tools.serving.app import ToolMetrics, create_app
-from agentrl.tools.serving.bind import bind, host_names_of, url_of
-from agentrl.tools.serving.bounded import BoundedHttpProtocol, BoundedServer
 from agentrl.tools.session import MAX_CALLS, ShardInfo, ToolHost
 
 CLIENT_SHARE = 0.9
@@ -47,7 +47,7 @@ def _reserve_descriptors() -> int:
     return max_connections
 
 
-class ToolServer(BoundedServer):
+class ToolServer(HttpServer):
     """The application on its own socket. The socket is bound at once, so `url` is known.
 
     SIGTERM and Ctrl-C drain the server: it refuses new sessions and calls, waits for running calls
@@ -83,28 +83,26 @@ class ToolServer(BoundedServer):
     ):
         open_files.raise_limit()
         BoundedHttpProtocol.max_connections = _reserve_descriptors()
-        self._socket = bound or bind(host, port, token)
-        self.url = url_of(self._socket)
+        bound = bound or bind(host, port, token)
         self._ready = ready
         self._drained_by = float("inf")
         self._has_ended = threading.Event()
         metrics = ToolMetrics()
         self._host = ToolHost(metrics.observe_call, shard=shard, max_calls=max_calls)
-        names = host_names_of(self._socket)
         app = create_app(
             self._host,
             metrics,
             token=token,
-            names=names,
+            names=host_names_of(bound),
             max_client_connections=max(1, int(CLIENT_SHARE * BoundedHttpProtocol.max_connections)),
             mcp=mcp,
         )
-        super().__init__(app, lifespan="on")
+        super().__init__(app, bound, lifespan="on")
 
     def serve_forever(self) -> None:
         """Serve until a signal, or until `should_exit` is set."""
         try:
-            self.run(sockets=[self._socket])
+            super().serve_forever()
         finally:
             self._has_ended.set()
 
