@@ -12,8 +12,9 @@ Example::
 
 from __future__ import annotations
 
-from agentrl.sandbox.base import Completed, EndedBy, Language, Limits, Sandbox
+from agentrl.sandbox.base import Sandbox
 from agentrl.sandbox.box import Box
+from agentrl.sandbox.program import Completed, EndedBy, Language, Limits
 from agentrl.sandbox.settings import configure, current, files_needed, limits, probe, release
 
 __all__ = [

@@ -8,17 +8,17 @@ import threading
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
-from agentrl.sandbox.base import (
+from agentrl.sandbox.base import Sandbox
+from agentrl.sandbox.bubblewrap import Bubblewrap
+from agentrl.sandbox.fusion import SandboxFusion
+from agentrl.sandbox.program import (
     FILES_OF_BOX,
     FILES_OF_PROGRAM,
     MAX_BOXES,
     Limits,
-    Sandbox,
     default_limits,
     slot_count,
 )
-from agentrl.sandbox.bubblewrap import Bubblewrap
-from agentrl.sandbox.fusion import SandboxFusion
 from agentrl.sandbox.unsafe import WARNING, UnsafeSubprocess
 from agentrl.workers import PerLoop
 
