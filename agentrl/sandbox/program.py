@@ -16,8 +16,6 @@ from typing import Literal, NamedTuple
 from agentrl.config import SandboxConfig
 
 MAX_BOXES = 1024
-FILES_OF_PROGRAM, FILES_OF_BOX = 12, 6
-"""Descriptors that this process needs for a program and for an open box: pipes and files."""
 _CONTROL = re.compile(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 Language = Literal["python", "bash"]

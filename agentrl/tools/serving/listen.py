@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from agentrl import open_files
 from agentrl.http_server.bind import bind, host_names_of
 from agentrl.http_server.server import BoundedHttpProtocol, HttpServer
 from agentrl.registry import tools
-from agentrl.tools.descriptors import connections_accepted, descriptors_of_tools
+from agentrl.tools.descriptors import reserve_for_server
 from agentrl.tools.runner import MAX_REPLACED
 from agentrl.tools.serving.app import ToolMetrics, create_app
 from agentrl.tools.session import MAX_CALLS, ShardInfo, ToolHost
@@ -32,19 +31,6 @@ END_SECONDS = 18.0
 """
 
 log = logging.getLogger("agentrl.tools")
-
-
-def _reserve_descriptors() -> int:
-    """Reserve descriptors for programs; return how many connections to accept (3/4 of the rest).
-
-    The number of episodes that keep a sandbox open is not known here; `check_open_files` counts
-    them.
-    """
-    programs = descriptors_of_tools(tools.get(name) for name in tools.names())
-    open_files.reserve(programs)
-    max_connections = connections_accepted(open_files.left_for_connections())
-    open_files.reserve(programs + max_connections)
-    return max_connections
 
 
 class ToolServer(HttpServer):
@@ -81,8 +67,8 @@ class ToolServer(HttpServer):
         max_calls: int = MAX_CALLS,
         mcp: bool = False,
     ):
-        open_files.raise_limit()
-        BoundedHttpProtocol.max_connections = _reserve_descriptors()
+        max_connections = reserve_for_server(tools.get(name) for name in tools.names())
+        BoundedHttpProtocol.max_connections = max_connections
         bound = bound or bind(host, port, token)
         self._ready = ready
         self._drained_by = float("inf")
@@ -94,7 +80,7 @@ class ToolServer(HttpServer):
             metrics,
             token=token,
             names=host_names_of(bound),
-            max_client_connections=max(1, int(CLIENT_SHARE * BoundedHttpProtocol.max_connections)),
+            max_client_connections=max(1, int(CLIENT_SHARE * max_connections)),
             mcp=mcp,
         )
         super().__init__(app, bound, lifespan="on")
