@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -32,7 +32,7 @@ from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
+from starlette.routing import Route, request_response
 
 from agentrl import sandbox
 from agentrl.errors import AgentRLError, UserCodeError, UserError
@@ -211,13 +211,13 @@ class PlainRoute(APIRoute):
     response.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the function that answers a request."""
+    def __init__(self, path: str, endpoint: Callable[..., Awaitable[Response]], **options: Any):
+        super().__init__(path, endpoint, **options)
 
         async def answer(request: Request) -> Response:
-            return await self.endpoint(request, **request.path_params)
+            return await endpoint(request, **request.path_params)
 
-        return answer
+        self.app = request_response(answer)
 
 
 def create_app(
