@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from agentrl.file_loaders import file_loaders
 from agentrl.terminal import escape_warnings
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ __all__ = [
     "advantage_estimator", "agent_loop", "callback", "interaction", "load_config", "load_run",
     "load_samples", "play", "policy_loss", "reward", "tool",
 ]  # fmt: skip
+
+
+file_loaders["mcp"] = lambda: importlib.import_module("agentrl.tools.mcp.source")
+file_loaders["verl"] = lambda: importlib.import_module("agentrl.compat.verl")
 
 
 def __getattr__(name: str) -> Any:

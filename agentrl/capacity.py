@@ -14,11 +14,7 @@ from agentrl.errors import ConfigError
 from agentrl.open_files import RESERVED
 from agentrl.plan import Plan, rewards_with_programs
 from agentrl.plural import plural
-from agentrl.tools.descriptors import (
-    FILES_OF_WORKER,
-    descriptors_for_connections,
-    descriptors_of_tools,
-)
+from agentrl.tools.descriptors import descriptors_of_connections, descriptors_of_programs
 
 MIN_CONNECTIONS = 256
 """The number of connections that keeps servers busy, regardless of the number of rollouts."""
@@ -39,9 +35,10 @@ def check_open_files(plan: Plan) -> None:
     has_server = bool(tools) and not in_process
     uses_http = has_server or config.rollout.name != "local"
     connections = min(rollouts, MIN_CONNECTIONS) if uses_http else 0
-    programs = FILES_OF_WORKER * config.reward.workers + descriptors_of_tools(
+    programs = descriptors_of_programs(
         in_process,
         config.sandbox,
+        workers=config.reward.workers,
         episodes=rollouts,
         rewards_run_programs=bool(rewards_with_programs(plan)),
     )
@@ -49,8 +46,8 @@ def check_open_files(plan: Plan) -> None:
     needs = {"the run": (connections, 0, programs)}
     if has_server and config.tools.transport == "http":
         episodes = -(-rollouts // config.tools.workers)
-        programs = descriptors_of_tools(tools, config.sandbox, episodes=episodes)
-        opened = descriptors_for_connections(connections) - connections
+        programs = descriptors_of_programs(tools, config.sandbox, episodes=episodes)
+        opened = descriptors_of_connections(connections) - connections
         needs["the tool server"] = connections, opened, programs
     process = max(needs, key=lambda name: sum(needs[name]))
     connections, opened, programs = needs[process]

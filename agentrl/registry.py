@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from agentrl.errors import ConfigError, RegistryError, UserError
+from agentrl.file_loaders import file_loaders
 from agentrl.siblings import make_siblings_importable
 
 T = TypeVar("T")
@@ -273,8 +274,6 @@ SHELF = "shelf:"
 USER_MODULE = "agentrl_user_"
 """The names of the modules of user files begin with it."""
 YAML = (".yaml", ".yml")
-VERL, MCP = "agentrl.compat.verl", "agentrl.tools.mcp.source"
-"""Modules that import this one. So they are imported only when a user file needs them."""
 
 
 def shelf_folder() -> Path:
@@ -395,10 +394,10 @@ def load_file(name: str) -> Any:
             name is taken; the message names the line.
     """
     if name.startswith("mcp+"):
-        return importlib.import_module(MCP).load(name)
+        return file_loaders["mcp"]().load(name)
     path = resolve_file(name)
     if path.suffix in YAML:
-        return importlib.import_module(VERL).load_yaml(path)
+        return file_loaders["verl"]().load_yaml(path)
     # The name is the same in every process, so that processes can unpickle each other's objects.
     digest = blake2b(str(path).encode(), digest_size=8).hexdigest()
     module_name = f"{USER_MODULE}{path.stem}_{digest}"
@@ -441,7 +440,7 @@ def _run(loader: Loader, module: ModuleType, path: Path) -> ModuleType:
     try:
         loader.exec_module(module)
     except ImportError as e:
-        verl = importlib.import_module(VERL)
+        verl = file_loaders["verl"]()
         if verl.is_relative(e):
             return verl.load_relative(path)
         if not verl.is_missing(e):

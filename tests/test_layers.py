@@ -1,7 +1,8 @@
 """Imports go one way, and heavy packages live in one place each.
 
 Only direct imports count, at any depth of a file: transformers' tokenizers pull torch in by
-themselves. A name in a lazily loaded table (`agentrl.__init__`) is a text, not an import.
+themselves. A text that `import_module` gets is an import, too. What counts neither is a name in a
+lazily loaded table: of `agentrl.__init__`, and the homes of shipped entries (`registry.Registry`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ PACKAGE = Path(__file__).parent.parent / "agentrl"
 LAYERS = (
     (
         "errors",
+        "file_loaders",
         "installation",
         "open_files",
         "plural",
@@ -28,7 +30,7 @@ LAYERS = (
     ),
     ("record", "siblings"),
     ("registry",),
-    ("answers", "callbacks", "config", "http", "metrics", "signatures", "workers"),
+    ("answers", "callbacks", "config", "http", "http_server", "metrics", "signatures", "workers"),
     ("chat", "sandbox"),
     ("data", "engine", "interactions", "rewards", "store", "tools"),
     ("agent_loops",),
@@ -53,7 +55,7 @@ HEAVY = {
     "peft": ("trainer/", "cluster/", "engine/local/"),
     "ray": ("cluster/",),
     "fastapi": ("tools/serving/", "view/"),
-    "uvicorn": ("gateway/", "tools/serving/", "view/"),
+    "uvicorn": ("http_server/",),
     "typer": ("cli/",),
 }
 
@@ -70,12 +72,28 @@ def room_of(file: Path) -> str:
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:
     """Line and dotted name of everything a file imports."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name_of(file)}:{node.lineno}: a relative import"
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from ((node.lineno, text) for text in texts_of(node.args[0], tree))
+
+
+def texts_of(value: ast.expr, tree: ast.Module) -> Iterator[str]:
+    """The text that an expression is, or that a constant of the module with its name has."""
+    if isinstance(value, ast.Constant):
+        yield value.value
+    elif isinstance(value, ast.JoinedStr) and isinstance(value.values[0], ast.Constant):
+        yield value.values[0].value
+    elif isinstance(value, ast.Name):
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and value.id in ast.unparse(node.targets[0]):
+                constants = (n for n in ast.walk(node.value) if isinstance(n, ast.Constant))
+                yield from (c.value for c in constants if isinstance(c.value, str))
 
 
 def package_files() -> list[Path]:

@@ -63,10 +63,11 @@ def serve(
     from agentrl.engine.open import open_engine
     from agentrl.errors import ConfigError, UserError
     from agentrl.gateway.requests import MODEL
-    from agentrl.gateway.serve import create_app, serve_forever
+    from agentrl.gateway.serve import create_app
     from agentrl.gateway.stateless import StatelessSession, without_budgets
+    from agentrl.http_server.bind import bind, host_names_of
+    from agentrl.http_server.server import HttpServer
     from agentrl.tools import LocalToolbox
-    from agentrl.tools.serving.bind import bind, host_names_of, url_of
 
     settings = read_config(config, overrides, model=model, needs_rows=False, uses_run_config=True)
     if check:
@@ -89,7 +90,8 @@ def serve(
             lambda key: session if not token or compare_digest(key.encode(), expected) else None,
             hosts=frozenset() if token else host_names_of(bound),
         )
-        url = f"{url_of(bound)}/v1"
+        server = HttpServer(app, bound)
+        url = f"{server.url}/v1"
         echo(f"serving {settings.model.path} as {MODEL!r} at {url}\n")
         key = f"${token_env}" if token_env else "any"
         echo(f"  export OPENAI_BASE_URL={url} OPENAI_API_KEY={key}")
@@ -98,7 +100,7 @@ def serve(
             + (f' -H "authorization: Bearer {key}"' if token_env else "")
             + ' -d \'{"messages": [{"role": "user", "content": "Hi"}]}\''
         )
-        serve_forever(app, bound)
+        server.serve_forever()
     finally:
         engine.close()
 

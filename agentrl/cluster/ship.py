@@ -13,6 +13,7 @@ from tempfile import gettempdir
 
 from agentrl import __version__, registry
 from agentrl.errors import ConfigError
+from agentrl.regular_files import atomic_file
 from agentrl.siblings import find_siblings
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft")
@@ -128,9 +129,8 @@ def local_copy(path: Path, contents: Mapping[str, bytes]) -> Path:
     for name, content in contents.items():
         copy = copy_folder / name
         copy.parent.mkdir(parents=True, exist_ok=True)
-        staged = copy.parent / f".{os.getpid()}"
-        staged.write_bytes(content)
-        staged.replace(copy)
+        with atomic_file(copy) as staging:
+            staging.write_bytes(content)
     return copy_folder / path.name
 
 

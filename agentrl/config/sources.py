@@ -7,7 +7,6 @@ Scalars are read as in YAML 1.2: `1e-6` is a number, `2026-11-20` and `on` are t
 from __future__ import annotations
 
 import difflib
-import importlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -362,8 +361,10 @@ def _leaves(setting: Setting, fields: Mapping[str, type]) -> Iterator[Setting]:
 
 
 def verl_keys() -> Any:
-    """Return the module with verl's keys. It is in a higher layer, so it is imported on use."""
-    return importlib.import_module("agentrl.compat.verl.keys")
+    """Return the module with verl's keys. It reads a long table, so it is imported on use."""
+    from agentrl.config import verl_keys
+
+    return verl_keys
 
 
 ALIASES = {
@@ -388,8 +389,7 @@ ALIASES = {
     "lora_r": "model.lora_rank", "gradient_checkpointing": "optim.recompute",
     "gpus": "trainer.n_gpus_per_node", "num_gpus": "trainer.n_gpus_per_node",
 }  # fmt: skip
-"""agentrl's key for common options of TRL, transformers and others. The table of verl's keys is in
-`agentrl.compat.verl`."""
+"""agentrl's key for common options of TRL, transformers and others. `verl_keys.yaml` has verl's."""
 
 
 def keys_named(word: str, fields: Iterable[str], *, cutoff: float = 1.0) -> list[str]:

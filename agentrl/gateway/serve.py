@@ -14,9 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
 
 import orjson
 from starlette.applications import Starlette
@@ -30,9 +28,15 @@ from agentrl.gateway.requests import MODEL, Answer, Refusal
 from agentrl.gateway.requests import Request as ChatRequest
 from agentrl.gateway.session import Session
 from agentrl.gateway.stateless import StatelessSession
-from agentrl.tools.serving.bind import bind, url_of
-from agentrl.tools.serving.bounded import BoundedServer
-from agentrl.tools.serving.guard import MAX_LONG_BODY, RequestRefused, host_name, read_body
+from agentrl.http_server.bind import bind
+from agentrl.http_server.guard import (
+    MAX_LONG_BODY,
+    RequestRefused,
+    json_response,
+    read_body,
+    refuse_web_pages,
+)
+from agentrl.http_server.server import EmbeddedServer
 
 FIRST_WAIT_SECONDS = 2.0
 """The time that a streaming request waits for its answer before the response begins. An error
@@ -58,11 +62,12 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
     """
 
     def find_session(request: Request) -> AnySession:
-        host = host_name(request.headers.get("host", ""))
-        if hosts and (host not in hosts or "origin" in request.headers):
-            what = f"unknown host name {host!r}" if host not in hosts else "requests of web pages"
-            why = f"{what}: a server that web pages or other machines use needs a key (--token-env)"
-            raise Refusal(403, "forbidden", why)
+        try:
+            if hosts:
+                refuse_web_pages(dict(request.scope["headers"]), hosts)
+        except RequestRefused as e:
+            why = f"{e}: a server that web pages or other machines use needs a key (--token-env)"
+            raise Refusal(403, "forbidden", why) from None
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         session = session_of(key.strip() if scheme.lower() == "bearer" else "")
         if session is None:
@@ -92,7 +97,7 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
 
     async def list_models(request: Request) -> Response:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "agentrl"}
-        return _json({"object": "list", "data": [model]})
+        return json_response({"object": "list", "data": [model]})
 
     async def set_reward(request: Request) -> Response:
         try:
@@ -111,7 +116,7 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
         except Refusal as e:
             session.refusals.append(e)
             return _error(ChatCompletions(), e)
-        return _json({})
+        return json_response({})
 
     async def refuse_path(request: Request, _: Exception) -> Response:
         known = ", ".join(f"POST /v1{dialect.path}" for dialect in DIALECTS)
@@ -126,11 +131,6 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
     return Starlette(routes=routes, exception_handlers={404: refuse_path, 405: refuse_path})
 
 
-def serve_forever(app: Starlette, bound: socket.socket) -> None:
-    """Serve an application on a listening socket until a signal arrives."""
-    BoundedServer(app).run(sockets=[bound])
-
-
 class Gateway:
     """The server for all sessions of an event loop. It runs while there is a session."""
 
@@ -140,57 +140,39 @@ class Gateway:
         """How many requests had no session's key."""
         self._users = 0
         self._lock = asyncio.Lock()
-        self._server: _EmbeddedServer | None = None
-        self._serving: asyncio.Task[None] | None = None
-        self._url = ""
+        self._server: EmbeddedServer | None = None
 
     @contextlib.asynccontextmanager
     async def session(self, session: AnySession) -> AsyncIterator[tuple[str, str]]:
         """Serve a session within this block; yield the base URL and its key."""
         key = secrets.token_urlsafe(24)
         async with self._lock:
-            if not self._users:
-                await self._start()
+            if not self._server:
+                self._server = await self._start()
+            url = self._server.url
             self._users += 1
         self._sessions[key] = session
         try:
-            yield f"{self._url}/v1", key
+            yield f"{url}/v1", key
         finally:
             del self._sessions[key]
             async with self._lock:
                 self._users -= 1
                 if not self._users:
-                    await self._stop()
+                    server, self._server = self._server, None
+                    await server.stop()
 
-    async def _start(self) -> None:
+    async def _start(self) -> EmbeddedServer:
         bound = bind("127.0.0.1", 0, "sessions have keys")
-        self._url = url_of(bound)
         app = create_app(self._find)
-        self._server = _EmbeddedServer(app, log_level="error", timeout_graceful_shutdown=1)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[bound]))
-        while not self._server.started:
-            if self._serving.done():
-                self._serving.result()
-            await asyncio.sleep(0.001)
+        server = EmbeddedServer(app, bound, log_level="error", timeout_graceful_shutdown=1)
+        await server.start()
+        return server
 
     def _find(self, key: str) -> AnySession | None:
         session = self._sessions.get(key)
         self.unknown_keys += session is None
         return session
-
-    async def _stop(self) -> None:
-        assert self._server and self._serving
-        self._server.should_exit = True
-        await self._serving
-        self._server = self._serving = None
-
-
-class _EmbeddedServer(BoundedServer):
-    """A server on the event loop of a run, which handles signals itself."""
-
-    @contextlib.contextmanager
-    def capture_signals(self):
-        yield
 
 
 def _stream(
@@ -258,7 +240,3 @@ def _error(dialect: Dialect, refusal: Refusal) -> Response:
     return Response(
         dialect.error(refusal), refusal.status, headers=headers, media_type="application/json"
     )
-
-
-def _json(content: Any) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")

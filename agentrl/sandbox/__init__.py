@@ -12,11 +12,12 @@ Example::
 
 from __future__ import annotations
 
-from agentrl.sandbox.base import Completed, EndedBy, Language, Limits, Sandbox
+from agentrl.sandbox.base import Sandbox
 from agentrl.sandbox.box import Box
-from agentrl.sandbox.settings import configure, current, files_needed, limits, probe, release
+from agentrl.sandbox.program import Completed, EndedBy, Language, Limits
+from agentrl.sandbox.settings import configure, current, current_config, limits, probe, release
 
 __all__ = [
     "Box", "Completed", "EndedBy", "Language", "Limits", "Sandbox", "configure", "current",
-    "files_needed", "limits", "probe", "release",
+    "current_config", "limits", "probe", "release",
 ]  # fmt: skip

@@ -1,89 +1,32 @@
 """The interface of a sandbox, which runs code that a model wrote, and code that all backends share.
 
-Sandbox    runs programs: slots, limits, checks of files
-Limits     the resources of a program
-Completed  the result of a program
+Sandbox       runs programs: slots, limits, checks of files
+LocalSandbox  also opens boxes, on this machine
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
-
-if TYPE_CHECKING:
-    from agentrl.sandbox.box import Box
+from agentrl.sandbox.box import Box, Driver, Slot
+from agentrl.sandbox.program import (
+    MAX_BOXES,
+    Completed,
+    Language,
+    Limits,
+    Program,
+    check_files,
+    default_limits,
+    slot_count,
+)
 
 SLOT_SECONDS = 60.0
 """The longest time that a program waits for a free slot. After that, the machine is overloaded."""
-MAX_BOXES = 1024
-FILES_OF_PROGRAM, FILES_OF_BOX = 12, 6
-"""Descriptors that this process needs for a program and for an open box: pipes and files."""
-_CONTROL = re.compile(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
-
-Language = Literal["python", "bash"]
-EndedBy = Literal["", "time", "cpu", "output", "signal"]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The resources of one program. If it exceeds a limit, it is killed with all its processes."""
-
-    seconds: float = 10.0
-    """Wall clock time."""
-    cpu_seconds: int = 10
-    memory_mb: int = 2048
-    """Address space of each process, in MiB. `sandbox/cgroup.py` limits the memory of all together.
-    """
-    disk_mb: int = 64
-    """MiB that the program may write in total, and into one file."""
-    processes: int = 64
-    open_files: int = 256
-    output_bytes: int = 65_536
-    """Limit of stdout and of stderr. A program that prints more is killed; head and tail are kept.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class Completed:
-    """The exit code and the output of a program. The text can be encoded and stored."""
-
-    stdout: str
-    stderr: str
-    exit_code: int
-    """Negative if a signal ended the program: minus the number of the signal."""
-    ended_by: EndedBy = ""
-    """The limit that was exceeded, "signal" if the program crashed, or "" if it exited."""
-    seconds: float = 0.0
-
-    @property
-    def ok(self) -> bool:
-        """True if the program exited with code 0."""
-        return self.exit_code == 0 and not self.ended_by
-
-
-class Program(NamedTuple):
-    """The arguments of `Sandbox.run`."""
-
-    code: str
-    language: Language
-    stdin: str
-    files: Mapping[str, bytes]
-    limits: Limits
-    init: bool
-
-    def interpreter_command(self, python: str) -> list[str]:
-        """Return the command that starts the interpreter."""
-        return [python, "-s"] if self.language == "python" else ["bash"]
 
 
 class Sandbox(ABC):
@@ -172,53 +115,44 @@ class Sandbox(ABC):
             self._free_slots.release()
 
 
-def default_limits(config: SandboxConfig) -> Limits:
-    """Return the limits of the section `sandbox`."""
-    return Limits(
-        seconds=config.timeout_s,
-        cpu_seconds=max(1, round(config.timeout_s)),
-        memory_mb=config.memory_mb,
-    )
+class LocalSandbox(Sandbox):
+    """A sandbox on this machine, with boxes. Subclasses start the drivers."""
 
+    def __init__(self, config: SandboxConfig):
+        super().__init__(config)
+        self.drivers: set[Driver] = set()
+        """The drivers of the open boxes."""
 
-def slot_count(slots: int) -> int:
-    """Return how many programs may run at once: `sandbox.slots`, where 0 means twice the cores."""
-    return slots or 2 * len(os.sched_getaffinity(0))
+    async def open(
+        self, *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
+    ) -> Box:
+        limits = limits or self._limits
+        initial_files = check_files(files, limits)
 
+        async def start() -> Driver:
+            if len(self.drivers) >= MAX_BOXES:
+                raise SandboxError(f"this process has {MAX_BOXES} open boxes, which is the maximum")
+            try:
+                return await self._begin(self._start(initial_files, limits, self._slot))
+            except OSError as e:
+                raise SandboxError(f"{self.name} cannot start a box: {e}") from e
 
-def check_files(files: Mapping[str, bytes] | None, limits: Limits) -> dict[str, bytes]:
-    """Return the files for a program's folder.
+        return Box(await start(), start)
 
-    Raises:
-        ValueError: a path is not below the folder, or the files exceed the limit of the folder.
-    """
-    files = dict(files or {})
-    for name in files:
-        path = PurePosixPath(name)
-        if not path.name or path.is_absolute() or ".." in path.parts or "\0" in name:
-            raise ValueError(f"{name!r} is not a relative path below the program's folder")
-    size = sum(map(len, files.values()))
-    if size > limits.disk_mb * 2**20:
-        raise ValueError(
-            f"the files have {size} bytes, more than {limits.disk_mb} MiB (Limits.disk_mb)"
-        )
-    return files
+    async def aclose(self) -> None:
+        await asyncio.gather(*(box.aclose() for box in list(self.drivers)))
 
+    @abstractmethod
+    def _start(self, files: Mapping[str, bytes], limits: Limits, slot: Slot) -> Driver:
+        """Start a driver with these files in its folder."""
 
-def clean_input(text: str) -> str:
-    """Replace lone surrogates, which UTF-8 cannot encode."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def clean_output(content: bytes) -> str:
-    """Decode output and remove NUL. Control characters become visible, such as x1b."""
-    text = content.decode("utf-8", "replace").replace("\0", "")
-    return _CONTROL.sub(lambda m: f"\\x{ord(m.group()):02x}", text)
-
-
-def shorten_output(content: bytes, max_bytes: int) -> bytes:
-    """Remove the middle of long output, and insert the number of omitted bytes."""
-    if len(content) <= max_bytes:
-        return content
-    head, tail = content[: max_bytes - max_bytes // 2], content[len(content) - max_bytes // 2 :]
-    return head + b"\n[%d bytes omitted]\n" % (len(content) - max_bytes) + tail
+    async def _begin(self, driver: Driver) -> Driver:
+        """Wait until a driver answers. It is in `_boxes` until it is closed."""
+        self.drivers.add(driver)
+        driver.resources.callback(self.drivers.discard, driver)
+        try:
+            await driver.wait_until_ready()
+        except BaseException:
+            await driver.aclose()
+            raise
+        return driver

@@ -1,8 +1,7 @@
 """A box: a sandbox that stays open for an episode. A driver inside executes requests.
 
-LocalSandbox    opens boxes on this machine
-Box             the interface for tools; it starts a new driver if a driver is lost
-Driver          the connection to one driver
+Box     the interface for tools; it starts a new driver if a driver is lost
+Driver  the connection to one driver
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import signal
 import struct
 import subprocess
 import time
-from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import asdict, replace
@@ -25,15 +23,11 @@ from typing import IO, Any, Protocol, TypeVar
 
 import orjson
 
-from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
-from agentrl.sandbox.base import (
-    MAX_BOXES,
+from agentrl.sandbox.program import (
     Completed,
     Language,
     Limits,
-    Sandbox,
-    check_files,
     clean_input,
     clean_output,
     shorten_output,
@@ -126,49 +120,6 @@ def driver_command(
         "remove": remove,
     }
     return [python, "-I", "-S", "-B", f"{programs_folder}/driver.py", json.dumps(settings)]
-
-
-class LocalSandbox(Sandbox):
-    """A sandbox on this machine, with boxes. Subclasses start the drivers."""
-
-    def __init__(self, config: SandboxConfig):
-        super().__init__(config)
-        self.drivers: set[Driver] = set()
-        """The drivers of the open boxes."""
-
-    async def open(
-        self, *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
-    ) -> Box:
-        limits = limits or self._limits
-        initial_files = check_files(files, limits)
-
-        async def start() -> Driver:
-            if len(self.drivers) >= MAX_BOXES:
-                raise SandboxError(f"this process has {MAX_BOXES} open boxes, which is the maximum")
-            try:
-                return await self._begin(self._start(initial_files, limits, self._slot))
-            except OSError as e:
-                raise SandboxError(f"{self.name} cannot start a box: {e}") from e
-
-        return Box(await start(), start)
-
-    async def aclose(self) -> None:
-        await asyncio.gather(*(box.aclose() for box in list(self.drivers)))
-
-    @abstractmethod
-    def _start(self, files: Mapping[str, bytes], limits: Limits, slot: Slot) -> Driver:
-        """Start a driver with these files in its folder."""
-
-    async def _begin(self, driver: Driver) -> Driver:
-        """Wait until a driver answers. It is in `_boxes` until it is closed."""
-        self.drivers.add(driver)
-        driver.resources.callback(self.drivers.discard, driver)
-        try:
-            await driver.wait_until_ready()
-        except BaseException:
-            await driver.aclose()
-            raise
-        return driver
 
 
 class Box:

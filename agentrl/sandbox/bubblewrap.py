@@ -21,12 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from agentrl.errors import SandboxError
-from agentrl.sandbox.base import Completed, EndedBy, Limits, Program
+from agentrl.sandbox.base import LocalSandbox
 from agentrl.sandbox.box import (
     PROGRAMS,
     Capture,
     Driver,
-    LocalSandbox,
     Slot,
     driver_command,
 )
@@ -40,6 +39,7 @@ from agentrl.sandbox.namespace import (
     explain_failure,
     rlimit_command,
 )
+from agentrl.sandbox.program import Completed, EndedBy, Limits, Program
 from agentrl.sandbox.uids import dedicated_user
 
 SETUP_SECONDS = 30.0

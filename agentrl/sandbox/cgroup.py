@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from agentrl.errors import SandboxError
-from agentrl.sandbox.base import Limits
+from agentrl.sandbox.program import Limits
 
 EXTRA_MB = 64
 """MiB in addition to `Limits.memory_mb` and `disk_mb`, for /dev/shm, the interpreters and the

@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
 from agentrl.http import HttpClient
-from agentrl.sandbox.base import (
+from agentrl.sandbox.base import Sandbox
+from agentrl.sandbox.program import (
     Completed,
     EndedBy,
     Limits,
     Program,
-    Sandbox,
     clean_input,
     clean_output,
     shorten_output,

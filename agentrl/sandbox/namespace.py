@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from agentrl.errors import SandboxError
-from agentrl.sandbox.base import Limits
+from agentrl.sandbox.program import Limits
 from agentrl.sandbox.seccomp import seccomp_filter
 
 FOLDER = "/tmp"

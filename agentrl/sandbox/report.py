@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from agentrl.sandbox.base import Completed
+from agentrl.sandbox.program import Completed
 
 MAX_STDERR = 2000
 """Only the end of a longer stderr is shown: a traceback ends with the error."""

@@ -8,17 +8,13 @@ import threading
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
-from agentrl.sandbox.base import (
-    FILES_OF_BOX,
-    FILES_OF_PROGRAM,
-    MAX_BOXES,
-    Limits,
-    Sandbox,
-    default_limits,
-    slot_count,
-)
+from agentrl.sandbox.base import Sandbox
 from agentrl.sandbox.bubblewrap import Bubblewrap
 from agentrl.sandbox.fusion import SandboxFusion
+from agentrl.sandbox.program import (
+    Limits,
+    default_limits,
+)
 from agentrl.sandbox.unsafe import WARNING, UnsafeSubprocess
 from agentrl.workers import PerLoop
 
@@ -53,17 +49,9 @@ def limits() -> Limits:
     return default_limits(_config)
 
 
-def files_needed(boxes: int = 0, config: SandboxConfig | None = None) -> int:
-    """Return how many descriptors the programs of a process need.
-
-    Args:
-        boxes: number of boxes that are open at once, including idle ones.
-        config: the section `sandbox`; None takes the settings of this process.
-    """
-    config = config or _config
-    if "://" in config.backend:  # programs run on another machine
-        return 0
-    return FILES_OF_PROGRAM * slot_count(config.slots) + FILES_OF_BOX * min(boxes, MAX_BOXES)
+def current_config() -> SandboxConfig:
+    """Return the section `sandbox` of this process."""
+    return _config
 
 
 def open_sandbox(config: SandboxConfig) -> Sandbox:

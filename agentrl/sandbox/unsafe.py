@@ -19,9 +19,10 @@ from pathlib import Path
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
-from agentrl.sandbox.base import Completed, Limits, Program, clean_input
-from agentrl.sandbox.box import INSIDE, Driver, LocalSandbox, Slot, driver_command
+from agentrl.sandbox.base import LocalSandbox
+from agentrl.sandbox.box import INSIDE, Driver, Slot, driver_command
 from agentrl.sandbox.namespace import ENVIRONMENT
+from agentrl.sandbox.program import Completed, Limits, Program, clean_input
 
 END_SECONDS = 10.0
 WARNING = (

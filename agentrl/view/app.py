@@ -35,15 +35,14 @@ from fastapi import FastAPI, Request, Response
 from fastapi import Query as Parameter
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
-from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl.errors import DataError, UserError
+from agentrl.http_server.bind import bind, host_names_of
+from agentrl.http_server.guard import Guard, error_response
+from agentrl.http_server.server import HttpServer
 from agentrl.record import METRICS
 from agentrl.report.run import Run, load_run
-from agentrl.tools.serving.bind import bind, host_names_of, url_of
-from agentrl.tools.serving.bounded import BoundedServer
-from agentrl.tools.serving.guard import Guard, error_response
 from agentrl.view.curves import Part, rollout_curves
 from agentrl.view.episode import EpisodeView, largest_gaps
 from agentrl.view.query import Query, find_choices, parse_query, search_files
@@ -96,15 +95,7 @@ def create_app(folders: Sequence[Path], token: str, names: frozenset[str]) -> Fa
         names: the host names of the server; an empty set allows all.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(
-        Guard,
-        token=token,
-        hosts=names,
-        limits={},
-        has_route=lambda scope: _has_route(app, scope),
-        public=frozenset(FILES),
-    )
-
+    app.add_middleware(Guard, token=token, hosts=names, limits={}, public=frozenset(FILES))
     app.add_middleware(_Headers)
 
     @app.exception_handler(UserError)
@@ -200,7 +191,7 @@ def create_app(folders: Sequence[Path], token: str, names: frozenset[str]) -> Fa
     return app
 
 
-class ViewServer(BoundedServer):
+class ViewServer(HttpServer):
     """The application on its own socket. The socket is bound at once, so `address` is known.
 
     Args:
@@ -221,15 +212,10 @@ class ViewServer(BoundedServer):
             )
         for folder in folders:
             load_run(folder)
-        self._socket = bind(host, port, token, allows="see your runs")
-        self.address = f"{url_of(self._socket)}/#token={token}"
-        self.port = self._socket.getsockname()[1]
-        app = create_app(folders, token, host_names_of(self._socket))
-        super().__init__(app)
-
-    def serve_forever(self) -> None:
-        """Serve until a signal, or until `should_exit` is set."""
-        self.run(sockets=[self._socket])
+        bound = bind(host, port, token, allows="see your runs")
+        super().__init__(create_app(folders, token, host_names_of(bound)), bound)
+        self.address = f"{self.url}/#token={token}"
+        self.port = bound.getsockname()[1]
 
 
 def describe_tunnel(port: int) -> str:
@@ -280,10 +266,6 @@ class _Headers:
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
-
-
-def _has_route(app: FastAPI, scope: Scope) -> bool:
-    return any(route.matches(scope)[0] is Match.FULL for route in app.router.routes)
 
 
 def _version(folder: Path) -> tuple[int, int, int]:

@@ -10,9 +10,9 @@ import pytest
 
 from agentrl.cli.options import read_config
 from agentrl.compat.verl.config import _PARTS, Translation, _Translator, translate
-from agentrl.compat.verl.keys import CHANGED, DEFAULTS, REFUSED, RENAMED, SHARED, UNNEEDED, VALUES
 from agentrl.config import FIELDS, load_config
 from agentrl.config.sources import Setting
+from agentrl.config.verl_keys import CHANGED, DEFAULTS, REFUSED, RENAMED, SHARED, UNNEEDED, VALUES
 from agentrl.errors import ConfigError
 
 from .conftest import FIXTURES

@@ -21,8 +21,8 @@ from agentrl import load_run, registry
 from agentrl.compat.verl.config import translate
 from agentrl.compat.verl.dump import dump_rollouts
 from agentrl.compat.verl.hydra import read_config, resolve
-from agentrl.compat.verl.keys import DEFAULTS, known_key
 from agentrl.config import load_config
+from agentrl.config.verl_keys import DEFAULTS, known_key
 from agentrl.data import load_checked
 from agentrl.errors import UserError
 from agentrl.registry import load_file

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from agentrl.compat.verl.keys import VERL_KEYS
 from agentrl.config import (
     FIELDS,
     Config,
@@ -26,6 +25,7 @@ from agentrl.config.load import allowed
 from agentrl.config.page import page
 from agentrl.config.section import Section, refuse_url
 from agentrl.config.sources import assignment, parse_value
+from agentrl.config.verl_keys import VERL_KEYS
 from agentrl.errors import ConfigError
 
 

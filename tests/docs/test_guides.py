@@ -27,8 +27,8 @@ from typer.main import get_command
 from agentrl import play
 from agentrl.cli import app
 from agentrl.cli.options import read_config
-from agentrl.compat.verl.keys import VERL_KEYS
 from agentrl.config import FIELDS, load_config, without_effect
+from agentrl.config.verl_keys import VERL_KEYS
 from agentrl.metrics import rollout_metrics
 from agentrl.rewards import GRADERS
 from agentrl.store import (

@@ -23,10 +23,11 @@ from agentrl.gateway.dialects import ChatCompletions
 from agentrl.gateway.serve import create_app
 from agentrl.gateway.session import Key, Session
 from agentrl.gateway.stateless import StatelessSession, without_budgets
+from agentrl.http_server import guard
+from agentrl.http_server import server as server_module
+from agentrl.http_server.bind import bind
 from agentrl.testing import byte_tokenizer
 from agentrl.tools import LocalToolbox
-from agentrl.tools.serving import bounded, guard
-from agentrl.tools.serving.bind import bind
 from agentrl.trajectory import Message, Sample
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
@@ -35,11 +36,11 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length
 @pytest.fixture
 def port(monkeypatch):
     """Serve requests until the end of the test."""
-    monkeypatch.setattr(bounded, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(server_module, "HEAD_SECONDS", 0.3)
     monkeypatch.setattr(guard, "BODY_SECONDS", 0.3)
     bound = bind("127.0.0.1", 0, "")
-    server = bounded.BoundedServer(create_app(lambda key: session()))
-    thread = threading.Thread(target=server.run, args=([bound],))
+    server = server_module.HttpServer(create_app(lambda key: session()), bound)
+    thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield bound.getsockname()[1]
     server.should_exit = True
@@ -72,11 +73,12 @@ def test_a_request_that_does_not_end_is_closed(port, sent, status):
 
 
 SERVER = """
-from agentrl.gateway.serve import create_app, serve_forever
-from agentrl.tools.serving.bind import bind
+from agentrl.gateway.serve import create_app
+from agentrl.http_server.server import HttpServer
+from agentrl.http_server.bind import bind
 bound = bind("127.0.0.1", 0, "")
 print(bound.getsockname()[1], flush=True)
-serve_forever(create_app(lambda key: object()), bound)
+HttpServer(create_app(lambda key: object()), bound).serve_forever()
 """
 
 

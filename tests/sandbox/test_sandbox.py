@@ -247,7 +247,7 @@ async def test_a_dead_box_without_a_replacement_is_an_infrastructure_error(monke
         box = await place.open()
         killed(box)
         await asyncio.sleep(0.2)
-        monkeypatch.setattr("agentrl.sandbox.box.MAX_BOXES", 0)
+        monkeypatch.setattr("agentrl.sandbox.base.MAX_BOXES", 0)
         for _ in range(2):
             with pytest.raises(SandboxError, match="open boxes, which is the maximum"):
                 await box.run("1")

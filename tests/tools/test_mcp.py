@@ -22,7 +22,7 @@ from agentrl.registry import load_file
 from agentrl.testing import Scripted, byte_tokenizer
 from agentrl.tools import LocalToolbox
 from agentrl.tools.mcp import source
-from agentrl.tools.mcp.source import Address, read_address
+from agentrl.tools.mcp.address import Address, read_address
 from agentrl.trajectory import Message, Sample, ToolCall
 
 HERE = Path(__file__).parents[1] / "fixtures" / "mcp"

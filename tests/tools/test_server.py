@@ -22,9 +22,9 @@ from agentrl import registry
 from agentrl.config import ToolsConfig
 from agentrl.errors import ToolServerError, UserError
 from agentrl.http import HttpClient, fetch_json
+from agentrl.http_server import guard as guard_module
+from agentrl.http_server import server as server_module
 from agentrl.tools import HttpToolbox, open_toolbox
-from agentrl.tools.serving import bounded
-from agentrl.tools.serving import guard as guard_module
 from agentrl.tools.serving.background import serve_in_background
 from agentrl.tools.serving.listen import ToolServer
 from agentrl.trajectory import Sample, ToolCall
@@ -195,7 +195,7 @@ def test_a_body_that_does_not_come(url, monkeypatch):
 @pytest.mark.timing
 def test_a_head_that_does_not_come(url, monkeypatch):
     """Byte by byte, on a new connection and on one that was good before."""
-    monkeypatch.setattr(bounded, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(server_module, "HEAD_SECONDS", 0.3)
     host, _, port = url.removeprefix("http://").partition(":")
     for before in (b"", request("GET", "/health")):
         with socket.create_connection((host, int(port)), 10) as s:

@@ -1,7 +1,7 @@
 """Translate a config of verl's to agentrl's keys, and report what could not be translated.
 
-What the config does not set has verl's default (`keys.yaml`), not agentrl's, unless it concerns the
-machine: GPUs, memory, engines.
+What the config does not set has verl's default (`verl_keys.yaml`), not agentrl's, unless it
+concerns the machine: GPUs, memory, engines.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.compat.verl.hydra import read_config, resolve
-from agentrl.compat.verl.keys import (
+from agentrl.config import FIELDS
+from agentrl.config.environment import hide_secrets, map_leaves, replace_texts
+from agentrl.config.sections import TRACKERS
+from agentrl.config.sources import Setting, assignment, read_overrides
+from agentrl.config.verl_keys import (
     CHANGED,
     DEFAULTS,
     REFUSED,
@@ -24,10 +28,6 @@ from agentrl.compat.verl.keys import (
     explain_key,
     known_key,
 )
-from agentrl.config import FIELDS
-from agentrl.config.environment import hide_secrets, map_leaves, replace_texts
-from agentrl.config.sections import TRACKERS
-from agentrl.config.sources import Setting, assignment, read_overrides
 from agentrl.data.dataset import list_files
 from agentrl.data.files import read_batches
 from agentrl.errors import ConfigError, DataError

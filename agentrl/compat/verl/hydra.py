@@ -2,7 +2,7 @@
 
 Supported are what verl's own example configs use: `defaults` lists, and the interpolations
 `${section.key}`, `${.key}`, `${oc.select:section.key,DEFAULT}` and `${oc.env:NAME,DEFAULT}`. verl's
-own configs (`ppo_trainer` and its parts) are not read: `keys.yaml` has their defaults.
+own configs (`ppo_trainer` and its parts) are not read: `verl_keys.yaml` has their defaults.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agentrl.compat.verl.keys import DEFAULTS
 from agentrl.config.sources import Setting, parse_value, read_yaml
+from agentrl.config.verl_keys import DEFAULTS
 
 MAPPINGS = (
     "data.apply_chat_template_kwargs",

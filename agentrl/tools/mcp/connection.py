@@ -19,7 +19,7 @@ from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 
 from agentrl.errors import ToolError, ToolServerError
-from agentrl.tools.mcp.source import MAX_TOOLS, TOKEN_VARIABLE, Address, ListedTool
+from agentrl.tools.mcp.address import MAX_TOOLS, TOKEN_VARIABLE, Address, ListedTool
 from agentrl.workers import LoopThread
 
 _REFUSALS = (-32601, -32602)

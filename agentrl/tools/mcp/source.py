@@ -16,17 +16,15 @@ from __future__ import annotations
 
 import logging
 import re
-import shlex
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import orjson
 
 from agentrl.errors import ToolServerError, UserError
 from agentrl.installation import install_command
 from agentrl.registry import tools
+from agentrl.tools.mcp.address import MAX_TOOLS, ListedTool, read_address
 from agentrl.tools.payloads import Parameters, shorten
 from agentrl.tools.schema import parameters_from_schema
 from agentrl.tools.tool import Tool, ToolFunction
@@ -35,9 +33,6 @@ from agentrl.tools.validation import subschemas
 log = logging.getLogger("agentrl.tools")
 
 TIMEOUT = 60.0
-TOKEN_VARIABLE = "AGENTRL_MCP_TOKEN"
-"""The environment variable with the bearer token of HTTP servers."""
-MAX_TOOLS = 256
 MAX_DESCRIPTION = 2000
 MAX_SCHEMA_BYTES = 16_384
 MAX_DEPTH = 16
@@ -48,9 +43,6 @@ _REMOVED_KEYWORDS = {
     "definitions", "unevaluatedItems", "unevaluatedProperties",
 }  # fmt: skip
 """Keywords that are removed from a schema. The server itself validates its arguments."""
-
-_EXPECTED = "mcp+http://HOST/PATH, mcp+https://HOST/PATH or mcp+stdio:COMMAND ARGUMENTS"
-_LABEL = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 
 _loaded: dict[str, Any] = {}
 """Connections by name. A name that is loaded again uses the same connection."""
@@ -100,65 +92,6 @@ def _caller(
 
     remote.__name__ = remote.__qualname__ = name
     return remote
-
-
-# -- the address of a server -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """The address of a server."""
-
-    shown: str
-    """The address in messages."""
-    url: str = ""
-    command: tuple[str, ...] = ()
-    label: str = ""
-    """The prefix of the tools' names; "" takes the name that the server reports."""
-
-
-def read_address(name: str) -> Address:
-    """Parse a name that begins with `mcp+`.
-
-    Raises:
-        UserError: it is not such a name, or its URL contains a user or password.
-    """
-    if name.startswith("mcp+stdio:"):
-        text, _, label = name.removeprefix("mcp+stdio:").partition(" #")
-        try:
-            command = tuple(shlex.split(text))
-        except ValueError as e:
-            raise UserError(f"{name}: {e}") from None
-        if not command:
-            raise UserError(f"{name}: no command: expected {_EXPECTED}")
-        return Address(name, command=command, label=_label(name, label.strip()))
-    url, _, label = name.removeprefix("mcp+").partition("#")
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(f"{name} is not the address of an MCP server: expected {_EXPECTED}")
-    if parts.username or parts.password:
-        raise UserError(
-            f"the URL contains a user or password: put the token into {TOKEN_VARIABLE} instead"
-        )
-    return Address(f"mcp+{url}", url=url, label=_label(name, label))
-
-
-def _label(name: str, label: str) -> str:
-    if label and not _LABEL.fullmatch(label):
-        raise UserError(f"{name}: #{label} must be letters, digits and _, at most 32")
-    return label
-
-
-# -- the tools of a server -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ListedTool:
-    """One tool as a server lists it."""
-
-    name: str
-    description: str
-    schema: Mapping[str, Any]
 
 
 def functions_of(listing: Iterable[ListedTool], prefix: str, where: str) -> dict[str, ToolFunction]:

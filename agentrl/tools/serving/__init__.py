@@ -1,1 +1,1 @@
-"""Tools over HTTP: the server, its access control and its processes."""
+"""Tools over HTTP: the server, and its processes."""

@@ -22,30 +22,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated, Any, Literal
 
 import orjson
 import prometheus_client as prometheus
 from fastapi import FastAPI, Path, Request, Response, Security
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.routing import Match, Route
-from starlette.types import Scope
+from starlette.routing import Route, request_response
 
 from agentrl import sandbox
 from agentrl.errors import AgentRLError, UserCodeError, UserError
-from agentrl.installation import install_command
-from agentrl.registry import tools
-from agentrl.tools.payloads import find_json_fault
-from agentrl.tools.serving.guard import (
+from agentrl.http_server.guard import (
     MAX_LONG_BODY,
     REFUSED,
     RETRY_AFTER_SECONDS,
     Guard,
     error_response,
+    json_response,
 )
+from agentrl.installation import install_command
+from agentrl.registry import tools
+from agentrl.tools.payloads import find_json_fault
 from agentrl.tools.session import (
     Busy,
     CallConflict,
@@ -203,6 +204,22 @@ class ToolMetrics:
 # -- the application ------------------------------------------------------------------------------
 
 
+class PlainRoute(APIRoute):
+    """A documented route without FastAPI's dependency injection, which costs a call too much time.
+
+    Its function takes the request and the parameters of the path, reads the body and returns a
+    response.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Awaitable[Response]], **options: Any):
+        super().__init__(path, endpoint, **options)
+
+        async def answer(request: Request) -> Response:
+            return await endpoint(request, **request.path_params)
+
+        self.app = request_response(answer)
+
+
 def create_app(
     host: ToolHost,
     tool_metrics: ToolMetrics,
@@ -237,15 +254,21 @@ def create_app(
                 await host.aclose()
         await sandbox.release()
 
-    def has_route(scope: Scope) -> bool:
-        return any(route.matches(scope)[0] is Match.FULL for route in app.router.routes)
-
     def describe_route(
-        answer: type | None, *statuses: int, anybody: bool = False
+        answer: type | None,
+        *statuses: int,
+        body: type[BaseModel] | None = None,
+        anybody: bool = False,
     ) -> dict[str, Any]:
-        """Return the arguments of a route that document its answer and its error statuses."""
+        """Return the arguments of a route that document its body, answer and error statuses."""
         always = (403,) if anybody else (401, 403)
+        extra = {}
+        if body:
+            content = {"application/json": {"schema": body.model_json_schema()}}
+            extra = {"requestBody": {"required": True, "content": content}}
+            statuses += BODY_STATUSES
         return {
+            "openapi_extra": extra,
             "response_model": answer,
             "response_description": answer.__doc__ if answer else "Text",
             "dependencies": [] if anybody else security,
@@ -256,32 +279,52 @@ def create_app(
         }
 
     app = FastAPI(title="agentrl tools", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(
-        Guard, token=token, hosts=names, limits={"/sessions": MAX_LONG_BODY}, has_route=has_route
-    )
+    app.router.route_class = PlainRoute
+    app.add_middleware(Guard, token=token, hosts=names, limits={"/sessions": MAX_LONG_BODY})
 
-    @app.post(CALLS, **describe_route(ToolResult, 404, 409, 421, 500, 503, *BODY_STATUSES))
-    async def call(episode_id: EpisodeId, body: CallRequest) -> ToolResult:
-        messages = _MESSAGES.validate_python(body.messages) if body.messages else ()
-        session = host.session(episode_id)
-        return await session.call(body.turn, body.call_index, body.name, body.arguments, messages)
+    statuses = (404, 409, 421, 500, 503)
 
-    @app.post("/sessions", **describe_route(OpenResponse, 404, 409, 421, 500, 503, *BODY_STATUSES))
-    async def open_session(body: OpenRequest) -> Response:
+    @app.post(CALLS, **describe_route(ToolResult, *statuses, body=CallRequest))
+    async def call(request: Request, episode_id: EpisodeId) -> Response:
+        host.enter()
+        name, outcome = "", "BadRequest"
+        try:
+            content = await request.body()
+            body = CallRequest.model_validate(orjson.loads(content))
+            result = find_json_fault(content, body.arguments)
+            if not result:
+                messages = _MESSAGES.validate_python(body.messages) if body.messages else ()
+                session = host.session(episode_id)
+                result = await session.call(
+                    body.turn, body.call_index, body.name, body.arguments, messages
+                )
+            outcome = result.error or "ok"
+            name = "" if outcome == "unknown_tool" else body.name
+            return json_response(result)
+        except AgentRLError as e:
+            outcome = type(e).__name__
+            raise
+        finally:
+            host.leave()
+            tool_metrics.count_result(name, outcome)
+
+    @app.post("/sessions", **describe_route(OpenResponse, *statuses, body=OpenRequest))
+    async def open_session(request: Request) -> Response:
+        body = OpenRequest.model_validate(orjson.loads(await request.body()))
         sample = _SAMPLE.validate_python({"id": "", "prompt": (), **body.sample})
         opening = await host.open(body.episode_id, sample, body.create_kwargs)
-        return _json_response({"opening": [m.as_dict() for m in opening]})
+        return json_response({"opening": [m.as_dict() for m in opening]})
 
     @app.delete(
         "/sessions/{episode_id:path}", **describe_route(CloseResponse, 404, 421, 422, 500, 503)
     )
-    async def close_session(episode_id: EpisodeId) -> Response:
-        return _json_response({"reward": await host.close(episode_id)})
+    async def close_session(_: Request, episode_id: EpisodeId) -> Response:
+        return json_response({"reward": await host.close(episode_id)})
 
     @app.get("/tools", **describe_route(ToolsResponse))
-    async def list_tools() -> Response:
+    async def list_tools(_: Request) -> Response:
         specs = [tools.get(n).spec for n in tools.names()]
-        return _json_response(
+        return json_response(
             {
                 "tools": specs,
                 "workers": host.shard.ports,
@@ -290,9 +333,9 @@ def create_app(
         )
 
     @app.get("/health", **describe_route(HealthResponse, anybody=True))
-    async def health() -> Response:
+    async def health(_: Request) -> Response:
         status = "draining" if host.is_draining else "ok"
-        return _json_response(
+        return json_response(
             {"status": status, "sessions": len(host), "calls": host.calls_in_flight}
         )
 
@@ -300,39 +343,11 @@ def create_app(
     text_page["responses"][200] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
     @app.get("/metrics", **text_page, response_class=Response)
-    async def metrics() -> Response:
+    async def metrics(_: Request) -> Response:
         return Response(
             tool_metrics.render(host), media_type="text/plain; version=0.0.4; charset=utf-8"
         )
 
-    # Routes with a body are documented above and run here: orjson reads the body, and a call skips
-    # FastAPI's dependency injection.
-
-    async def read_and_call(request: Request) -> Response:
-        host.enter()
-        name, outcome = "", "BadRequest"
-        try:
-            content = await request.body()
-            body = CallRequest.model_validate(orjson.loads(content))
-            result = find_json_fault(content, body.arguments)
-            result = result or await call(request.path_params["episode_id"], body)
-            outcome = result.error or "ok"
-            name = "" if outcome == "unknown_tool" else body.name
-            return _json_response(result)
-        except AgentRLError as e:
-            outcome = type(e).__name__
-            raise
-        finally:
-            host.leave()
-            tool_metrics.count_result(name, outcome)
-
-    async def read_and_open(request: Request) -> Response:
-        return await open_session(OpenRequest.model_validate(orjson.loads(await request.body())))
-
-    app.router.routes[:0] = [
-        Route(CALLS, read_and_call, methods=["POST"]),
-        Route("/sessions", read_and_open, methods=["POST"]),
-    ]
     if mcp_endpoint:
         app.router.routes.append(Route(mcp_endpoint.path, mcp_endpoint.app))
 
@@ -364,10 +379,6 @@ def _make_mcp_endpoint(host: ToolHost) -> Any:
     except ImportError as e:
         raise UserError(f"--mcp needs the extra `mcp` ({e}): {install_command('mcp')}") from None
     return McpEndpoint(host)
-
-
-def _json_response(content: Any) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")
 
 
 def _status(error: AgentRLError) -> int:

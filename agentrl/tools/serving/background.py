@@ -29,9 +29,9 @@ from typing import Any, NamedTuple, Self
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import ToolServerError, UserError
+from agentrl.http_server.bind import bind, url_of
 from agentrl.registry import load_file, load_file_again, tools
 from agentrl.sandbox import configure
-from agentrl.tools.serving.bind import bind, url_of
 from agentrl.tools.session import MAX_CALLS, ShardInfo
 from agentrl.workers import child
 from agentrl.workers.child_process import ChildProcess, python_command

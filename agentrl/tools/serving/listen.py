@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from agentrl import open_files
+from agentrl.http_server.bind import bind, host_names_of
+from agentrl.http_server.server import BoundedHttpProtocol, HttpServer
 from agentrl.registry import tools
-from agentrl.tools.descriptors import connections_accepted, descriptors_of_tools
+from agentrl.tools.descriptors import reserve_for_server
 from agentrl.tools.runner import MAX_REPLACED
 from agentrl.tools.serving.app import ToolMetrics, create_app
-from agentrl.tools.serving.bind import bind, host_names_of, url_of
-from agentrl.tools.serving.bounded import BoundedHttpProtocol, BoundedServer
 from agentrl.tools.session import MAX_CALLS, ShardInfo, ToolHost
 
 CLIENT_SHARE = 0.9
@@ -34,20 +33,7 @@ END_SECONDS = 18.0
 log = logging.getLogger("agentrl.tools")
 
 
-def _reserve_descriptors() -> int:
-    """Reserve descriptors for programs; return how many connections to accept (3/4 of the rest).
-
-    The number of episodes that keep a sandbox open is not known here; `check_open_files` counts
-    them.
-    """
-    programs = descriptors_of_tools(tools.get(name) for name in tools.names())
-    open_files.reserve(programs)
-    max_connections = connections_accepted(open_files.left_for_connections())
-    open_files.reserve(programs + max_connections)
-    return max_connections
-
-
-class ToolServer(BoundedServer):
+class ToolServer(HttpServer):
     """The application on its own socket. The socket is bound at once, so `url` is known.
 
     SIGTERM and Ctrl-C drain the server: it refuses new sessions and calls, waits for running calls
@@ -81,30 +67,28 @@ class ToolServer(BoundedServer):
         max_calls: int = MAX_CALLS,
         mcp: bool = False,
     ):
-        open_files.raise_limit()
-        BoundedHttpProtocol.max_connections = _reserve_descriptors()
-        self._socket = bound or bind(host, port, token)
-        self.url = url_of(self._socket)
+        max_connections = reserve_for_server(tools.get(name) for name in tools.names())
+        BoundedHttpProtocol.max_connections = max_connections
+        bound = bound or bind(host, port, token)
         self._ready = ready
         self._drained_by = float("inf")
         self._has_ended = threading.Event()
         metrics = ToolMetrics()
         self._host = ToolHost(metrics.observe_call, shard=shard, max_calls=max_calls)
-        names = host_names_of(self._socket)
         app = create_app(
             self._host,
             metrics,
             token=token,
-            names=names,
-            max_client_connections=max(1, int(CLIENT_SHARE * BoundedHttpProtocol.max_connections)),
+            names=host_names_of(bound),
+            max_client_connections=max(1, int(CLIENT_SHARE * max_connections)),
             mcp=mcp,
         )
-        super().__init__(app, lifespan="on")
+        super().__init__(app, bound, lifespan="on")
 
     def serve_forever(self) -> None:
         """Serve until a signal, or until `should_exit` is set."""
         try:
-            self.run(sockets=[self._socket])
+            super().serve_forever()
         finally:
             self._has_ended.set()
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import orjson
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MAX_BODY = 2**20
@@ -25,15 +27,16 @@ REFUSED = "Refused"
 
 
 class Guard:
-    """ASGI middleware that checks a request, reads its body and passes it on.
+    """Middleware of a Starlette application: checks a request, reads its body and passes it on.
+
+    If the application does not serve the path with this method, the body is not read: it answers
+    with 404 or 405.
 
     Args:
         app: the application behind it.
         token: the bearer token of all paths but those in `public`; "" asks for none.
         hosts: the host names of the server; an empty set allows all.
         limits: the longest body in bytes, by path; elsewhere `MAX_BODY`.
-        has_route: returns whether the application serves a request's method and path. If it does
-            not, the body is not read: the application answers with 404 or 405.
         public: the paths that need no token.
     """
 
@@ -43,14 +46,12 @@ class Guard:
         token: str,
         hosts: frozenset[str],
         limits: Mapping[str, int],
-        has_route: Callable[[Scope], bool],
         public: frozenset[str] = frozenset({"/health"}),
     ):
         self._app = app
         self._authorization = f"Bearer {token}".encode() if token else b""
         self._hosts = hosts
         self._limits = limits
-        self._has_route = has_route
         self._public = public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,7 +59,7 @@ class Guard:
             headers: dict[bytes, bytes] = dict(scope["headers"])
             try:
                 self._check(scope["path"], headers)
-                if scope["method"] == "POST" and self._has_route(scope):
+                if scope["method"] == "POST" and _has_route(scope):
                     if (
                         headers.get(b"content-type", b"").split(b";")[0].strip()
                         != b"application/json"
@@ -72,11 +73,7 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        host = host_name(headers.get(b"host", b"").decode("latin-1"))
-        if self._hosts and host not in self._hosts:
-            raise RequestRefused(403, f"unknown host name {host!r}")
-        if b"origin" in headers:
-            raise RequestRefused(403, "requests of web pages are not allowed")
+        refuse_web_pages(headers, self._hosts)
         actual, expected = headers.get(b"authorization", b""), self._authorization
         if expected and path not in self._public and not hmac.compare_digest(actual, expected):
             raise RequestRefused(401, "the bearer token is missing or wrong")
@@ -94,12 +91,36 @@ class RequestRefused(Exception):
         self.response = error_response(status, REFUSED, message, headers)
 
 
+def json_response(
+    content: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return a response with data as JSON."""
+    return Response(orjson.dumps(content), status, headers, media_type="application/json")
+
+
 def error_response(
     status: int, error: str, message: str, headers: Mapping[str, str] | None = None
 ) -> Response:
     """Return the response of a failed request: `{"error": class, "message": text}`."""
-    content = orjson.dumps({"error": error, "message": message})
-    return Response(content, status, headers, media_type="application/json")
+    return json_response({"error": error, "message": message}, status, headers)
+
+
+def refuse_web_pages(headers: Mapping[bytes, bytes], hosts: frozenset[str]) -> None:
+    """Refuse a request that a web page in a browser may have sent.
+
+    Args:
+        headers: the headers of the request.
+        hosts: the host names of the server; an empty set allows all.
+
+    Raises:
+        RequestRefused: the Host header has another name, or there is an Origin header.
+    """
+    host = headers.get(b"host", b"").decode("latin-1").lower()
+    name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    if hosts and name not in hosts:
+        raise RequestRefused(403, f"unknown host name {name!r}")
+    if b"origin" in headers:
+        raise RequestRefused(403, "requests of web pages are not allowed")
 
 
 async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytes:
@@ -143,7 +164,5 @@ def _replay(body: bytes, rest: Receive) -> Receive:
     return receive
 
 
-def host_name(host: str) -> str:
-    """Return a Host header without the port."""
-    host = host.lower()
-    return host if host.endswith("]") else host.rpartition(":")[0] or host
+def _has_route(scope: Scope) -> bool:
+    return any(r.matches(scope)[0] is Match.FULL for r in scope["app"].router.routes)

@@ -1,15 +1,19 @@
-"""The limits of agentrl's servers: for requests, connections and the shutdown.
+"""An HTTP server with limits: for requests, connections and the shutdown.
 
 A request's head has `HEAD_SECONDS` and `MAX_HEAD` bytes, its body `BODY_SECONDS` and a limit of
-bytes (`agentrl.tools.serving.guard.read_body`). A server that is stopping waits `SHUTDOWN_SECONDS`
+bytes (`agentrl.http_server.guard.read_body`). A server that is stopping waits `SHUTDOWN_SECONDS`
 for its connections; after a second signal, it does not wait. Only the tool server limits its
 connections. The other servers have a few clients of one user, and only `ulimit -n` limits them.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import socket
 import time
 from asyncio import BaseTransport, Transport
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, cast
 
@@ -17,7 +21,8 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from agentrl.tools.serving.guard import (
+from agentrl.http_server.bind import url_of
+from agentrl.http_server.guard import (
     MAX_LONG_BODY,
     REFUSED,
     RETRY_AFTER_SECONDS,
@@ -99,15 +104,18 @@ async def answer_busy(scope: Scope, receive: Receive, send: Send) -> None:
     await error_response(503, "Busy", message, headers)(scope, receive, send)
 
 
-class BoundedServer(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """A uvicorn server with the limits of this module.
 
     Args:
         app: the application. It reads bodies by `read_body`.
+        bound: the listening socket.
         options: other settings of `uvicorn.Config`.
     """
 
-    def __init__(self, app: ASGIApp, **options: Any):
+    def __init__(self, app: ASGIApp, bound: socket.socket, **options: Any):
+        self._socket = bound
+        self.url = url_of(bound)
         settings: dict[str, Any] = {
             "http": BoundedHttpProtocol,
             "ws": "none",
@@ -120,6 +128,10 @@ class BoundedServer(uvicorn.Server):
             "timeout_graceful_shutdown": SHUTDOWN_SECONDS,
         }
         super().__init__(uvicorn.Config(app, **settings | options))
+
+    def serve_forever(self) -> None:
+        """Serve until a signal, or until `should_exit` is set."""
+        self.run(sockets=[self._socket])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop. After a second signal, do not wait for connections."""
@@ -134,3 +146,25 @@ class BoundedServer(uvicorn.Server):
                 if isinstance(connection, BoundedHttpProtocol) and connection.head_since < late:
                     connection.refuse(b"408 Request Timeout", b"the head took too long")
         return await super().on_tick(counter)
+
+
+class EmbeddedServer(HttpServer):
+    """A server on the event loop of its caller, which handles signals itself."""
+
+    async def start(self) -> None:
+        """Return when the server answers requests."""
+        self._serving = asyncio.create_task(self.serve(sockets=[self._socket]))
+        while not self.started:
+            if self._serving.done():
+                self._serving.result()
+            await asyncio.sleep(0.001)
+
+    async def stop(self) -> None:
+        """Stop the server, and wait for its end."""
+        self.should_exit = True
+        await self._serving
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone."""
+        yield

@@ -1,4 +1,4 @@
-"""verl's config keys (`keys.yaml`), and the messages about them."""
+"""verl's config keys (`verl_keys.yaml`), and the messages about them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-_TABLE = yaml.safe_load(Path(__file__).with_name("keys.yaml").read_text("utf-8"))
+_TABLE = yaml.safe_load(Path(__file__).with_name("verl_keys.yaml").read_text("utf-8"))
 
 RENAMED: dict[str, str] = _TABLE["renamed"]
 """agentrl's key of the same meaning, for each of verl's."""

@@ -1,0 +1,1 @@
+"""The base of agentrl's HTTP servers: sockets, access control and limits."""
