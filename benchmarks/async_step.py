@@ -32,12 +32,12 @@ from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
 from agentrl.engine.scripted import Scripted
+from agentrl.learner.batch import collate
 from agentrl.metrics import mean
 from agentrl.rewards import Scorer, reward
 from agentrl.rollout import Rollouts
 from agentrl.testing import byte_tokenizer
 from agentrl.tools import LocalToolbox
-from agentrl.trainer.batch import collate
 from agentrl.trainer.stream import RolloutStream
 from agentrl.trajectory import Generation, Message, Sample, Trajectory
 

@@ -28,14 +28,14 @@ from torch import Tensor
 
 from agentrl.chat import load_tokenizer
 from agentrl.cli.options import resolve_model
+from agentrl.learner.algorithms import make_targets
+from agentrl.learner.sharding import full_tensor
+from agentrl.learner.state import read_state, shapes_in
 from agentrl.record import METRICS, read_metrics
 from agentrl.report.rescore import rescore
 from agentrl.report.run import Run, load_run
-from agentrl.trainer.algorithms import make_targets
 from agentrl.trainer.checkpoint import open_checkpoint
 from agentrl.trainer.replay import Replayer, replay
-from agentrl.trainer.sharding import full_tensor
-from agentrl.trainer.state import read_state, shapes_in
 from agentrl.trainer.step import make_batch
 
 STEPS = 10

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from agentrl.config import Config
+from agentrl.learner.algorithms import KLController, has_learning_signal, make_targets, rollout_kl
+from agentrl.learner.batch import Batch, Targets, collate
+from agentrl.learner.learner import Check, Learned, Learner
 from agentrl.metrics import DEAD_STEP
-from agentrl.trainer.algorithms import KLController, has_learning_signal, make_targets, rollout_kl
-from agentrl.trainer.batch import Batch, Targets, collate
-from agentrl.trainer.learner import Check, Learned, Learner
 from agentrl.trajectory import Group
 
 Timed = Callable[[str], AbstractContextManager[None]]

@@ -40,10 +40,10 @@ import numpy as np
 from agentrl.config import Config
 from agentrl.data import row_order
 from agentrl.engine.base import Sampling
+from agentrl.learner.algorithms import dead_groups, estimate
+from agentrl.learner.batch import Batch
 from agentrl.metrics import rollout_metrics
 from agentrl.rollout import NO_LIMIT, PlayedSample, Rollouts, stop_if_too_many_dropped
-from agentrl.trainer.algorithms import dead_groups, estimate
-from agentrl.trainer.batch import Batch
 from agentrl.trajectory import Group, Sample
 
 

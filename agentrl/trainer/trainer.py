@@ -39,6 +39,17 @@ from agentrl.engine.open import EngineStart, describe_engine
 from agentrl.engine.remote.admin import in_thread
 from agentrl.errors import ConfigError, EngineError, RunStopped, Terminated
 from agentrl.evaluate import evaluate
+from agentrl.learner.algorithms import KLController
+from agentrl.learner.batch import Batch
+from agentrl.learner.dispatch import Placement, check_single_controller
+from agentrl.learner.learner import Learner
+from agentrl.learner.memory import LOCAL_ROWS
+from agentrl.learner.mismatch import MismatchGuard, mean_drift
+from agentrl.learner.modes import describe_mode
+from agentrl.learner.packing import Mode
+from agentrl.learner.policy import describe_targets
+from agentrl.learner.profile import annotate
+from agentrl.learner.rank import start_ranks
 from agentrl.open_files import spare_files
 from agentrl.plan import (
     CANARY_TOKENS,
@@ -57,8 +68,6 @@ from agentrl.report.diagnosis import LiveDiagnosis
 from agentrl.rollout import open_rollouts
 from agentrl.store import TrajectoryStore, TrajectoryWriter
 from agentrl.torch_threads import choose_threads
-from agentrl.trainer.algorithms import KLController
-from agentrl.trainer.batch import Batch
 from agentrl.trainer.checkpoint import (
     INITIAL,
     find_checkpoint,
@@ -80,15 +89,7 @@ from agentrl.trainer.console import (
     open_console,
 )
 from agentrl.trainer.curve import write_curve
-from agentrl.trainer.dispatch import Placement, check_single_controller
-from agentrl.trainer.learner import Learner
-from agentrl.trainer.memory import LOCAL_ROWS
-from agentrl.trainer.mismatch import MismatchGuard, mean_drift
-from agentrl.trainer.modes import describe_mode
-from agentrl.trainer.packing import Mode
-from agentrl.trainer.policy import describe_targets
 from agentrl.trainer.profile import (
-    annotate,
     annotate_episodes,
     check_profile_steps,
     profile_folder,
@@ -96,7 +97,6 @@ from agentrl.trainer.profile import (
     remove_later_profiles,
 )
 from agentrl.trainer.publisher import ROW_TOKENS_PER_SAMPLE, SAMPLED_SECONDS, Publisher
-from agentrl.trainer.rank import start_ranks
 from agentrl.trainer.resume import Start, find_start, write_config, write_fork
 from agentrl.trainer.speed import describe_local_speed, measure_sampling
 from agentrl.trainer.step import compute_targets, learn, make_batch

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from agentrl.config import Config
 from agentrl.errors import ConfigError, UserError
+from agentrl.learner.algorithms import KLController, dead_groups, estimate, make_targets
+from agentrl.learner.batch import Batch, Targets
+from agentrl.learner.learner import Learner
 from agentrl.plural import format_steps
 from agentrl.report.rescore import REWARD_KEYS, Rescoring, recompute
 from agentrl.report.run import StepGroups
-from agentrl.trainer.algorithms import KLController, dead_groups, estimate, make_targets
-from agentrl.trainer.batch import Batch, Targets
-from agentrl.trainer.learner import Learner
 from agentrl.trainer.replay import Replay, Replayer, load_names
 from agentrl.trainer.step import compute_targets, make_batch
 from agentrl.trajectory import Group

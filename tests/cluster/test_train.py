@@ -66,7 +66,7 @@ def ending(how):
 
 
 def without_score():
-    from agentrl.trainer.rank import Rank
+    from agentrl.learner.rank import Rank
 
     Rank.score = gone
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from support.trainer_fixtures import group, scored, segment, turn
 
-from agentrl.trainer.batch import Batch, collate
+from agentrl.learner.batch import Batch, collate
 
 PAD = 0
 SIXTEENTHS = st.integers(-32, 32).map(lambda k: k / 16)

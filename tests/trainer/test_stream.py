@@ -23,11 +23,11 @@ from agentrl.chat import ChatTemplate
 from agentrl.data import RowOrder
 from agentrl.engine.scripted import Scripted
 from agentrl.errors import EngineError, RunStopped, UserCodeError
+from agentrl.learner.batch import collate
 from agentrl.plan import Plan, describe_run
 from agentrl.rewards import Scorer, reward
 from agentrl.rollout import PlayedSample, Rollouts
 from agentrl.tools import LocalToolbox
-from agentrl.trainer.batch import collate
 from agentrl.trainer.stream import RolloutStream, StepRollouts
 from agentrl.trajectory import Generation, Group, Message, Sample, Scored, token_array
 
