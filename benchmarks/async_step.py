@@ -32,7 +32,6 @@ from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
 from agentrl.engine.scripted import Scripted
-from agentrl.learner.batch import collate
 from agentrl.metrics import mean
 from agentrl.rewards import Scorer, reward
 from agentrl.rollout import Rollouts
@@ -133,9 +132,7 @@ def run(
         Sample(f"r{i}", (Message("user", "?"),), agent_name="single_turn", row=i)
         for i in range(len(draws))
     ]
-    stream = RolloutStream(
-        config, rows, rollouts, lambda groups: collate(groups, 0), total_steps=steps
-    )
+    stream = RolloutStream(config, rows, rollouts, total_steps=steps)
     ends, sums = [], Counter[str]()
     try:
         start = time.perf_counter()

@@ -90,7 +90,7 @@ def open_learner(folder: Path, config: Config) -> Iterator[tuple[Learner, Memory
 
 
 def update_of(learner: Learner, batch: Batch) -> dict[str, float]:
-    """Run the part of `Trainer.step` that follows the collection of a batch."""
+    """Run the part of `train_step` that follows the collection of a batch."""
     old = learner.old_logprobs(batch)
     targets = make_targets(batch, learner.config, old, None, None)
     return learner.update(batch, targets, 1)[0]

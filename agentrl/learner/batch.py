@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from agentrl.config import RewardConfig
 from agentrl.errors import RunStopped
 from agentrl.trajectory import Group, Scored, Segment, Trajectory
 
@@ -115,17 +116,21 @@ class Targets:
     """(B, T) float32: the critic's at the start of the step; None without a critic."""
 
 
+NO_TURN_REWARDS = RewardConfig()
+"""A section `reward` whose weights of turn and tool rewards are 0."""
+
+
 def collate(
-    groups: Sequence[Group], pad_id: int, *, turn_weight: float = 0.0, tool_weight: float = 0.0
+    groups: Sequence[Group], pad_id: int = 0, reward: RewardConfig = NO_TURN_REWARDS
 ) -> Batch:
     """Turn groups of scored trajectories into one batch.
 
     Args:
         groups: the groups of the step, in the order of their rows.
-        pad_id: the padding token.
-        turn_weight: the weight of a turn's own reward in `Scored.reward`. This share is placed at
-            the end of the turn, the rest at the end of the rollout's last turn.
-        tool_weight: the same for rewards of tools.
+        pad_id: the padding token. No forward pass reads it.
+        reward: the section `reward`: `turn_weight` is the weight of a turn's own reward in
+            `Scored.reward`. This share is placed at the end of the turn, the rest at the end of the
+            rollout's last turn. `tool_weight` is the same for rewards of tools.
 
     Raises:
         RunStopped: there is no rollout, or a reward or a logprob is not finite. Training on such a
@@ -134,7 +139,7 @@ def collate(
     scored = [s for group in groups for s in group.scored]
     if not scored:
         raise RunStopped("all rollouts of this step were dropped: there is nothing to learn from")
-    weights = {"turn": turn_weight, "tool": tool_weight}
+    weights = {"turn": reward.turn_weight, "tool": reward.tool_weight}
     segments = [segment for s in scored for segment in s.trajectory.segments]
     rewards_per_token = [row for s in scored for row in _token_rewards(s, weights)]
     turns = [row for s in scored for row in _turns(s.trajectory)]

@@ -25,7 +25,7 @@ from agentrl.config import Config
 from agentrl.engine.local.load import resolve_device
 from agentrl.errors import AgentRLError, ConfigError, UserError
 from agentrl.learner.algorithms import KLController
-from agentrl.learner.batch import Batch
+from agentrl.learner.batch import Batch, collate
 from agentrl.learner.learner import Learner
 from agentrl.learner.sharding import full_tensor
 from agentrl.learner.state import dequantize, read_state, shapes_in
@@ -40,7 +40,7 @@ from agentrl.store import LEARNED, LEARNED_SCHEMA
 from agentrl.terminal import echo
 from agentrl.trainer.checkpoint import INITIAL, META, Checkpoint, find_steps, open_checkpoint
 from agentrl.trainer.resume import open_fork, read_fork
-from agentrl.trainer.step import compute_targets, learn, make_batch
+from agentrl.trainer.step import compute_targets, learn
 from agentrl.trainer.stream import staleness_metrics
 from agentrl.trajectory import Group, Scored
 
@@ -261,7 +261,7 @@ class Replayer:
         groups = self.run.read_step(step)
         self.learner.config = config
         self.learner.total_steps = _find_length(config, step, self.record[step])
-        return config, groups, make_batch(groups.groups, config)
+        return config, groups, collate(groups.groups, reward=config.reward)
 
     def repeat(
         self, step: int, tolerance: float | None = None

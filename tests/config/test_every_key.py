@@ -383,7 +383,7 @@ def base_traces():
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
     """Do not draw `curve.svg` in 200 runs: its numbers are those of `metrics.jsonl`."""
-    monkeypatch.setattr("agentrl.trainer.trainer.write_curve", lambda metrics, svg: None)
+    monkeypatch.setattr("agentrl.trainer.run.write_curve", lambda metrics, svg: None)
 
 
 @pytest.mark.slow

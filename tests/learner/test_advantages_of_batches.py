@@ -12,7 +12,7 @@ from support.trainer_fixtures import config, group, scored, segment, turn
 from torch import tensor
 
 from agentrl import registry
-from agentrl.config import AlgorithmConfig, Config
+from agentrl.config import AlgorithmConfig, Config, RewardConfig
 from agentrl.config.algorithm import ALGORITHMS
 from agentrl.config.checks import without_effect
 from agentrl.errors import ConfigError, DataError, RegistryError, RunStopped, UserCodeError
@@ -42,7 +42,7 @@ def world(**keys):
         group(two_turns(1.0, 3.0), two_turns(0.0, 0.0)),
         group(two_turns(1.0, 2.0), two_turns(0.0, 1.0)),
     ]
-    return collate(groups, PAD, turn_weight=1.0), config(**keys)
+    return collate(groups, PAD, RewardConfig(turn_weight=1.0)), config(**keys)
 
 
 def advantages_of(batch, keys, values=None) -> list[list[float]]:
@@ -188,7 +188,7 @@ def test_different_turn_rewards_make_a_group_live_although_totals_are_equal():
         row = segment([1], ("A", [2]), ("E", [3]), ("A", [4]))
         return scored([row], 1.0, [turn(0, 0, 1, turn=first), turn(0, 2, 3)])
 
-    batch = collate([group(rollout(0.0), rollout(1.0))], PAD, turn_weight=1.0)
+    batch = collate([group(rollout(0.0), rollout(1.0))], PAD, RewardConfig(turn_weight=1.0))
     for name, dead in (("rloo", True), ("turn_rloo", False)):
         advantages, _ = estimate(batch, AlgorithmConfig.model_validate({"name": name}))
         assert dead_groups(batch, advantages).tolist() == [dead]
@@ -353,7 +353,7 @@ def pair(first: float, second: float, greedy: float = 0.0, masked: bool = False)
 
 def targets_of(keys: Config, *groups, kl: float = 0.0):
     """Batch and targets; a critic says 0, and policy and reference are `kl` nats apart."""
-    batch = collate(groups, PAD, turn_weight=1.0)
+    batch = collate(groups, PAD, RewardConfig(turn_weight=1.0))
     zeros = torch.zeros_like(batch.rollout_logprobs)
     values = zeros if keys.algorithm.critic else None
     apart = torch.arange(zeros.numel()).view(zeros.shape) * kl

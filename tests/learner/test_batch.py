@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.trainer_fixtures import group, random_groups, scored, segment, turn
 from torch import tensor
 
-from agentrl.config import AlgorithmConfig, Config
+from agentrl.config import AlgorithmConfig, Config, RewardConfig
 from agentrl.errors import RunStopped
 from agentrl.learner.algorithms import loss_weights, make_targets
 from agentrl.learner.batch import assign_mini_batches, collate, count_mini_batches
@@ -56,7 +56,9 @@ def test_turn_rewards_are_at_the_last_token_of_the_turn():
     row = segment([1], ("A", [2, 3]), ("E", [4, 5]), ("A", [6, 7]))
     turns = [turn(0, 0, 2, turn=2.0, tool=1.0), turn(0, 4, 6, turn=4.0)]
     total = 1.0 + 0.5 * 6.0 + 0.25 * 1.0
-    batch = collate([group(scored([row], total, turns))], PAD, turn_weight=0.5, tool_weight=0.25)
+    batch = collate(
+        [group(scored([row], total, turns))], PAD, RewardConfig(turn_weight=0.5, tool_weight=0.25)
+    )
     assert batch.token_rewards.tolist() == [[0.0, 1.25, 0.0, 0.0, 0.0, 3.0]]
     unweighted = collate([group(scored([row], 1.0, turns))], PAD)
     assert unweighted.token_rewards.tolist() == [[0.0, 0.0, 0.0, 0.0, 0.0, 1.0]]
@@ -65,7 +67,7 @@ def test_turn_rewards_are_at_the_last_token_of_the_turn():
 def test_a_zeroed_rollout_loses_its_turn_rewards():
     row = segment([1], ("A", [2]), ("E", [3]), ("A", [4]), ("E", [5]))
     zeroed = scored([row], 0.0, [turn(0, 0, 1, turn=2.0), turn(0, 2, 3)])
-    batch = collate([group(zeroed)], PAD, turn_weight=1.0)
+    batch = collate([group(zeroed)], PAD, RewardConfig(turn_weight=1.0))
     assert batch.token_rewards.tolist() == [[2.0, 0.0, -2.0, 0.0]]
 
 
@@ -80,7 +82,7 @@ def interleaved(reward: float, *, late: bool = False):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_the_reward_of_interleaved_rows_is_at_the_end_of_the_last_turn(late):
-    batch = collate([group(interleaved(2.0, late=late))], PAD, turn_weight=1.0)
+    batch = collate([group(interleaved(2.0, late=late))], PAD, RewardConfig(turn_weight=1.0))
     paid = [[0, 0, 0, 0, 0.25, 0], [0.5, 0, 1.25, 0, 0, 0]]
     if not late:
         paid = [[0, 0, 0, 0, 1.5, 0], [0.5, 0, 0, 0, 0, 0]]
@@ -108,11 +110,11 @@ def test_ppo_reads_interleaved_rows_in_order_of_time():
     """As if the same tokens stood in one row; `turn` is what tells."""
     own = segment([1], ("A", [2, 3, 9, 5, 6]))
     turns = [turn(0, 0, 2), turn(0, 2, 3, turn=0.5), turn(0, 3, 5, turn=0.25)]
-    one = collate([group(scored([own], 2.0, turns))], PAD, turn_weight=1.0)
+    one = collate([group(scored([own], 2.0, turns))], PAD, RewardConfig(turn_weight=1.0))
     row = segment([1], ("A", [2, 3]), ("E", [4]), ("A", [5, 6]))
     turns = [turn(0, 0, 2), turn(1, 0, 1, thread=1, turn=0.5), turn(0, 3, 5, turn=0.25)]
     rows = [row, segment([8], ("A", [9]))]
-    two = collate([group(scored(rows, 2.0, turns))], PAD, turn_weight=1.0)
+    two = collate([group(scored(rows, 2.0, turns))], PAD, RewardConfig(turn_weight=1.0))
     rows_at, columns = tensor([0, 0, 1, 0, 0]), tensor([0, 1, 0, 3, 4])
     values = torch.full((2, 5), float("nan"))
     values[rows_at, columns] = one_values = tensor([0.1, -0.2, 0.3, 0.7, -0.4])
@@ -150,7 +152,7 @@ def test_token_rewards_sum_to_the_rollouts_reward(rows, reward, weight):
             at += sampled + observed
         segments.append(segment([3], *pieces))
     one = scored(segments, reward, turns)
-    batch = collate([group(one, one)], PAD, turn_weight=weight)
+    batch = collate([group(one, one)], PAD, RewardConfig(turn_weight=weight))
     paid = torch.zeros(2).double().index_add(0, batch.rollout, batch.token_rewards.sum(1))
     carried = reward if one.trajectory.sampled_tokens else 0.0
     assert paid.tolist() == [carried, carried]

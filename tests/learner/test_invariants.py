@@ -21,6 +21,7 @@ from support.trainer_fixtures import config, group, scored, segment, turn
 from torch import Tensor
 
 from agentrl import registry
+from agentrl.config import RewardConfig
 from agentrl.learner.algorithms import make_targets
 from agentrl.learner.batch import Batch, Targets, collate
 from agentrl.trajectory import Scored
@@ -169,7 +170,7 @@ def test_such_a_batch_has_large_gradients(estimator):
     members = [
         scored([row], r + 1.0, t) for r, (row, t) in enumerate(zip(rows, turns, strict=True))
     ]
-    batch = collate([group(*members)], 0, turn_weight=1.0)
+    batch = collate([group(*members)], 0, RewardConfig(turn_weight=1.0))
     keys = {"algorithm__adv_estimator": estimator, "algorithm__entropy_coef": 0.1}
     _, metrics, gradients = update(batch, keys, 0)
     entropy = model_outputs(batch, 0)["entropy"][batch.action_mask].mean()
@@ -233,7 +234,7 @@ def test_baselines_and_weights_count_rollouts_and_not_rows(estimator, loss, mode
     for rows in (1, 2):
         rng = random.Random(0)
         members = [in_rows(rng, reward, rows) for reward in (0.0, 1.0, 0.25, 2.0)]
-        batch = collate([group(*members)], 0, turn_weight=1.0)
+        batch = collate([group(*members)], 0, RewardConfig(turn_weight=1.0))
         mask, order = batch.action_mask, time_of(batch)
         draws = torch.randn(4, len(order), generator=torch.Generator().manual_seed(0)) / 8
         now, old, values, before = (

@@ -13,6 +13,7 @@ from torch import Tensor, tensor
 from torch.nn.functional import logsigmoid
 
 from agentrl import registry
+from agentrl.config import RewardConfig
 from agentrl.learner.algorithms import (
     make_targets,
     rewards_to_go,
@@ -36,7 +37,7 @@ def played(*earned: float, masked: bool = False):
 
 def credit(*members) -> list[list[float]]:
     """The advantages of each rollout's turns; both tokens of a turn have the same."""
-    batch = collate([group(*members)], PAD, turn_weight=1.0)
+    batch = collate([group(*members)], PAD, RewardConfig(turn_weight=1.0))
     advantages = make_targets(
         batch, config(algorithm__name="turn_rloo", rollout__n=2), None, None, None
     ).advantages
@@ -79,7 +80,9 @@ def test_turns_in_several_rows_are_ordered_by_time():
     """The loop spoke, asked a sub-agent (row 1), went on in row 0: turns 0, 1, 2."""
     rows = [segment([1], ("A", [2]), ("E", [4]), ("A", [5])), segment([8], ("A", [9]))]
     turns = [turn(0, 0, 1, turn=1.0), turn(1, 0, 1, thread=1, turn=2.0), turn(0, 2, 3, turn=4.0)]
-    batch = collate([group(scored(rows, 7.0, turns), played(0, 0))], PAD, turn_weight=1.0)
+    batch = collate(
+        [group(scored(rows, 7.0, turns), played(0, 0))], PAD, RewardConfig(turn_weight=1.0)
+    )
     assert rewards_to_go(batch, batch.token_rewards).tolist() == [[7, 6, 4], [0, 0, 0]]
     keys = config(algorithm__name="turn_rloo", rollout__n=2)
     advantages = make_targets(batch, keys, None, None, None).advantages
@@ -142,7 +145,7 @@ def logprobs(batch: Batch, theta: Tensor) -> Tensor:
 def world() -> World:
     each = [rollout_of(episode) for episode in episodes()]
     groups = [group(*members) for members in product(each, repeat=GROUP)]
-    batch = collate(groups, PAD, turn_weight=1.0)
+    batch = collate(groups, PAD, RewardConfig(turn_weight=1.0))
     batch = replace(
         batch, rewards=batch.rewards.double(), token_rewards=batch.token_rewards.double()
     )

@@ -18,7 +18,7 @@ from agentrl.errors import ConfigError, RunStopped
 from agentrl.learner import profile
 from agentrl.record import read_metrics
 from agentrl.trainer import Trainer
-from agentrl.trainer import trainer as trainer_module
+from agentrl.trainer import step as step_module
 
 ENV = """
 from agentrl import ToolCall, agent_loop, reward, tool
@@ -197,7 +197,7 @@ def test_a_step_that_fails_leaves_no_recorder(start, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise RunStopped("the update fails")
 
-    monkeypatch.setattr(trainer_module, "learn", fail)
+    monkeypatch.setattr(step_module, "learn", fail)
     with pytest.raises(RunStopped, match="the update fails"):
         start(tmp_path / "run", "trainer.profile_steps=[1]")
     assert not profile.recorders
