@@ -188,7 +188,7 @@ agent_loops: Registry[Any] = Registry(
 )
 interactions: Registry[Any] = Registry("interaction", replaceable=True)
 rewards: Registry[Any] = Registry(
-    "reward", shipped=("reward_model",), home="agentrl.trainer.reward_model"
+    "reward", shipped=("reward_model",), home="agentrl.learner.reward_model"
 )
 advantage_estimators: Registry[Callable[..., Any]] = Registry(
     "advantage estimator",
@@ -196,10 +196,10 @@ advantage_estimators: Registry[Callable[..., Any]] = Registry(
         "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax",
         "turn_rloo",
     ),
-    home="agentrl.trainer.algorithms",
+    home="agentrl.learner.algorithms",
 )  # fmt: skip
 policy_losses: Registry[Callable[..., Any]] = Registry(
-    "policy loss", shipped=("vanilla", "gspo", "cispo"), home="agentrl.trainer.losses"
+    "policy loss", shipped=("vanilla", "gspo", "cispo"), home="agentrl.learner.losses"
 )
 
 callbacks: Registry[Callable[..., Any]] = Registry("callback")
@@ -221,10 +221,10 @@ def advantage_estimator(name: str) -> Callable[[F], F]:
             rewards = batch.rewards[batch.rollout][:, None]  # (B, 1)
             return rewards.where(batch.action_mask, 0.0), None
 
-    The function gets the step's rollouts (`agentrl.trainer.batch.Batch`, of which the first line
+    The function gets the step's rollouts (`agentrl.learner.batch.Batch`, of which the first line
     above makes one reward for each row), `batch.token_rewards`, the critic's values or None, both
     (B, T), and the config's section `algorithm`. It returns the advantages (B, T), and the targets
-    of the critic (B, T) or None. `agentrl.trainer.algorithms` explains them. The decorator returns
+    of the critic (B, T) or None. `agentrl.learner.algorithms` explains them. The decorator returns
     the function unchanged.
 
     Args:
@@ -246,7 +246,7 @@ def policy_loss(name: str) -> Callable[[F], F]:
     The function gets four tensors (b, A) with the tokens that the policy chose, and the config's
     section `algorithm`. Only `logprobs` has a gradient; `mask` is True where there is a token. It
     returns the loss of each token (b, A), which is not aggregated, and further metrics (b, A) by
-    name. `agentrl.trainer.losses` explains them. The decorator returns the function unchanged.
+    name. `agentrl.learner.losses` explains them. The decorator returns the function unchanged.
 
     Args:
         name: the value of `algorithm.policy_loss`.

@@ -79,7 +79,7 @@ LEARNED = {
     "entropy": pa.float32(),
     "clipped": pa.int32(),
 }
-"""The numbers of each response token that the update used; `agentrl.trainer.learner.Learned`
+"""The numbers of each response token that the update used; `agentrl.learner.learner.Learned`
 describes them."""
 LEARNED_SCHEMA = pa.schema(
     [

@@ -35,11 +35,11 @@ from workload.updates import measure, memory, peak_flops, release
 from agentrl import reward
 from agentrl.config import Config, load_config
 from agentrl.errors import AgentRLError
+from agentrl.learner.algorithms import make_targets
+from agentrl.learner.learner import Learner
 from agentrl.record import METRICS, read_metrics
 from agentrl.testing.tokenizer import byte_tokenizer
 from agentrl.trainer import Trainer
-from agentrl.trainer.algorithms import make_targets
-from agentrl.trainer.learner import Learner
 
 Keys = dict[str, Any]
 LINEAR: Keys = {

@@ -37,7 +37,6 @@ from agentrl.rewards import Scorer, reward
 from agentrl.rollout import Rollouts
 from agentrl.testing import byte_tokenizer
 from agentrl.tools import LocalToolbox
-from agentrl.trainer.batch import collate
 from agentrl.trainer.stream import RolloutStream
 from agentrl.trajectory import Generation, Message, Sample, Trajectory
 
@@ -133,9 +132,7 @@ def run(
         Sample(f"r{i}", (Message("user", "?"),), agent_name="single_turn", row=i)
         for i in range(len(draws))
     ]
-    stream = RolloutStream(
-        config, rows, rollouts, lambda groups: collate(groups, 0), total_steps=steps
-    )
+    stream = RolloutStream(config, rows, rollouts, total_steps=steps)
     ends, sums = [], Counter[str]()
     try:
         start = time.perf_counter()

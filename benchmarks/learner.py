@@ -42,11 +42,11 @@ from workload.timing import print_figure
 from workload.updates import DEVICE, GPU, Timed, Update, measure, memory, peak_flops, release
 
 from agentrl.config import Config
-from agentrl.trainer.algorithms import make_targets
-from agentrl.trainer.attention import PACKED
-from agentrl.trainer.batch import Batch, Targets
-from agentrl.trainer.learner import Learner
-from agentrl.trainer.packing import Mode, assign_rows, pack
+from agentrl.learner.algorithms import make_targets
+from agentrl.learner.attention import PACKED
+from agentrl.learner.batch import Batch, Targets
+from agentrl.learner.learner import Learner
+from agentrl.learner.packing import Mode, assign_rows, pack
 
 CARD = 78e9
 """The bytes that PyTorch may use of a card of 80 GB; the driver and the libraries use the rest."""
@@ -90,7 +90,7 @@ def open_learner(folder: Path, config: Config) -> Iterator[tuple[Learner, Memory
 
 
 def update_of(learner: Learner, batch: Batch) -> dict[str, float]:
-    """Run the part of `Trainer.step` that follows the collection of a batch."""
+    """Run the part of `train_step` that follows the collection of a batch."""
     old = learner.old_logprobs(batch)
     targets = make_targets(batch, learner.config, old, None, None)
     return learner.update(batch, targets, 1)[0]

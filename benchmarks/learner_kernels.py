@@ -29,9 +29,9 @@ from workload import updates
 from workload.timing import print_figure
 from workload.updates import GPU, finish
 
-from agentrl.trainer import attention
-from agentrl.trainer.attention import PACKED, Layout, kernel_for, packed_attention, varlen
-from agentrl.trainer.head import Head, chosen_logprobs
+from agentrl.learner import attention
+from agentrl.learner.attention import PACKED, Layout, kernel_for, packed_attention, varlen
+from agentrl.learner.head import Head, chosen_logprobs
 
 DEVICE = torch.device(updates.DEVICE)
 DTYPE = torch.bfloat16 if GPU else torch.float32

@@ -44,7 +44,7 @@ from agentrl.engine.open import open_engine
 from agentrl.engine.remote.open import ADMIN_TOKEN, TOKEN
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import RunStopped
-from agentrl.trainer.learner import Learner
+from agentrl.learner.learner import Learner
 from agentrl.trainer.publisher import Canary, Publisher
 
 ROW = 256

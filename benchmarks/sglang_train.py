@@ -25,7 +25,9 @@ from workload.timing import print_figure, short
 from agentrl.config import Config, load_config
 from agentrl.demo import TINY_SETTINGS, tiny_model
 from agentrl.record import METRICS, read_metrics
-from agentrl.trainer import Trainer
+from agentrl.trainer import Trainer, run
+from agentrl.trainer.parts import MadeStep, Parts, RunState
+from agentrl.trainer.step import train_step
 
 DATASETS = Path(__file__).parent.parent / "datasets"
 EVERY = 10
@@ -46,20 +48,19 @@ LEADING = {
 """The metrics that are reported over time, and their units."""
 
 
-class Watched(Trainer):
-    """A trainer that measures its server every few steps."""
+class Watched:
+    """Measures the server of a run every few steps. It takes the place of `train_step`."""
 
-    def __init__(self, config: Config, name: str):
-        super().__init__(config)
+    def __init__(self, name: str):
         self.name = name
         self.resident: list[int] = []
         self.used: list[float] = []
 
-    def step(self) -> dict[str, float]:
-        metrics = super().step()
-        step = self.global_step + 1
+    def __call__(self, parts: Parts, state: RunState) -> MadeStep:
+        made = train_step(parts, state)
+        metrics, step = made.metrics, state.step + 1
         if step % EVERY == 0 or step == 1:
-            self.resident.append(serving.adapters(self.engine))
+            self.resident.append(serving.adapters(parts.engine))
             self.used.append(serving.others_memory())
             print_figure(
                 f"{self.name}/step",
@@ -69,7 +70,7 @@ class Watched(Trainer):
                 others_gib=round(self.used[-1], 3),
                 **{key: short(metrics[key]) for key in LEADING if key in metrics},
             )
-        return metrics
+        return made
 
 
 def config_of(args: argparse.Namespace) -> Config:
@@ -90,8 +91,8 @@ def config_of(args: argparse.Namespace) -> Config:
     return load_config(None, args.keys, preset=TINY_SETTINGS | keys)
 
 
-def report(name: str, history: Sequence[tuple[int, Any]], trainer: Watched, goal: float) -> None:
-    say_figure = partial(print_figure, steps=trainer.total_steps)
+def report(name: str, history: Sequence[tuple[int, Any]], watched: Watched, goal: float) -> None:
+    say_figure = partial(print_figure, steps=max(step for step, _ in history))
     by_step = {step: metrics for step, metrics in history if step > 0}
     for key, unit in LEADING.items():
         course = [metrics[key] for metrics in by_step.values() if metrics.get(key) is not None]
@@ -110,9 +111,9 @@ def report(name: str, history: Sequence[tuple[int, Any]], trainer: Watched, goal
         seen = [metrics[key] for metrics in by_step.values() if key in metrics]
         say_figure(f"{name}/{key}", statistics.median(seen), "s", times=len(seen))
     say_figure(
-        f"{name}/grown", round(trainer.used[-1] - trainer.used[0], 3), "GiB", all=trainer.used
+        f"{name}/grown", round(watched.used[-1] - watched.used[0], 3), "GiB", all=watched.used
     )
-    say_figure(f"{name}/adapters_resident", max(trainer.resident), "adapters", most=2)
+    say_figure(f"{name}/adapters_resident", max(watched.resident), "adapters", most=2)
     vals = {step: round(m[VAL], 4) for step, m in history if m.get(VAL) is not None}
     if vals:
         best = max(vals.values())
@@ -138,14 +139,14 @@ def main() -> None:
     args.steps = args.steps or (3 if args.small else TINY_SETTINGS["trainer.total_steps"])
     name = f"sglang_train/{'lora' if args.lora else 'full'}"
     config = config_of(args)
-    trainer = Watched(config, name)
+    run.train_step = watched = Watched(name)  # type: ignore[assignment]
     began = time.perf_counter()
     try:
-        trainer.run()
+        Trainer(config).run()
     finally:
         folder = Path(config.trainer.output)
-        if (folder / METRICS).exists() and trainer.used:
-            report(name, read_metrics(folder / METRICS), trainer, args.goal)
+        if (folder / METRICS).exists() and watched.used:
+            report(name, read_metrics(folder / METRICS), watched, args.goal)
         print_figure(f"{name}/run", round(time.perf_counter() - began, 1), "s")
 
 

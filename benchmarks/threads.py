@@ -79,8 +79,8 @@ def make_update(args: argparse.Namespace, device: str) -> tuple[Callable[[], obj
     from workload.updates import finish
 
     from agentrl.config import Config
-    from agentrl.trainer.algorithms import make_targets
-    from agentrl.trainer.learner import Learner
+    from agentrl.learner.algorithms import make_targets
+    from agentrl.learner.learner import Learner
 
     folder = random_model(args.models, args.shape, device=device)
     vocabulary = AutoConfig.from_pretrained(folder).vocab_size

@@ -28,15 +28,15 @@ from torch import Tensor
 
 from agentrl.chat import load_tokenizer
 from agentrl.cli.options import resolve_model
+from agentrl.learner.algorithms import make_targets
+from agentrl.learner.batch import collate
+from agentrl.learner.sharding import full_tensor
+from agentrl.learner.state import read_state, shapes_in
 from agentrl.record import METRICS, read_metrics
 from agentrl.report.rescore import rescore
 from agentrl.report.run import Run, load_run
-from agentrl.trainer.algorithms import make_targets
 from agentrl.trainer.checkpoint import open_checkpoint
 from agentrl.trainer.replay import Replayer, replay
-from agentrl.trainer.sharding import full_tensor
-from agentrl.trainer.state import read_state, shapes_in
-from agentrl.trainer.step import make_batch
 
 STEPS = 10
 """The number of steps that `add` stores."""
@@ -159,7 +159,7 @@ def wrong_advantages(run: Run) -> Iterator[str]:
     """Yield the steps whose advantages do not follow from the stored rewards."""
     for step in run.store.steps("train"):
         config = run.config_at(step)
-        batch = make_batch(run.read_step(step).groups, config)
+        batch = collate(run.read_step(step).groups, reward=config.reward)
         advantages = make_targets(batch, config, None, None, None).advantages
         is_token = torch.arange(advantages.shape[1]) < batch.response_lengths[:, None]
         stored = run.store.read_learned(step)["advantages"].combine_chunks().flatten()

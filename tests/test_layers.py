@@ -33,7 +33,7 @@ LAYERS = (
     ("answers", "callbacks", "config", "http", "http_server", "metrics", "signatures", "workers"),
     ("chat", "sandbox"),
     ("data", "engine", "interactions", "rewards", "store", "tools"),
-    ("agent_loops",),
+    ("agent_loops", "learner"),
     ("gateway",),
     ("watchdog",),
     ("rollout",),
@@ -50,9 +50,9 @@ LAYERS = (
 LAYER_OF = {room: i for i, layer in enumerate(LAYERS) for room in layer}
 
 HEAVY = {
-    "torch": ("trainer/", "cluster/", "engine/local/", "engine/remote/"),
-    "accelerate": ("trainer/", "cluster/"),
-    "peft": ("trainer/", "cluster/", "engine/local/"),
+    "torch": ("learner/", "trainer/", "cluster/", "engine/local/", "engine/remote/"),
+    "accelerate": ("learner/", "trainer/"),
+    "peft": ("learner/", "engine/local/"),
     "ray": ("cluster/",),
     "fastapi": ("tools/serving/", "view/"),
     "uvicorn": ("http_server/",),

@@ -21,7 +21,7 @@ from agentrl.trainer.live import LiveConsole
 PACKAGE = Path(agentrl.__file__).parent
 PRINTING = ("terminal.py", "watchdog.py", "config/page.py", "demo/__main__.py")
 """Files that may call `print`: those that escape what they print, and generators of files."""
-ELSEWHERE = ("sandbox/inside/", "cli/starter/", "workers/parent_watch.py", "trainer/trainer.py",
+ELSEWHERE = ("sandbox/inside/", "cli/starter/", "workers/parent_watch.py", "trainer/interrupt.py",
              "interactions/person.py")  # fmt: skip
 """Files that print constants, or in another process."""
 

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from agentrl.chat import ChatTemplate, ForeignParser
     from agentrl.config import Config
     from agentrl.config.sections import TrainerConfig
+    from agentrl.learner.memory import Gpu, MemoryEstimate, ModelShape
     from agentrl.plan import Plan
     from agentrl.tools import Toolbox
-    from agentrl.trainer.memory import Gpu, MemoryEstimate, ModelShape
     from agentrl.trajectory import ToolCall
 
 
@@ -115,8 +115,8 @@ def check_run(
     # This import takes seconds, so it comes after the checks.
     from agentrl.engine.local.decoder import check_config
     from agentrl.engine.local.load import load_model_config, max_row_length
-    from agentrl.trainer.modes import describe_mode, find_mode
-    from agentrl.trainer.policy import describe_targets
+    from agentrl.learner.modes import describe_mode, find_mode
+    from agentrl.learner.policy import describe_targets
 
     model = load_model_config(settings.model.path)
     max_length = max_row_length(model)
@@ -188,8 +188,8 @@ def _check_machine(
         What was not checked; and what does not fit into the memory, or "".
     """
     from agentrl.errors import ConfigError
+    from agentrl.learner import memory
     from agentrl.plan import longest_prompt, longest_response
-    from agentrl.trainer import memory
 
     config, t, gpu = plan.config, plan.config.trainer, memory.find_gpu()
     weights = f"weights of {config.model.path}: only its config and tokenizer were loaded"
@@ -288,7 +288,7 @@ def _is_measured(config: Config, shape: ModelShape) -> bool:
 
 def _check_ram(plan: Plan, shape: ModelShape, prompt: int, response: int) -> str:
     """Print an estimate of the RAM of a run on the CPU; return what does not fit, or ""."""
-    from agentrl.trainer import memory
+    from agentrl.learner import memory
 
     config = plan.config
     if config.trainer.device == "auto":
@@ -309,7 +309,7 @@ def _check_ram(plan: Plan, shape: ModelShape, prompt: int, response: int) -> str
 
 def _check_gpu(config: Config, shape: ModelShape, gpu: Gpu | None, row_tokens: int) -> str:
     """Print an estimate of the memory of a GPU; return what does not fit, or ""."""
-    from agentrl.trainer import memory
+    from agentrl.learner import memory
 
     total = gpu.total_bytes if gpu else memory.ASSUMED_GPU_BYTES
     estimate = partial(
@@ -346,7 +346,7 @@ def _compare(
         total: the memory of the device, in bytes.
         device: its name in the note.
     """
-    from agentrl.trainer.memory import SAFE_SHARE, gib
+    from agentrl.learner.memory import SAFE_SHARE, gib
 
     limit, advice = SAFE_SHARE * total, []
     if of_run.small_share:

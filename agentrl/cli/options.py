@@ -414,8 +414,8 @@ def _advice(name: str, value: str, command: str, options: set[str]) -> str:
     flags = {key: flag for key in FIELDS if (flag := flag_of(key)) in options}
     usable = FIELDS.keys() if "--config" in options else flags.keys()
     if command == "agentrl sft":
-        from agentrl.trainer.sft import FLAG_OF_KEY as flags
-        from agentrl.trainer.sft import SFT_KEYS
+        from agentrl.learner.sft import FLAG_OF_KEY as flags
+        from agentrl.learner.sft import SFT_KEYS
 
         usable = {*flags, *SFT_KEYS}
     keys = [key for key in keys_named(word, FIELDS) if key in usable]

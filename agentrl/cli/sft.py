@@ -95,13 +95,8 @@ def sft(
     from agentrl.cluster import open_placement
     from agentrl.config import TINY, without_effect
     from agentrl.engine.local.load import load_model_config, max_row_length
-    from agentrl.trainer.sft import (
-        ProgressPrinter,
-        SFTLearner,
-        batches,
-        load_examples,
-        make_sft_config,
-    )
+    from agentrl.learner.sft import SFTLearner, batches, make_sft_config
+    from agentrl.trainer.sft import ProgressPrinter, load_examples
 
     logging.disable_progress_bar()
     template = ChatTemplate.load(path)

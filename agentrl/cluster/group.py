@@ -33,8 +33,8 @@ from agentrl import errors
 from agentrl.cluster.pool import ResourcePool
 from agentrl.cluster.ship import Shipment, versions
 from agentrl.errors import AgentRLError, ConfigError, RunStopped
+from agentrl.learner.dispatch import SPLIT, Dispatch, dispatched_methods
 from agentrl.torch_threads import NUMBER, ThreadCount, choose_threads
-from agentrl.trainer.dispatch import SPLIT, Dispatch, dispatched_methods
 
 log = logging.getLogger("agentrl")
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from agentrl.chat import ChatTemplate
-    from agentrl.trainer.learner import Learner
-    from agentrl.trainer.sft import Example
+    from agentrl.learner.learner import Learner
+    from agentrl.learner.sft import Example
 
 KINDS = ("gold", "trace")
 MODEL = {
@@ -179,7 +179,8 @@ def make(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
     from transformers.utils import logging
 
     from agentrl.chat import ChatTemplate
-    from agentrl.trainer.sft import ProgressPrinter, SFTLearner, make_sft_config, single_thread
+    from agentrl.learner.sft import SFTLearner, make_sft_config, single_thread
+    from agentrl.trainer.sft import ProgressPrinter
 
     tokenizer: Any = train_tokenizer(_texts(recipe))
     template = ChatTemplate(tokenizer)
@@ -216,7 +217,7 @@ def share_copied(learner: Learner, template: ChatTemplate) -> float:
 
     The prompt is the right conversation up to each digit.
     """
-    from agentrl.trainer.sft import Example, make_rows
+    from agentrl.learner.sft import Example, make_rows
 
     digits = {template.encode(d)[0] for d in "0123456789"}
     examples = []
@@ -250,7 +251,7 @@ def _texts(recipe: Recipe) -> Iterator[str]:
 
 def _batches(recipe: Recipe, template: ChatTemplate) -> Iterator[list[Example]]:
     """Yield batches of new rows: first right conversations, then conversations with mistakes."""
-    from agentrl.trainer.sft import Example
+    from agentrl.learner.sft import Example
 
     source = recipe.rows()
     for step in range(recipe.steps):

@@ -1,6 +1,6 @@
-"""Everything that needs torch: from groups of trajectories to new weights.
+"""The training run: it plays rollouts, updates the learner, publishes the weights, records, saves.
 
-`Trainer` is imported on first use: the process of a rank does not need it.
+`Trainer` is imported on first use: it needs torch.
 """
 
 from __future__ import annotations

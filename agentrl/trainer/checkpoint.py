@@ -243,7 +243,7 @@ def replace_file(file: Path, text: str) -> None:
     flush(file.parent)
 
 
-def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
+def replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
     """Write a folder within the run's folder, unless it has the same files already.
 
     A kill leaves the old content, the new one, or no folder.

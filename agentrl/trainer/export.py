@@ -21,6 +21,9 @@ from agentrl.chat import load_tokenizer
 from agentrl.config import Config
 from agentrl.engine.local.load import load_causal_lm
 from agentrl.errors import ConfigError, RunStopped, UserError
+from agentrl.learner.policy import ACTOR, Policy
+from agentrl.learner.rank import ADAPTER_FOLDER
+from agentrl.learner.state import PARAMETER_PREFIX, check_state, read_state
 from agentrl.regular_files import open_regular, staging_folder
 from agentrl.terminal import echo
 from agentrl.trainer.checkpoint import (
@@ -29,9 +32,6 @@ from agentrl.trainer.checkpoint import (
     checkpoint_folders,
     open_checkpoint,
 )
-from agentrl.trainer.policy import ACTOR, Policy
-from agentrl.trainer.rank import ADAPTER_FOLDER
-from agentrl.trainer.state import PARAMETER_PREFIX, check_state, read_state
 
 EXPORTED = "exported"
 """The folder in a run's folder with the exports that `--model RUN` has made."""

@@ -11,34 +11,24 @@ Nothing is recorded in other steps: `annotate` finds no recorder and does nothin
 
 from __future__ import annotations
 
-import gzip
 import heapq
 import json
-import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from torch.profiler import ProfilerActivity, record_function
+from typing import Any
 
 from agentrl.errors import ConfigError
-from agentrl.regular_files import LEFTOVER_PREFIX
-from agentrl.trainer.dispatch import Placement, RankGroup
+from agentrl.learner.dispatch import Placement, RankGroup
+from agentrl.learner.profile import recorders, write_trace
 from agentrl.trainer.traces import summary, times
 from agentrl.trajectory import Group, Scored
 
 PROFILE = "profile"
 """The folder of profiles in a run's folder."""
-NSIGHT = "NSYS_PROFILING_SESSION_ID"
-"""Nsight Systems sets this environment variable in the processes that it profiles."""
-COMPRESSION = 6
-"""gzip's level. Level 9, Python's default, takes four times as long for a tenth fewer bytes."""
 EPOCH_S = 7_889_238
 """torch's timestamps count from the last multiple of this number of seconds (three months) since
 1970, because Chrome's format has not enough digits for microseconds since 1970."""
@@ -47,37 +37,9 @@ Event = dict[str, Any]
 """An event of Chrome's trace format; times are in microseconds."""
 
 
-class Recorder(Protocol):
-    """Records the blocks that `annotate` names."""
-
-    def record(self, name: str) -> Any:
-        """Return a context manager that records a block."""
-        ...
-
-    def stop(self) -> None:
-        """Record no further blocks."""
-        ...
-
-
-_recorders: list[Recorder] = []
-"""The recorders of this process while a step is profiled; empty in all other steps."""
-
-
-@contextmanager
-def annotate(name: str) -> Iterator[None]:
-    """Name what the block does in the profile of the present step, if there is one."""
-    if not _recorders:
-        yield
-        return
-    with ExitStack() as stack:
-        for recorder in _recorders:
-            stack.enter_context(recorder.record(name))
-        yield
-
-
 def annotate_episodes(name: str, groups: Iterable[Group]) -> None:
     """Add played episodes to the profile of the present step, if there is one."""
-    for recorder in _recorders:
+    for recorder in recorders:
         if isinstance(recorder, StepTrace):
             recorder.episodes.setdefault(name, []).extend(s for g in groups for s in g.scored)
 
@@ -125,7 +87,7 @@ def profile_step(
     try:
         yield problems
     except BaseException:
-        for recorder in [*_recorders]:  # Ranks in other processes end with the run.
+        for recorder in [*recorders]:  # Ranks in other processes end with the run.
             recorder.stop()
         raise
     trace.stop()
@@ -148,7 +110,7 @@ class StepTrace:
         self._parts: list[tuple[str, float, float]] = []
         self.episodes: dict[str, list[Scored]] = {}
         """The episodes that were played, by the name of their track."""
-        _recorders.append(self)
+        recorders.append(self)
 
     @contextmanager
     def record(self, name: str) -> Iterator[None]:
@@ -162,7 +124,7 @@ class StepTrace:
 
     def stop(self) -> None:
         """Record no further blocks."""
-        _recorders.remove(self)
+        recorders.remove(self)
 
     def events(self) -> list[Event]:
         """Return the events, with times in microseconds since 1970."""
@@ -226,66 +188,6 @@ def _episode_slices(pid: int, episodes: Sequence[Scored]) -> Iterator[Event]:
                     yield _slice(pid, tid, span.name, start + span.start, start + span.end)
 
 
-class RankProfile:
-    """Records the operations of a rank, and on a GPU its kernels.
-
-    On a GPU the named blocks are also ranges of NVTX, and the recorded time is what Nsight Systems
-    captures with `--capture-range=cudaProfilerApi`. Only one program can read a GPU's counters, so
-    under Nsight Systems this class records no kernels.
-    """
-
-    def __init__(self, *, gpu: bool):
-        """Start to record the work of this thread.
-
-        Args:
-            gpu: True if the rank is on a GPU.
-        """
-        self._gpu = gpu
-        activities = [ProfilerActivity.CPU]
-        if gpu and NSIGHT not in os.environ:
-            activities.append(ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(activities=activities)
-        self._profiler.start()
-        if gpu:
-            torch.cuda.profiler.start()
-        _recorders.append(self)
-
-    @contextmanager
-    def record(self, name: str) -> Iterator[None]:
-        """Record a block."""
-        if self._gpu:
-            torch.cuda.nvtx.range_push(name)
-        try:
-            with record_function(name):
-                yield
-        finally:
-            if self._gpu:
-                torch.cuda.nvtx.range_pop()
-
-    def stop(self) -> None:
-        """Record no further operations."""
-        _recorders.remove(self)
-        if self._gpu:
-            torch.cuda.synchronize()
-            torch.cuda.profiler.stop()
-        self._profiler.stop()
-
-    def write(self, file: Path) -> str:
-        """Write the trace; returns why it could not be written, or ""."""
-        return _write(file, self._export)
-
-    def _export(self, file: Path) -> None:
-        self._profiler.export_chrome_trace(str(file))
-        # torch raises nothing if it could not write the file, or only a part of it.
-        tail = b""
-        if file.exists():
-            with file.open("rb") as written:
-                written.seek(max(0, file.stat().st_size - 16))
-                tail = written.read()
-        if not tail.rstrip().endswith(b"}"):
-            raise OSError("torch could not write the trace. Is the disk full?")
-
-
 def _write_events(file: Path, collect: Callable[[], Sequence[Event]]) -> str:
     """Write a trace; returns why it could not be written, or "".
 
@@ -300,26 +202,4 @@ def _write_events(file: Path, collect: Callable[[], Sequence[Event]]) -> str:
         trace = {"baseTimeNanoseconds": base * 10**9, "traceEvents": events}
         plain.write_text(json.dumps(trace | {"displayTimeUnit": "ms"}))
 
-    return _write(file, write)
-
-
-def _write(file: Path, write: Callable[[Path], object]) -> str:
-    """Write a compressed file; returns why it could not be written, or "".
-
-    Args:
-        file: the file; its folder is made.
-        write: writes the content into an uncompressed file.
-    """
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=LEFTOVER_PREFIX, suffix=f"-{os.getpid()}", dir=file.parent
-        ) as folder:
-            plain, packed = Path(folder, "trace.json"), Path(folder, file.name)
-            write(plain)
-            with plain.open("rb") as source, gzip.open(packed, "wb", COMPRESSION) as target:
-                shutil.copyfileobj(source, target, 2**20)
-            packed.rename(file)
-    except (OSError, RuntimeError) as e:
-        return f"cannot write {file}: {e}"
-    return ""
+    return write_trace(file, write)

@@ -27,8 +27,8 @@ from agentrl.config.sections import MAX_UNCORRECTED_MISMATCH
 from agentrl.engine.base import EngineControl
 from agentrl.engine.local.rounding import MAX_ROUNDINGS
 from agentrl.errors import EngineError, RunStopped
-from agentrl.trainer.learner import Learner
-from agentrl.trainer.profile import annotate
+from agentrl.learner.learner import Learner
+from agentrl.learner.profile import annotate
 from agentrl.trajectory import Generation
 
 

@@ -24,6 +24,11 @@ from torch import Tensor
 from agentrl.config import Config
 from agentrl.engine.local.load import resolve_device
 from agentrl.errors import AgentRLError, ConfigError, UserError
+from agentrl.learner.algorithms import KLController
+from agentrl.learner.batch import Batch, collate
+from agentrl.learner.learner import Learner
+from agentrl.learner.sharding import full_tensor
+from agentrl.learner.state import dequantize, read_state, shapes_in
 from agentrl.metrics import rollout_metrics
 from agentrl.plan import announce_files, load_files
 from agentrl.plural import format_steps, plural
@@ -33,14 +38,9 @@ from agentrl.report.rescore import recompute
 from agentrl.report.run import Run, StepGroups
 from agentrl.store import LEARNED, LEARNED_SCHEMA
 from agentrl.terminal import echo
-from agentrl.trainer.algorithms import KLController
-from agentrl.trainer.batch import Batch
 from agentrl.trainer.checkpoint import INITIAL, META, Checkpoint, find_steps, open_checkpoint
-from agentrl.trainer.learner import Learner
 from agentrl.trainer.resume import open_fork, read_fork
-from agentrl.trainer.sharding import full_tensor
-from agentrl.trainer.state import dequantize, read_state, shapes_in
-from agentrl.trainer.step import compute_targets, learn, make_batch
+from agentrl.trainer.step import compute_targets, learn
 from agentrl.trainer.stream import staleness_metrics
 from agentrl.trajectory import Group, Scored
 
@@ -261,7 +261,7 @@ class Replayer:
         groups = self.run.read_step(step)
         self.learner.config = config
         self.learner.total_steps = _find_length(config, step, self.record[step])
-        return config, groups, make_batch(groups.groups, config)
+        return config, groups, collate(groups.groups, reward=config.reward)
 
     def repeat(
         self, step: int, tolerance: float | None = None

@@ -14,7 +14,7 @@ from agentrl.engine.base import Engine, Sampling
 from agentrl.engine.remote.launch import find_package
 from agentrl.errors import ConfigError
 from agentrl.installation import install_command
-from agentrl.trainer.sft import Example, SFTLearner
+from agentrl.learner.sft import Example, SFTLearner
 
 ROWS = 32
 """The rows that are sampled at once; more rows hardly sample more tokens per second on a CPU."""

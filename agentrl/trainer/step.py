@@ -1,40 +1,87 @@
-"""The learning half of a step: from scored rollouts to new weights. No engine takes part.
+"""One training step, from rows to the update.
 
-    groups ─► make_batch ─► Batch ─► compute_targets ─► Targets ─► learn ─► new weights
+    rows ─► groups of scored trajectories ─► Batch ─► Targets ─► new weights
 
-`Trainer.step` calls these functions with the rollouts that it has just played, and
-`agentrl.trainer.replay` with recorded ones. So a replay runs the code of the training.
+`Run` commits the step, publishes the weights, validates, records and saves. A replay
+(`agentrl.trainer.replay`) calls `compute_targets` and `learn` with recorded rollouts. So it runs
+the code of the training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
-from agentrl.config import Config
+from agentrl.learner.algorithms import KLController, has_learning_signal, make_targets, rollout_kl
+from agentrl.learner.batch import Batch, Targets, collate
+from agentrl.learner.learner import Check, Learned, Learner
+from agentrl.learner.mismatch import mean_drift
 from agentrl.metrics import DEAD_STEP
-from agentrl.trainer.algorithms import KLController, has_learning_signal, make_targets, rollout_kl
-from agentrl.trainer.batch import Batch, Targets, collate
-from agentrl.trainer.learner import Check, Learned, Learner
-from agentrl.trajectory import Group
+from agentrl.trainer.parts import MadeStep, Parts, RunState
+from agentrl.trainer.profile import annotate_episodes
+from agentrl.trainer.stream import StepRollouts
 
 Timed = Callable[[str], AbstractContextManager[None]]
 """Returns a context manager that measures the time of a part of the step, by its name."""
 
 
-def make_batch(groups: Sequence[Group], config: Config, pad_id: int = 0) -> Batch:
-    """Turn the groups of a step into a batch, with the weights of turn and tool rewards.
+def train_step(parts: Parts, state: RunState) -> MadeStep:
+    """Play the next rows and update the weights. The caller commits the step.
+
+    A signal may stop the rollouts at any moment. From the update on, the weights are no longer
+    those of the state, which `is_consistent` says.
 
     Args:
-        groups: the groups that train, in the order of their rows.
-        config: the run's config.
-        pad_id: the padding token. No forward pass reads it.
+        parts: the parts of the run.
+        state: the state before the step.
 
     Raises:
-        RunStopped: see `collate`.
+        RunStopped: too many episodes were dropped, engine and trainer disagree, or a number of the
+            update is not finite.
     """
-    reward = config.reward
-    return collate(groups, pad_id, turn_weight=reward.turn_weight, tool_weight=reward.tool_weight)
+    step, learner, timed = state.step + 1, parts.learner, parts.clock.timed
+
+    with timed("gen"), parts.interrupt.abandonable():
+        rollouts = parts.stream.take(state.position, state.step)
+    if not parts.stream.plays_ahead:
+        parts.engine.sleep()
+    with timed("store"):
+        _store(parts, step, rollouts)
+    with timed("metrics"):
+        metrics = rollouts.metrics()
+
+    with timed("collate"):
+        batch = collate(rollouts.groups, parts.pad_id, parts.config.reward)  # (B, T)
+    targets, signal = compute_targets(learner, batch, state.kl, timed)
+
+    def check(compared: Mapping[str, float]) -> None:
+        state.is_consistent = True  # The learner has not changed any weight yet.
+        parts.guard.check(compared)
+        state.is_consistent = False
+
+    parts.engine.weights_moving()
+    state.is_consistent = False
+    with timed("update_actor"):
+        parts.guard.drift = mean_drift(batch, parts.publisher.drifts)
+        updated, learned = learn(learner, batch, targets, state.kl, step, check)
+
+    episodes = rollouts.groups[0].scored if rollouts.groups else ()
+    table = partial(learned.table, batch)
+    return MadeStep(rollouts.position, metrics | signal | updated, episodes, table)
+
+
+def _store(parts: Parts, step: int, rollouts: StepRollouts) -> None:
+    """Store the rollouts of the step, in the background.
+
+    If a file of the last step could not be written, this raises, and the state is still that of the
+    last step.
+    """
+    annotate_episodes("episodes", [*rollouts.groups, *rollouts.evicted, *rollouts.greedy])
+    parts.store.write(step, rollouts.groups)
+    for split, groups in (("evicted", rollouts.evicted), ("baseline", rollouts.greedy)):
+        if groups:
+            parts.store.write(step, groups, split=split)
 
 
 def compute_targets(

@@ -30,7 +30,7 @@ import threading
 import time
 from asyncio import Semaphore
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,10 +40,10 @@ import numpy as np
 from agentrl.config import Config
 from agentrl.data import row_order
 from agentrl.engine.base import Sampling
+from agentrl.learner.algorithms import dead_groups, estimate
+from agentrl.learner.batch import collate
 from agentrl.metrics import rollout_metrics
 from agentrl.rollout import NO_LIMIT, PlayedSample, Rollouts, stop_if_too_many_dropped
-from agentrl.trainer.algorithms import dead_groups, estimate
-from agentrl.trainer.batch import Batch
 from agentrl.trajectory import Group, Sample
 
 
@@ -83,9 +83,9 @@ class RolloutStream:
         config: Config,
         rows: Sequence[Sample],
         rollouts: Rollouts,
-        collate: Callable[[Sequence[Group]], Batch],
         *,
         total_steps: int,
+        pad_id: int = 0,
     ):
         """Create a stream; nothing is played yet.
 
@@ -93,11 +93,12 @@ class RolloutStream:
             config: the run's config.
             rows: all training rows.
             rollouts: plays the rows.
-            collate: makes the batch that the estimator gets.
             total_steps: the steps of the whole run; no draw is started for a step after the last.
+            pad_id: the padding token of the batches that the estimator gets.
         """
         self._algorithm = config.algorithm
-        self._rows, self._rollouts, self._collate = rows, rollouts, collate
+        self._rows, self._rollouts = rows, rollouts
+        self._pad_id, self._reward = pad_id, config.reward
         self._order = row_order(rows, config.trainer.seed, config.data.shuffle)
         self._n = config.rollout.n
         self._sampling = Sampling(temperature=config.rollout.temperature)
@@ -254,7 +255,7 @@ class RolloutStream:
         """
         if not groups or not self._algorithm.filter_groups:
             return [True] * len(groups)
-        batch = self._collate(groups)
+        batch = collate(groups, self._pad_id, self._reward)
         advantages, _ = estimate(batch, self._algorithm)
         return (~dead_groups(batch, advantages)).tolist()
 

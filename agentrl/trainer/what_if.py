@@ -16,14 +16,14 @@ from torch import Tensor
 
 from agentrl.config import Config
 from agentrl.errors import ConfigError, UserError
+from agentrl.learner.algorithms import KLController, dead_groups, estimate, make_targets
+from agentrl.learner.batch import Batch, Targets, collate
+from agentrl.learner.learner import Learner
 from agentrl.plural import format_steps
 from agentrl.report.rescore import REWARD_KEYS, Rescoring, recompute
 from agentrl.report.run import StepGroups
-from agentrl.trainer.algorithms import KLController, dead_groups, estimate, make_targets
-from agentrl.trainer.batch import Batch, Targets
-from agentrl.trainer.learner import Learner
 from agentrl.trainer.replay import Replay, Replayer, load_names
-from agentrl.trainer.step import compute_targets, make_batch
+from agentrl.trainer.step import compute_targets
 from agentrl.trajectory import Group
 
 ADVANTAGE_KEYS = (
@@ -175,13 +175,13 @@ class _Version:
 
     def __init__(self, replayer: Replayer, config: Config, groups: StepGroups):
         self.config, self._groups = config, groups
-        self.batch = make_batch(groups.groups, config)
+        self.batch = collate(groups.groups, reward=config.reward)
         self.targets = _targets(replayer, config, self.batch)
 
     def dead(self) -> Tensor:
         """Return which groups have no learning signal from rewards, (G,) bool."""
         groups = self._groups
-        batch = make_batch([*groups.groups, *groups.evicted], self.config)
+        batch = collate([*groups.groups, *groups.evicted], reward=self.config.reward)
         # Groups are set aside only in runs without a critic.
         advantages, _ = estimate(batch, self.config.algorithm, self.targets.values)
         return dead_groups(batch, advantages)

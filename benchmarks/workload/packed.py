@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 
-from agentrl.trainer.batch import Batch, Targets
+from agentrl.learner.batch import Batch, Targets
 from workload.rows import bins
 
 CHUNK = 4096

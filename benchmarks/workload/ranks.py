@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentrl.trainer.dispatch import SPLIT, dispatch
-from agentrl.trainer.rank import Rank
+from agentrl.learner.dispatch import SPLIT, dispatch
+from agentrl.learner.rank import Rank
 from workload.updates import memory
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentrl.trainer.batch import Batch, collate
+from agentrl.learner.batch import Batch, collate
 from agentrl.trajectory import (
     Group,
     Sample,

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
-from agentrl.trainer.batch import Batch, Targets
+from agentrl.learner.batch import Batch, Targets
 from datasets import Dataset
 
 

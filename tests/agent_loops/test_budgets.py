@@ -13,11 +13,11 @@ from agentrl.config import AlgorithmConfig, Config
 from agentrl.config.sections import BUDGETS
 from agentrl.engine.scripted import Scripted
 from agentrl.errors import EngineError
+from agentrl.learner.algorithms import make_targets
+from agentrl.learner.batch import collate
 from agentrl.rewards import Scorer, reward
 from agentrl.testing import byte_tokenizer, call, react_call
 from agentrl.tools import tool
-from agentrl.trainer.algorithms import make_targets
-from agentrl.trainer.batch import collate
 from agentrl.trajectory import Group, Message, Sample
 
 TOKENIZER = byte_tokenizer()

@@ -18,11 +18,11 @@ from agentrl.agent_loops.context import TokenRow
 from agentrl.agent_loops.episode import _token_span, call_penalties
 from agentrl.chat.formats import FORMATS, parse_react
 from agentrl.config import Config
+from agentrl.learner.algorithms import dead_groups, make_targets
+from agentrl.learner.batch import collate
 from agentrl.metrics import rollout_metrics
 from agentrl.store import TrajectoryStore
 from agentrl.testing import Scripted, byte_tokenizer
-from agentrl.trainer.algorithms import dead_groups, make_targets
-from agentrl.trainer.batch import collate
 from agentrl.trajectory import Group, Message, Sample, Scored, ToolCall, ToolResult, token_array
 
 TURNS = {

@@ -16,13 +16,13 @@ from agentrl.config import Config, RewardConfig
 from agentrl.engine.base import Sampling
 from agentrl.engine.scripted import Scripted
 from agentrl.evaluate import evaluate
+from agentrl.learner.batch import collate
 from agentrl.metrics import rollout_metrics
 from agentrl.rewards import Scorer
 from agentrl.rewards.scorer import overlong
 from agentrl.rollout import Rollouts
 from agentrl.testing import byte_tokenizer
 from agentrl.tools import LocalToolbox
-from agentrl.trainer.batch import collate
 from agentrl.trajectory import Group, Message, Sample, Scored, Trajectory, Turn
 
 SAMPLE = Sample("r", (Message("user", "What is 3*4?"),), "single_turn", "openai/gsm8k", "12")

@@ -13,10 +13,10 @@ from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.scripted import Scripted
 from agentrl.errors import UserCodeError
+from agentrl.learner.algorithms import subtract_group_mean
+from agentrl.learner.batch import collate
 from agentrl.testing import byte_tokenizer, call
 from agentrl.tools import tool
-from agentrl.trainer.algorithms import subtract_group_mean
-from agentrl.trainer.batch import collate
 from agentrl.trajectory import Group, Message, Sample, Scored
 
 TOKENIZER = byte_tokenizer()

@@ -81,8 +81,8 @@ def test_the_loop_by_hand_has_the_gradient_of_the_learner(models, recompute):
     from workload.rows import draw, long_tailed
 
     from agentrl.config import Config
-    from agentrl.trainer.algorithms import make_targets
-    from agentrl.trainer.learner import Learner
+    from agentrl.learner.algorithms import make_targets
+    from agentrl.learner.learner import Learner
 
     folder = random_model(models, "small", device="cpu")
     vocabulary = AutoConfig.from_pretrained(folder).vocab_size
@@ -102,8 +102,8 @@ def test_only_adapters_of_the_loop_by_hand_learn(models):
     from workload.rows import draw, long_tailed
 
     from agentrl.config import Config
-    from agentrl.trainer.algorithms import make_targets
-    from agentrl.trainer.learner import Learner
+    from agentrl.learner.algorithms import make_targets
+    from agentrl.learner.learner import Learner
 
     folder = random_model(models, "small", device="cpu")
     vocabulary = AutoConfig.from_pretrained(folder).vocab_size

@@ -25,7 +25,8 @@ from agentrl.config import load_config
 from agentrl.data.table import hash_file
 from agentrl.engine.local.decoder import CannotDecode
 from agentrl.errors import UserError
-from agentrl.trainer import memory, speed
+from agentrl.learner import memory
+from agentrl.trainer import speed
 from agentrl.trainer.checkpoint import save_checkpoint
 
 ROW = {

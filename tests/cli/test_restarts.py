@@ -76,10 +76,10 @@ def test_a_signal_to_the_parent_ends_the_run_as_without_it(tiny_model, tmp_path)
 def test_crashes_are_repeated_and_mistakes_are_not(tiny_model, tmp_path, kind, times):
     code = tmp_path / "loop.py"
     code.write_text(
-        "import agentrl.errors, agentrl.trainer\n"
+        "import agentrl.errors, agentrl.trainer.run\n"
         "from agentrl.errors import *\n"
         "def fail(*_): raise " + kind + "('raised by the test')\n"
-        "agentrl.trainer.Trainer.step = fail\n"
+        "agentrl.trainer.run.train_step = fail\n"
     )
     files = "--file", "shelf:calculator", "--file", code
     done = run_agentrl(*command(tmp_path / "run", "trainer.max_restarts=2", *files)[2:])

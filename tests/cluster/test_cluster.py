@@ -30,9 +30,9 @@ from agentrl.config import load_config
 from agentrl.engine.remote.launch import ServerProcess
 from agentrl.errors import ConfigError, EngineDead, RunStopped, UserError
 from agentrl.http import fetch
+from agentrl.learner.dispatch import BROADCAST, dispatch
 from agentrl.registry import load_file
 from agentrl.torch_threads import count_cores
-from agentrl.trainer.dispatch import BROADCAST, dispatch
 
 pytestmark = [
     pytest.mark.ray,

@@ -66,7 +66,7 @@ def ending(how):
 
 
 def without_score():
-    from agentrl.trainer.rank import Rank
+    from agentrl.learner.rank import Rank
 
     Rank.score = gone
 
@@ -108,14 +108,25 @@ def train(flags, output, *overrides, ranks):
     keys = [*RUN, *overrides, f"trainer.n_gpus_per_node={ranks}"]
     config = load_config(None, keys, {**flags, "trainer.output": str(output)})
     with open_placement(config) if ranks > 1 else contextlib.nullcontext() as placement:
-        trainer = Trainer(config, placement=placement)
+        groups = recorded_groups(placement) if placement else []
         try:
-            trainer.run()
+            Trainer(config, placement=placement).run()
         finally:
-            trainer_ranks = trainer.learner.ranks
-            pids = [place.pid for place in getattr(trainer_ranks, "workers", [])]
+            pids = [worker.pid for group in groups for worker in group.workers]
             assert len(pids) == (ranks if ranks > 1 else 0)
     ended(pids)
+
+
+def recorded_groups(placement) -> list:
+    """Return a list to which each group of ranks is added that a placement starts."""
+    groups, real = [], placement.start_ranks
+
+    def start_ranks(*args, **kwargs):
+        groups.append(real(*args, **kwargs))
+        return groups[-1]
+
+    placement.start_ranks = start_ranks
+    return groups
 
 
 def ended(pids, seconds=15.0):

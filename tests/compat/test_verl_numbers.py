@@ -17,9 +17,9 @@ from torch import tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from agentrl.config import OptimConfig
-from agentrl.trainer.algorithms import loss_weights, make_targets
-from agentrl.trainer.batch import collate
-from agentrl.trainer.optimizer import learning_rate
+from agentrl.learner.algorithms import loss_weights, make_targets
+from agentrl.learner.batch import collate
+from agentrl.learner.optimizer import learning_rate
 
 from .conftest import TAG
 

@@ -257,9 +257,9 @@ ELSEWHERE = {
     "sandbox.python": "sandbox/test_keys.py::test_each_key_changes_the_environment_of_programs",
     "reward.timeout_s": "rewards/test_executor.py::test_the_key_of_the_deadline",
     "reward.workers": "rewards/test_executor.py::test_as_many_processes_as_reward_workers",
-    "optim.recompute": "trainer/test_sharding.py::test_how_a_layer_is_sharded",
-    "optim.compile": "trainer/test_sharding.py::test_how_a_layer_is_sharded",
-    "optim.offload": "trainer/test_sharding.py::test_what_is_offloaded_to_the_cpu",
+    "optim.recompute": "learner/test_sharding.py::test_how_a_layer_is_sharded",
+    "optim.compile": "learner/test_sharding.py::test_how_a_layer_is_sharded",
+    "optim.offload": "learner/test_sharding.py::test_what_is_offloaded_to_the_cpu",
     "rollout.max_mismatch": (
         "engine/test_rounding.py::test_rounding_of_a_confident_model_needs_an_override"
     ),
@@ -383,7 +383,7 @@ def base_traces():
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
     """Do not draw `curve.svg` in 200 runs: its numbers are those of `metrics.jsonl`."""
-    monkeypatch.setattr("agentrl.trainer.trainer.write_curve", lambda metrics, svg: None)
+    monkeypatch.setattr("agentrl.trainer.run.write_curve", lambda metrics, svg: None)
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ from agentrl.demo import TINY_SETTINGS, describe_preset, recipe, tiny_config, ti
 from agentrl.demo.arithmetic import rows
 from agentrl.demo.recipe import Recipe, conversation, share_copied
 from agentrl.errors import RunStopped, UserError
+from agentrl.learner.learner import Learner
 from agentrl.tools import LocalToolbox
-from agentrl.trainer.learner import Learner
 
 HASTY = Recipe(steps=2, copied=0.0)
 

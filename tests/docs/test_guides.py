@@ -331,7 +331,7 @@ def test_the_map_of_the_code_names_files_that_exist():
 def test_the_map_of_the_code_names_functions_that_exist():
     sources = [file.read_text() for file in (ROOT / "agentrl").rglob("*.py")]
     names = set(re.findall(r"`((?:[A-Z]\w*\.)?[a-zA-Z_]\w*)`", text("code")))
-    assert {"Trainer.step", "TokenRow.extend", "collate"} <= names
+    assert {"train_step", "TokenRow.extend", "collate"} <= names
     for name in names:
         home, _, last = name.rpartition(".")
         definition = rf"^( *)(async )?(def|class) {last}\b"

@@ -20,7 +20,7 @@ from agentrl.engine.remote.files import transfer_folder
 from agentrl.engine.remote.loaders import SGLangFileLoader
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import RunStopped
-from agentrl.trainer.learner import Learner
+from agentrl.learner.learner import Learner
 from agentrl.trainer.publisher import (
     MAX_START_MISMATCH,
     MIN_MOVEMENT,

@@ -15,7 +15,7 @@ from agentrl.engine.open import EngineStart, open_engine
 from agentrl.engine.remote import open as remote_open
 from agentrl.engine.remote.launch import EngineSlot, SGLangLaunch
 from agentrl.errors import ConfigError, EngineDead
-from agentrl.trainer.policy import ACTOR, Policy
+from agentrl.learner.policy import ACTOR, Policy
 
 
 class Slots:

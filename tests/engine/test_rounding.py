@@ -15,10 +15,10 @@ from agentrl.engine.local import LocalEngine
 from agentrl.engine.local import engine as local_engine
 from agentrl.engine.local.load import compute_dtype, load_causal_lm
 from agentrl.errors import ConfigError, RunStopped
+from agentrl.learner.learner import Learner
+from agentrl.learner.rank import LocalRankGroup, Rank
 from agentrl.testing import byte_tokenizer
-from agentrl.trainer.learner import Learner
 from agentrl.trainer.publisher import Publisher
-from agentrl.trainer.rank import LocalRankGroup, Rank
 
 ROW = array("i", [(7 * k + k * k) % VOCABULARY for k in range(40)])
 BFLOAT16 = torch.bfloat16

@@ -34,7 +34,7 @@ from agentrl.engine.remote.loaders import (
 )
 from agentrl.engine.remote.senders import Route, Sent, Target, WeightsSender
 from agentrl.errors import ConfigError, EngineError
-from agentrl.trainer.rank import LocalRankGroup
+from agentrl.learner.rank import LocalRankGroup
 
 WEIGHTS = [(f"layers.{i}.weight", torch.randn(8, 8)) for i in range(12)]
 

@@ -37,6 +37,7 @@ from agentrl.record import read_metrics
 from agentrl.rollout import open_rollouts
 from agentrl.store import load_trajectories
 from agentrl.trainer import Trainer
+from agentrl.trainer import run as run_module
 
 pytestmark = pytest.mark.sglang
 
@@ -553,16 +554,16 @@ def test_lora_by_merge(engine, keys, sglang_server, tiny_model, tmp_path):
     assert versions == {0, 1}
 
 
-class Harmed(Trainer):
-    """In the third step and in the fourth the server is killed, the last time for good."""
+def harmed(real):
+    """Return a step in which the server is killed: the third, and the fourth, then for good."""
 
-    def step(self):
-        if self.global_step < 2:
-            return super().step()
-        replica = self.engine.replicas[0]
+    def train_step(parts, state):
+        if state.step < 2:
+            return real(parts, state)
+        replica = parts.engine.replicas[0]
         process = replica.engine.process
-        if self.global_step == 3:
-            Path(self.config.rollout.python).write_text(
+        if state.step == 3:
+            Path(parts.config.rollout.python).write_text(
                 '#!/bin/sh\n[ "$1" = -c ] || { echo no machine is left; exit 7; }\n'
             )
 
@@ -576,14 +577,16 @@ class Harmed(Trainer):
 
         threading.Thread(target=kill, daemon=True).start()
         try:
-            return super().step()
+            return real(parts, state)
         finally:
             assert not process.running
+
+    return train_step
 
 
 @pytest.mark.slow  # a minute; test_sglang_pool kills a server, too
 def test_a_server_that_dies_is_restarted_or_the_run_stops(
-    sglang_python, tiny_model, tmp_path, caplog
+    sglang_python, tiny_model, tmp_path, caplog, monkeypatch
 ):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sglang_python} "$@"\n')
@@ -591,9 +594,9 @@ def test_a_server_that_dies_is_restarted_or_the_run_stops(
     config = of_arithmetic(
         tmp_path, tiny_model, f"rollout.python={python}", "trainer.total_steps=5", "optim.lr=0.001"
     )  # fmt: skip
-    trainer = Harmed(config)
+    monkeypatch.setattr(run_module, "train_step", harmed(run_module.train_step))
     with pytest.raises(RunStopped) as stopped:
-        trainer.run()
+        Trainer(config).run()
     steps, versions = history_of(tmp_path / "run")
     assert len(steps) == 3 and versions == {0, 1, 2}
     check_steps(steps)

@@ -17,9 +17,9 @@ from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.engine.remote.loaders import SGLangAdapterLoader, SharedAdapterLoader
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.http import fetch_json
+from agentrl.learner.learner import Learner
 from agentrl.trainer.checkpoint import save_checkpoint
 from agentrl.trainer.export import export
-from agentrl.trainer.learner import Learner
 
 pytestmark = pytest.mark.sglang
 

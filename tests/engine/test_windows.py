@@ -16,10 +16,10 @@ from agentrl.engine.local.decoder import CannotDecode, Decoder
 from agentrl.engine.local.load import UNLIMITED, max_row_length
 from agentrl.engine.local.windows import SHORT, find_windows, small_copy
 from agentrl.errors import ConfigError, UserError
-from agentrl.trainer.attention import PACKED, Layout
-from agentrl.trainer.modes import hidden_states, prove_mode
-from agentrl.trainer.packing import Mode, PackedRows
-from agentrl.trainer.sft import SFTLearner, make_sft_config
+from agentrl.learner.attention import PACKED, Layout
+from agentrl.learner.modes import hidden_states, prove_mode
+from agentrl.learner.packing import Mode, PackedRows
+from agentrl.learner.sft import SFTLearner, make_sft_config
 
 SHAPE = {
     "vocab_size": 64,
@@ -199,7 +199,7 @@ def test_without_a_copy_nothing_is_packed_that_has_windows(monkeypatch):
 
     monkeypatch.setattr(type(model), "_from_config", broken)
     cause = r"sliding_window=4096.*cannot build the small copy .*\(RuntimeError: no such shape\)"
-    monkeypatch.setattr("agentrl.trainer.modes._results", {})
+    monkeypatch.setattr("agentrl.learner.modes._results", {})
     mode, reason = prove_mode(model)
     assert mode is Mode.ALONE and re.search(cause, reason)
     with pytest.raises(UserError, match=cause):

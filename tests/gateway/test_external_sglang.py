@@ -18,6 +18,7 @@ from agentrl.demo.recipe import CALCULATOR
 from agentrl.record import read_metrics
 from agentrl.store import load_trajectories
 from agentrl.trainer import Trainer
+from agentrl.trainer import run as run_module
 
 pytestmark = pytest.mark.sglang
 
@@ -77,19 +78,22 @@ def length_of_answer(trajectory) -> float:
 VAL = Path(__file__).parents[2] / "datasets/arithmetic_val.parquet"
 
 
-class Recorded(Trainer):
-    """Keeps the weights of each published policy."""
+@pytest.fixture
+def published(monkeypatch):
+    """The weights of each policy that a run publishes."""
+    weights, real = [], run_module.train_step
 
-    published: list[dict]
+    def train_step(parts, state):
+        exported = parts.learner.export(published=True)
+        weights.append({name: tensor.clone() for name, tensor in exported})
+        return real(parts, state)
 
-    def step(self):
-        weights = {name: tensor.clone() for name, tensor in self.learner.export(published=True)}
-        self.published.append(weights)
-        return super().step()
+    monkeypatch.setattr(run_module, "train_step", train_step)
+    return weights
 
 
 def train(folder, server, model, prompts, *overrides):
-    """Train for two steps; return the trainer, the metrics and the trajectories of each step."""
+    """Train for two steps; return the metrics and the trajectories of each step."""
     rows = folder / "rows.jsonl"
     texts = (json.dumps({"prompt": prompt, "agent_name": "external"}) for prompt in prompts)
     rows.write_text("\n".join(texts))
@@ -102,12 +106,10 @@ def train(folder, server, model, prompts, *overrides):
         {"data.train": str(rows), "model.path": str(model), "trainer.output": str(folder / "run")},
         preset=TINY_SETTINGS,
     )  # fmt: skip
-    trainer = Recorded(config)
-    trainer.published = []
-    trainer.run()
+    Trainer(config).run()
     metrics = [m for step, m in read_metrics(folder / "run/metrics.jsonl") if step]
     stored = (load_trajectories(folder / "run/trajectories", step, "train") for step in (1, 2))
-    return trainer, metrics, [[s.trajectory for s in scored] for scored in stored]
+    return metrics, [[s.trajectory for s in scored] for scored in stored]
 
 
 @pytest.fixture
@@ -118,12 +120,12 @@ def keys(sglang_server, monkeypatch):
 
 
 def test_what_trains_is_what_the_published_policy_sampled(
-    keys, sglang_server, tiny_model, tiny_tokenizer, tmp_path
+    keys, published, sglang_server, tiny_model, tiny_tokenizer, tmp_path
 ):
     (tmp_path / "agent.py").write_text(AGENT)
     agent = f"agent.python={tmp_path / 'agent.py'}:run"
-    trainer, metrics, steps = train(tmp_path, sglang_server, tiny_model, PROMPTS, agent)
-    check_policies(trainer, metrics, steps, tiny_model)
+    metrics, steps = train(tmp_path, sglang_server, tiny_model, PROMPTS, agent)
+    check_policies(published, metrics, steps, tiny_model)
     for m in metrics:  # Each episode: the first request, two sub-agents, and four continuations.
         counts = {name: m[f"gateway/{name}"] for name in ("first", "spawn", "clean")}
         assert counts == {"first": 12, "spawn": 24, "clean": 48} and m["rollout/dropped"] == 0
@@ -142,18 +144,18 @@ def test_what_trains_is_what_the_published_policy_sampled(
 
 @pytest.mark.slow
 def test_the_openai_package_in_processes(
-    keys, sglang_server, tiny_model, packages_python, tmp_path
+    keys, published, sglang_server, tiny_model, packages_python, tmp_path
 ):
     """Its answers are streamed, and it runs the calls of the tiny model."""
     client = Path(__file__).parent / "packages/openai_client.py"
     (tmp_path / "rewards.py").write_text(REWARD)
-    trainer, metrics, steps = train(
+    metrics, steps = train(
         tmp_path, sglang_server, tiny_model, [prompt[1:] for prompt in PROMPTS],
         f"agent.command='{packages_python} {client} stream'", "agent.slots=2",
         "agent.reward=grader", f"files=[{tmp_path / 'rewards.py'}]",
         "reward.function=length_of_answer",
     )  # fmt: skip
-    check_policies(trainer, metrics, steps, tiny_model)
+    check_policies(published, metrics, steps, tiny_model)
     assert sum(map(len, steps)) > 12 and all(len(t.segments) == 1 for s in steps for t in s)
     assert any(len(t.turns) > 1 for step in steps for t in step)
 
@@ -178,13 +180,13 @@ def rendered(tokenizer, system, question, tools=None):
     )
 
 
-def check_policies(trainer, metrics, steps, folder):
+def check_policies(published, metrics, steps, folder):
     """Compare all rows with forwards of transformers, with the weights that were published."""
     for m in metrics:
         assert m["rollout_corr/logprob_diff_max"] < 1e-4
         assert m["canary/mismatch"] < 1e-5 < 1e-3 < m["canary/drift"]
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    for version, (weights, step) in enumerate(zip(trainer.published, steps, strict=True)):
+    for version, (weights, step) in enumerate(zip(published, steps, strict=True)):
         policy.load_state_dict(weights, strict=False)  # Tied weights are published once.
         assert len(step) == 12 - metrics[version]["rollout/dropped"]
         for t in step:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Llama4TextConfig
 
-from agentrl.trainer.attention import Layout, packed_attention
+from agentrl.learner.attention import Layout, packed_attention
 
 pytestmark = pytest.mark.gpu
 

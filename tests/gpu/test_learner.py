@@ -12,10 +12,10 @@ import torch
 from support.trainer_fixtures import as_sampled_by, config, random_groups
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from agentrl.trainer import sharding
-from agentrl.trainer.algorithms import make_targets
-from agentrl.trainer.batch import collate
-from agentrl.trainer.learner import Learner
+from agentrl.learner import sharding
+from agentrl.learner.algorithms import make_targets
+from agentrl.learner.batch import collate
+from agentrl.learner.learner import Learner
 
 pytestmark = pytest.mark.gpu
 
@@ -131,7 +131,7 @@ def test_small_steps_are_not_lost(folder, batch):
 
 def test_packed_attention_is_taken_by_a_kernel(folder, batch, monkeypatch):
     """Or all of the above would compare the slow way with itself."""
-    from agentrl.trainer import attention
+    from agentrl.learner import attention
 
     # Learner and reference compare modes in float32, which no kernel takes.
     learner = learner_on(folder, "cuda", optim__compile="never", algorithm__kl_loss_coef=0.0)

@@ -12,9 +12,9 @@ from support.processes import Processes
 from support.trainer_fixtures import config
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from agentrl.trainer import rank, sharding
-from agentrl.trainer.dispatch import SPLIT, dispatch
-from agentrl.trainer.rank import Rank
+from agentrl.learner import rank, sharding
+from agentrl.learner.dispatch import SPLIT, dispatch
+from agentrl.learner.rank import Rank
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="fewer than two GPUs")]

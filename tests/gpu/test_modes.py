@@ -6,9 +6,9 @@ import pytest
 import torch
 from support.architectures import ARCHITECTURES, make_model
 
-from agentrl.trainer import attention, modes
-from agentrl.trainer.modes import prove_mode
-from agentrl.trainer.packing import Mode
+from agentrl.learner import attention, modes
+from agentrl.learner.modes import prove_mode
+from agentrl.learner.packing import Mode
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from agentrl.trainer.profile import NSIGHT, RankProfile, annotate
+from agentrl.learner.profile import NSIGHT, RankProfile, annotate
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import torch
 from torch import distributed
 
 from agentrl.errors import ConfigError, UserError
-from agentrl.trainer.dispatch import BROADCAST, SPLIT, dispatch
+from agentrl.learner.dispatch import BROADCAST, SPLIT, dispatch
 
 
 class Adder:

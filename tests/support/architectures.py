@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from agentrl.trainer.packing import Mode
+from agentrl.learner.packing import Mode
 
 SHAPE = {
     "vocab_size": 64,

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from agentrl.engine.local.load import load_causal_lm
 from agentrl.engine.remote import senders
+from agentrl.learner.dispatch import BROADCAST, SPLIT, dispatch
+from agentrl.learner.policy import ACTOR
+from agentrl.learner.rank import Rank
+from agentrl.learner.sharding import full_tensor, shard
 from agentrl.registry import policy_loss, policy_losses
-from agentrl.trainer.dispatch import BROADCAST, SPLIT, dispatch
-from agentrl.trainer.policy import ACTOR
-from agentrl.trainer.rank import Rank
-from agentrl.trainer.sharding import full_tensor, shard
 
 EXACT = 1e-10
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from agentrl.engine.local.decoder import CannotDecode, Decoder
 from agentrl.errors import ConfigError
-from agentrl.trainer.modes import prove_mode
+from agentrl.learner.modes import prove_mode
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN = "<!-- table of {}: make models -->\n"

@@ -10,14 +10,14 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from agentrl.trainer.dispatch import Dispatch, dispatched_methods
+from agentrl.learner.dispatch import Dispatch, dispatched_methods
 
 SECONDS = 120.0
 """The time limit of a call, in seconds. Ranks that wait for each other for ever fail the test."""
 
 
 class Processes:
-    """A `RankGroup` (agentrl.trainer.dispatch) whose ranks are processes that use gloo."""
+    """A `RankGroup` (agentrl.learner.dispatch) whose ranks are processes that use gloo."""
 
     def __init__(self, size: int, make: Callable[..., Any], *args: Any, start: str = "forkserver"):
         """Start them. `make(*args)` makes the rank in each process, and must be importable.
@@ -32,7 +32,7 @@ class Processes:
                 "torch.distributed.fsdp",
                 "transformers.models.qwen2.modeling_qwen2",
                 "peft",
-                "agentrl.trainer.rank",
+                "agentrl.learner.rank",
             ]
         )
         self.size = size

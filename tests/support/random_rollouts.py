@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from support.trainer_fixtures import group, scored, segment, turn
 
-from agentrl.trainer.batch import Batch, collate
+from agentrl.config import RewardConfig
+from agentrl.learner.batch import Batch, collate
 
 PAD = 0
 SIXTEENTHS = st.integers(-32, 32).map(lambda k: k / 16)
@@ -57,4 +58,6 @@ def batch_of(groups: list[list[Rollout]], gaps: random.Random | None) -> Batch:
             segments.append(segment([1], *pieces))
         return scored(segments, rollout.reward, turns, masked=rollout.masked)
 
-    return collate([group(*map(member, members)) for members in groups], PAD, turn_weight=0.5)
+    return collate(
+        [group(*map(member, members)) for members in groups], PAD, RewardConfig(turn_weight=0.5)
+    )

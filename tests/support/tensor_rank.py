@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from agentrl.config import Config
-from agentrl.trainer.batch import Batch, Targets
-from agentrl.trainer.dispatch import BROADCAST, dispatch
-from agentrl.trainer.learner import Learned, Learner
-from agentrl.trainer.packing import Mode, PackedRows
-from agentrl.trainer.rank import LocalRankGroup, Rank
+from agentrl.learner.batch import Batch, Targets
+from agentrl.learner.dispatch import BROADCAST, dispatch
+from agentrl.learner.learner import Learned, Learner
+from agentrl.learner.packing import Mode, PackedRows
+from agentrl.learner.rank import LocalRankGroup, Rank
 
 
 class TensorRank(Rank):

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from agentrl.config import Config
-from agentrl.trainer.batch import Batch
+from agentrl.learner.batch import Batch
 from agentrl.trajectory import (
     Group,
     Sample,

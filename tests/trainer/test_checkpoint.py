@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from agentrl.errors import ConfigError, RunStopped, UserError
+from agentrl.learner.state import read_state
 from agentrl.trainer.checkpoint import (
     LATEST,
     find_checkpoint,
@@ -26,7 +27,6 @@ from agentrl.trainer.checkpoint import (
     run_lock,
     save_checkpoint,
 )
-from agentrl.trainer.state import read_state
 
 
 def write(folder: Path) -> None:
@@ -339,7 +339,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from agentrl.trainer.checkpoint import find_checkpoint, recover, save_checkpoint
-from agentrl.trainer.state import write_state
+from agentrl.learner.state import write_state
 
 def tensor(mesh, step):
     return DTensor.from_local(torch.full((50_000,), float(step)), mesh, [Shard(0)])

@@ -25,13 +25,13 @@ from support.trainer_fixtures import (
 )
 
 from agentrl.engine.local.load import LAUNCHER_PREFIXES, without_launcher_variables
-from agentrl.trainer.algorithms import make_targets
-from agentrl.trainer.batch import collate
-from agentrl.trainer.dispatch import BROADCAST, dispatch
-from agentrl.trainer.learner import Learner
-from agentrl.trainer.rank import Rank
-from agentrl.trainer.sft import single_thread
-from agentrl.trainer.sharding import full_tensor
+from agentrl.learner.algorithms import make_targets
+from agentrl.learner.batch import collate
+from agentrl.learner.dispatch import BROADCAST, dispatch
+from agentrl.learner.learner import Learner
+from agentrl.learner.rank import Rank
+from agentrl.learner.sft import single_thread
+from agentrl.learner.sharding import full_tensor
 
 FSDP = {"ACCELERATE_USE_FSDP": "true"}
 VARIABLES: list[dict[str, str]] = [

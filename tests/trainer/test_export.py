@@ -20,12 +20,12 @@ from agentrl.cli import main
 from agentrl.cli.options import resolve_model
 from agentrl.engine.local.load import load_causal_lm
 from agentrl.errors import ConfigError, RunStopped, UserError
-from agentrl.trainer.algorithms import make_targets
-from agentrl.trainer.batch import collate
+from agentrl.learner.algorithms import make_targets
+from agentrl.learner.batch import collate
+from agentrl.learner.learner import Learner
+from agentrl.learner.policy import Policy
 from agentrl.trainer.checkpoint import save_checkpoint
 from agentrl.trainer.export import export
-from agentrl.trainer.learner import Learner
-from agentrl.trainer.policy import Policy
 
 FULL = {"optim__lr": 1e-2, "algorithm__name": "ppo"}
 LORA = FULL | {"model__lora_rank": 4}

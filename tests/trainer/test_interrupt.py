@@ -11,8 +11,9 @@ import pytest
 from agentrl.config import load_config
 from agentrl.engine.local import LocalEngine
 from agentrl.errors import ConfigError, EngineError, RunStopped
+from agentrl.learner.learner import Learner
 from agentrl.trainer import Trainer
-from agentrl.trainer import trainer as trainer_module
+from agentrl.trainer import run as run_module
 
 ENV = """
 from agentrl import reward
@@ -77,7 +78,7 @@ def interrupt(times=1):
 
 @pytest.mark.parametrize("call", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_one_signal_during_validation_loses_no_step(start, straight, tmp_path, monkeypatch, call):
-    real, calls = trainer_module.evaluate, []
+    real, calls = run_module.evaluate, []
 
     def evaluate(*args):
         # The curve is drawn after each validation.
@@ -87,7 +88,7 @@ def test_one_signal_during_validation_loses_no_step(start, straight, tmp_path, m
             interrupt()
         return real(*args)
 
-    monkeypatch.setattr(trainer_module, "evaluate", evaluate)
+    monkeypatch.setattr(run_module, "evaluate", evaluate)
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path)
     start(tmp_path)
@@ -95,7 +96,7 @@ def test_one_signal_during_validation_loses_no_step(start, straight, tmp_path, m
 
 
 def test_one_signal_during_an_update_waits_for_its_end(start, straight, tmp_path, monkeypatch):
-    real, calls = trainer_module.Learner.update, []
+    real, calls = Learner.update, []
 
     def update(self, *args, **kwargs):
         calls.append(1)
@@ -103,7 +104,7 @@ def test_one_signal_during_an_update_waits_for_its_end(start, straight, tmp_path
             interrupt()
         return real(self, *args, **kwargs)
 
-    monkeypatch.setattr(trainer_module.Learner, "update", update)
+    monkeypatch.setattr(Learner, "update", update)
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path)
     assert sorted(f.name for f in tmp_path.glob("global_step_*"))[-1].endswith("3")
@@ -114,7 +115,7 @@ def test_one_signal_during_an_update_waits_for_its_end(start, straight, tmp_path
 
 
 def test_two_signals_during_an_update_save_nothing_of_it(start, straight, tmp_path, monkeypatch):
-    real, calls = trainer_module.Learner.update, []
+    real, calls = Learner.update, []
 
     def update(self, *args, **kwargs):
         metrics = real(self, *args, **kwargs)
@@ -123,7 +124,7 @@ def test_two_signals_during_an_update_save_nothing_of_it(start, straight, tmp_pa
             interrupt(2)
         return metrics
 
-    monkeypatch.setattr(trainer_module.Learner, "update", update)
+    monkeypatch.setattr(Learner, "update", update)
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path)
     assert sorted(f.name for f in tmp_path.glob("global_step_*"))[-1].endswith("2")

@@ -9,15 +9,18 @@ import torch
 from agentrl.config import load_config
 from agentrl.demo import TINY_SETTINGS
 from agentrl.errors import RunStopped
+from agentrl.learner.batch import collate
+from agentrl.learner.mismatch import MismatchGuard
 from agentrl.record import read_metrics
 from agentrl.trainer import Trainer
+from agentrl.trainer import step as step_module
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(600)]
 
 DATA = Path(__file__).parents[2] / "datasets"
 
 
-def learn(tiny_model, folder, steps, *overrides, trainer=Trainer):
+def learn(tiny_model, folder, steps, *overrides):
     """Train the tiny model; returns the mean training reward of each quarter of the run."""
     config = load_config(
         None,
@@ -29,36 +32,25 @@ def learn(tiny_model, folder, steps, *overrides, trainer=Trainer):
         },
         preset=TINY_SETTINGS,
     )
-    trainer(config).run()
+    Trainer(config).run()
     rewards = [data["critic/score/mean"] for _, data in read_metrics(folder / "metrics.jsonl")]
     quarter = len(rewards) // 4
     return [sum(rewards[i * quarter : (i + 1) * quarter]) / quarter for i in range(4)]
 
 
-class ToolTokensTrain(Trainer):
+def train_tool_tokens(*args):
     """The bug that the response mask protects from: what tools wrote trains as well."""
-
-    def _collate(self, groups):
-        batch = super()._collate(groups)
-        places = torch.arange(batch.response_ids.shape[1])
-        return replace(batch, response_mask=places < batch.response_lengths[:, None])
-
-    def _check_mismatch(self, compared):
-        """Nobody looks: with the guard on, such a run ends in its first step."""
+    batch = collate(*args)
+    places = torch.arange(batch.response_ids.shape[1])
+    return replace(batch, response_mask=places < batch.response_lengths[:, None])
 
 
-class GuardedToolTokensTrain(ToolTokensTrain):
-    _check_mismatch = Trainer._check_mismatch
-
-
-class ShuffledRewards(Trainer):
+def shuffle_rewards(*args):
     """Rewards dealt out at random: nothing to learn."""
-
-    def _collate(self, groups):
-        batch = super()._collate(groups)
-        generator = torch.Generator().manual_seed(self.global_step)
-        order = torch.randperm(len(batch.rewards), generator=generator)
-        return replace(batch, rewards=batch.rewards[order])
+    batch = collate(*args)
+    generator = torch.Generator().manual_seed(len(batch.rollout) + int(batch.response_ids.sum()))
+    order = torch.randperm(len(batch.rewards), generator=generator)
+    return replace(batch, rewards=batch.rewards[order])
 
 
 PLAIN = ("algorithm.tis_cap=0",)  # as the broken ones run: tool tokens have no engine logprobs
@@ -66,23 +58,27 @@ PLAIN = ("algorithm.tis_cap=0",)  # as the broken ones run: tool tokens have no 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_mask_bug_learns_slower(tiny_model, tmp_path, seed):
+def test_a_mask_bug_learns_slower(tiny_model, tmp_path, monkeypatch, seed):
     settings = (*PLAIN, f"trainer.seed={seed}")
     right = learn(tiny_model, tmp_path / "right", 24, *settings)
-    wrong = learn(tiny_model, tmp_path / "wrong", 24, *settings, trainer=ToolTokensTrain)
+    monkeypatch.setattr(step_module, "collate", train_tool_tokens)
+    monkeypatch.setattr(MismatchGuard, "check", lambda *_: None)  # It would end such a run.
+    wrong = learn(tiny_model, tmp_path / "wrong", 24, *settings)
     print(f"seed {seed}: right {right}, tool tokens trained {wrong}")
     assert right[3] >= right[0] + 0.15
     assert (right[2] + right[3]) / 2 >= (wrong[2] + wrong[3]) / 2 + 0.10
 
 
-def test_the_guard_sees_a_mask_bug_at_once(tiny_model, tmp_path):
+def test_the_guard_sees_a_mask_bug_at_once(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(step_module, "collate", train_tool_tokens)
     with pytest.raises(RunStopped, match="engine and trainer disagree"):
-        learn(tiny_model, tmp_path, 4, *PLAIN, trainer=GuardedToolTokensTrain)
+        learn(tiny_model, tmp_path, 4, *PLAIN)
 
 
 @pytest.mark.slow
-def test_shuffled_rewards_do_not_rise(tiny_model, tmp_path):
-    quarters = learn(tiny_model, tmp_path, 16, trainer=ShuffledRewards)
+def test_shuffled_rewards_do_not_rise(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(step_module, "collate", shuffle_rewards)
+    quarters = learn(tiny_model, tmp_path, 16)
     print(f"shuffled {quarters}")
     assert max(quarters) <= quarters[0] + 0.10
 

@@ -15,9 +15,10 @@ import torch
 
 from agentrl.config import load_config
 from agentrl.errors import ConfigError, RunStopped
+from agentrl.learner import profile
 from agentrl.record import read_metrics
-from agentrl.trainer import Trainer, profile
-from agentrl.trainer import trainer as trainer_module
+from agentrl.trainer import Trainer
+from agentrl.trainer import step as step_module
 
 ENV = """
 from agentrl import ToolCall, agent_loop, reward, tool
@@ -111,7 +112,7 @@ def test_only_the_named_step_is_profiled(runs):
         if f.is_file()
     )
     assert files == ["step_00000002/controller.json.gz", "step_00000002/rank_0.json.gz"]
-    assert not profile._recorders
+    assert not profile.recorders
     assert not [o for o in gc.get_objects() if isinstance(o, torch.profiler.profile)]
 
 
@@ -196,10 +197,10 @@ def test_a_step_that_fails_leaves_no_recorder(start, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise RunStopped("the update fails")
 
-    monkeypatch.setattr(trainer_module, "learn", fail)
+    monkeypatch.setattr(step_module, "learn", fail)
     with pytest.raises(RunStopped, match="the update fails"):
         start(tmp_path / "run", "trainer.profile_steps=[1]")
-    assert not profile._recorders
+    assert not profile.recorders
     assert not (tmp_path / "run/profile").exists()
 
 

@@ -22,7 +22,7 @@ from agentrl.record import read_metrics
 from agentrl.report.run import Run
 from agentrl.store import TrajectoryStore
 from agentrl.trainer import Trainer
-from agentrl.trainer import trainer as trainer_module
+from agentrl.trainer import run as run_module
 from agentrl.trainer.checkpoint import find_checkpoint, save_checkpoint
 from agentrl.trainer.resume import (
     CHANGEABLE_KEYS,
@@ -465,7 +465,7 @@ def test_an_interrupted_fork_begins_again_and_says_so(run, parent, tmp_path, mon
         raise RunStopped("out of luck")
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "evaluate", fail)
+        patch.setattr(run_module, "evaluate", fail)
         with pytest.raises(RunStopped, match=r"luck\nnothing was saved; the same command starts the"
                            rf" fork of {parent}/global_step_00000002 again"):  # fmt: skip
             run(tmp_path / "fork", *fork)

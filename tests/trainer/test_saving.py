@@ -23,14 +23,17 @@ import pytest
 from support.forked_python import ForkedPython, run_python
 
 from agentrl import load_run
+from agentrl.chat import load_tokenizer
 from agentrl.config import load_config
 from agentrl.engine.local import LocalEngine
 from agentrl.errors import ConfigError, EngineError, RunStopped
+from agentrl.learner.learner import Learner
 from agentrl.record import read_metrics
 from agentrl.store import TrajectoryStore
 from agentrl.trainer import Trainer
 from agentrl.trainer import checkpoint as checkpoint_module
-from agentrl.trainer import trainer as trainer_module
+from agentrl.trainer import clock as clock_module
+from agentrl.trainer import run as run_module
 from agentrl.trainer.checkpoint import find_steps
 from agentrl.trainer.tracking import Best
 
@@ -74,7 +77,7 @@ def start(arguments):
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
     """Draw no pictures, which most of these tests do not look at."""
-    monkeypatch.setattr(trainer_module, "write_curve", lambda metrics, svg: None)
+    monkeypatch.setattr(run_module, "write_curve", lambda metrics, svg: None)
 
 
 def timeless(output: Path) -> list[tuple[int, dict[str, float]]]:
@@ -106,7 +109,7 @@ def shards(output: Path) -> list[str]:
 
 def test_a_checkpoint_is_saved_at_each_validation(start, tmp_path, monkeypatch, capsys):
     """A large one is announced. Without checkpoints, the model is still the same."""
-    monkeypatch.setattr(trainer_module, "LARGE_CHECKPOINT", 10**5)
+    monkeypatch.setattr(run_module, "LARGE_CHECKPOINT", 10**5)
     start(tmp_path / "auto", "trainer.keep=0")
     assert find_steps(tmp_path / "auto") == [2, 4]
     start(tmp_path / "end", "trainer.keep=0", "trainer.save_freq=0")
@@ -127,15 +130,16 @@ def test_a_checkpoint_is_saved_at_each_validation(start, tmp_path, monkeypatch, 
 
 def test_a_checkpoint_is_saved_every_thirty_minutes(start, tmp_path, monkeypatch):
     """Steps of 700 s: two of them fit into 30 minutes, the third does not."""
-    now, real = [0.0], trainer_module.Learner.update
+    now, real = [0.0], Learner.update
     clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0])
-    monkeypatch.setattr(trainer_module, "time", clock)
+    monkeypatch.setattr(run_module, "time", clock)
+    monkeypatch.setattr(clock_module, "time", clock)
 
     def update(self, *args, **kwargs):
         now[0] += 700
         return real(self, *args, **kwargs)
 
-    monkeypatch.setattr(trainer_module.Learner, "update", update)
+    monkeypatch.setattr(Learner, "update", update)
     often = ("trainer.keep=0", "trainer.test_freq=0", "trainer.total_steps=7")
     start(tmp_path, *often)
     assert find_steps(tmp_path) == [2, 4, 6, 7]
@@ -156,13 +160,13 @@ def test_an_automatic_checkpoint_may_fail(start, tmp_path, monkeypatch, capsys):
         start(tmp_path / "explicit", "trainer.save_freq=2")
     assert str(error.value).count("cannot write the checkpoint") == 1
 
-    real_update = trainer_module.Learner.update
+    real_update = Learner.update
 
     def update(self, batch, targets, step, *args, **kwargs):
         disk["full"] = step < 4
         return real_update(self, batch, targets, step, *args, **kwargs)
 
-    monkeypatch.setattr(trainer_module.Learner, "update", update)
+    monkeypatch.setattr(Learner, "update", update)
     start(tmp_path / "auto")
     printed = capsys.readouterr().err
     assert printed.count("warning: cannot write the checkpoint of step 2") == 1
@@ -175,13 +179,13 @@ def test_an_automatic_checkpoint_may_fail(start, tmp_path, monkeypatch, capsys):
 
 def scores(monkeypatch, values):
     """Let validations after steps 0, 1, ... score these values, whatever they sample."""
-    real, values = trainer_module.evaluate, iter(values)
+    real, values = run_module.evaluate, iter(values)
 
     def evaluate(*args):
         result = real(*args)
         return replace(result, metrics={**result.metrics, METRIC: next(values)})
 
-    monkeypatch.setattr(trainer_module, "evaluate", evaluate)
+    monkeypatch.setattr(run_module, "evaluate", evaluate)
 
 
 def test_the_best_is_kept_and_the_run_ends_early(start, tmp_path, monkeypatch, capsys):
@@ -236,7 +240,7 @@ def test_the_best_of_the_checkpoints_that_exist():
 
 def test_the_folder_of_a_run_has_its_tokenizer(start, tmp_path, monkeypatch, capsys):
     first = ("trainer.total_steps=1", "trainer.test_freq=0")
-    trained = start(tmp_path, *first).tokenizer
+    trained = load_tokenizer(start(tmp_path, *first).config.model.path)
     files = {f: (f.stat().st_ino, f.read_bytes()) for f in (tmp_path / "tokenizer").iterdir()}
     tokenizer = load_run(tmp_path).tokenizer
     text = "Say 3. <|im_end|> Ü"
@@ -295,8 +299,8 @@ def test_trajectories_are_written_during_the_update_and_before_the_checkpoint(
 ):
     """A file is written only when the update of its step has begun; a checkpoint waits for it."""
     updating = {step: threading.Event() for step in range(1, 5)}
-    real_write, real_update = TrajectoryStore.write, trainer_module.Learner.update
-    real_save, saved = trainer_module.save_checkpoint, []
+    real_write, real_update = TrajectoryStore.write, Learner.update
+    real_save, saved = run_module.save_checkpoint, []
 
     def write(self, step, groups, split="train"):
         if split == "train":
@@ -313,8 +317,8 @@ def test_trajectories_are_written_during_the_update_and_before_the_checkpoint(
         return real_save(root, step, *args, **kwargs)
 
     monkeypatch.setattr(TrajectoryStore, "write", write)
-    monkeypatch.setattr(trainer_module.Learner, "update", update)
-    monkeypatch.setattr(trainer_module, "save_checkpoint", save)
+    monkeypatch.setattr(Learner, "update", update)
+    monkeypatch.setattr(run_module, "save_checkpoint", save)
     start(tmp_path, "trainer.save_freq=2", "trainer.test_freq=0")
     assert saved == [["train-1", "train-2"], [f"train-{step}" for step in range(1, 5)]]
 
@@ -347,13 +351,13 @@ def test_a_step_whose_trajectories_cannot_be_written_is_saved(start, tmp_path, m
     assert str(error.value).count("No space left") == 1
     step = int(lost[-1])
     assert find_steps(tmp_path / "resumed")[-1] in (step, step + 1), "no step was thrown away"
-    trained, real = [], trainer_module.Learner.update
+    trained, real = [], Learner.update
 
     def update(self, batch, targets, step, *args, **kwargs):
         trained.append(step)
         return real(self, batch, targets, step, *args, **kwargs)
 
-    monkeypatch.setattr(trainer_module.Learner, "update", update)
+    monkeypatch.setattr(Learner, "update", update)
     saved = find_steps(tmp_path / "resumed")[-1]
     start(tmp_path / "resumed")
     assert trained == list(range(saved + 1, 5)), "nothing is trained twice"
@@ -378,7 +382,7 @@ def test_the_first_cause_is_not_hidden(start, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LocalEngine, "generate", generate)
-    monkeypatch.setattr(trainer_module, "save_checkpoint", save)
+    monkeypatch.setattr(run_module, "save_checkpoint", save)
     fill_disk_at(monkeypatch, "train-2", down.wait)
     with pytest.raises(RunStopped) as error:
         start(tmp_path, "trainer.save_freq=0", "trainer.test_freq=0")
@@ -394,7 +398,7 @@ def test_a_picture_that_cannot_be_written_is_a_warning(start, tmp_path, monkeypa
     def write_curve(metrics, svg):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(trainer_module, "write_curve", write_curve)
+    monkeypatch.setattr(run_module, "write_curve", write_curve)
     start(tmp_path, "trainer.total_steps=1")
     assert "curve.svg: [Errno 28] No space left on device" in capsys.readouterr().err
 
@@ -473,19 +477,19 @@ def test_twenty_random_kills_lose_nothing(arguments, start, tmp_path):
 def test_a_long_run_grows_by_nothing(start, tmp_path, monkeypatch):
     """500 steps: memory, descriptors and threads after the first 100 are those at the end."""
     seen = {}
-    real = trainer_module.Trainer._complete
+    real = run_module.Run._complete
 
     def complete(self, metrics):
         real(self, metrics)
-        if self.global_step % 100 == 0:
+        if self.state.step % 100 == 0:
             pages = int(Path("/proc/self/statm").read_text().split()[1])  # resident
             megabytes = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
             files = len(os.listdir("/proc/self/fd"))
             gc.collect()
             objects = sys.getallocatedblocks()
-            seen[self.global_step] = (megabytes, files, threading.active_count(), objects)
+            seen[self.state.step] = (megabytes, files, threading.active_count(), objects)
 
-    monkeypatch.setattr(trainer_module.Trainer, "_complete", complete)
+    monkeypatch.setattr(run_module.Run, "_complete", complete)
     start(
         tmp_path, "trainer.total_steps=500", "trainer.test_freq=50", "trainer.keep_best=" + METRIC,
         "trainer.keep_trajectories=last:10",

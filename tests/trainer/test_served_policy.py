@@ -19,10 +19,10 @@ from agentrl.cli.options import resolve_model
 from agentrl.config import load_config
 from agentrl.engine.local import LocalEngine
 from agentrl.engine.local.load import load_causal_lm
+from agentrl.learner.learner import Learner
 from agentrl.store import TrajectoryStore
 from agentrl.trainer import Trainer
 from agentrl.trainer.export import export
-from agentrl.trainer.learner import Learner
 
 ENV = """
 from agentrl import reward

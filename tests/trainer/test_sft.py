@@ -20,19 +20,19 @@ from agentrl.data import write_rows
 from agentrl.data.rows import read_message
 from agentrl.demo.arithmetic import rows
 from agentrl.errors import ConfigError, DataError, RunStopped
-from agentrl.testing.tokenizer import byte_tokenizer
-from agentrl.trainer.packing import make_micro_batch
-from agentrl.trainer.sft import (
+from agentrl.learner.packing import make_micro_batch
+from agentrl.learner.sft import (
     FLAG_OF_KEY,
     SFT_KEYS,
     Example,
     SFTLearner,
     batches,
     init_causal_lm,
-    load_examples,
     make_rows,
     make_sft_config,
 )
+from agentrl.testing.tokenizer import byte_tokenizer
+from agentrl.trainer.sft import load_examples
 from agentrl.trajectory import Message, token_array
 
 END = 258  # <|im_end|>

@@ -25,10 +25,11 @@ from agentrl.data import RowOrder
 from agentrl.demo import TINY_SETTINGS
 from agentrl.engine.local import LocalEngine
 from agentrl.errors import ConfigError, EngineError, RunStopped, UserCodeError
+from agentrl.learner.learner import Learner
 from agentrl.record import read_metrics
 from agentrl.store import TrajectoryStore
 from agentrl.trainer import Trainer
-from agentrl.trainer import trainer as trainer_module
+from agentrl.trainer import run as run_module
 
 DATA = Path(__file__).parents[2] / "datasets"
 ENV = """
@@ -144,7 +145,7 @@ def test_while_a_validation_runs_rollouts_go_on_and_nothing_is_published(
 ):
     events: list[str] = []
     evaluate, publish, generate = (
-        trainer_module.evaluate,
+        run_module.evaluate,
         LocalEngine.publish,
         LocalEngine.generate,
     )
@@ -163,7 +164,7 @@ def test_while_a_validation_runs_rollouts_go_on_and_nothing_is_published(
         events.append(kwargs["episode_id"].partition("-")[0])
         return await generate(self, *args, **kwargs)
 
-    monkeypatch.setattr(trainer_module, "evaluate", recorded_evaluate)
+    monkeypatch.setattr(run_module, "evaluate", recorded_evaluate)
     monkeypatch.setattr(LocalEngine, "publish", recorded_publish)
     monkeypatch.setattr(LocalEngine, "generate", recorded_generate)
     rows = next(key for key in keys if key.startswith("data.train=")).partition("=")[2]
@@ -177,7 +178,7 @@ def test_while_a_validation_runs_rollouts_go_on_and_nothing_is_published(
 
 
 def test_a_signal_in_an_update_saves_the_step_and_the_run_resumes(start, tmp_path, monkeypatch):
-    real, calls = trainer_module.Learner.update, []
+    real, calls = Learner.update, []
 
     def update(self, *args, **kwargs):
         calls.append(1)
@@ -186,7 +187,7 @@ def test_a_signal_in_an_update_saves_the_step_and_the_run_resumes(start, tmp_pat
         return real(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module.Learner, "update", update)
+        patch.setattr(Learner, "update", update)
         with pytest.raises(KeyboardInterrupt):
             start(tmp_path, "trainer.max_staleness=2", "trainer.save_freq=0")
     assert [f.name[-1] for f in tmp_path.glob("global_step_*")] == ["3"]

@@ -27,7 +27,6 @@ from agentrl.plan import Plan, describe_run
 from agentrl.rewards import Scorer, reward
 from agentrl.rollout import PlayedSample, Rollouts
 from agentrl.tools import LocalToolbox
-from agentrl.trainer.batch import collate
 from agentrl.trainer.stream import RolloutStream, StepRollouts
 from agentrl.trajectory import Generation, Group, Message, Sample, Scored, token_array
 
@@ -69,15 +68,12 @@ class Table:
         return groups
 
 
-def collect(
-    table: Table, rows: int, position: int = 0, *, turn_weight: float = 0.0, **keys: Any
-) -> StepRollouts:
+def collect(table: Table, rows: int, position: int = 0, **keys: Any) -> StepRollouts:
     keys = {"rollout__n": 2, "data__shuffle": False, **keys}
     stream = RolloutStream(
         config(**keys),
         [Sample(f"r{i}", (), row=i) for i in range(rows)],
         cast(Rollouts, table),
-        lambda groups: collate(groups, 0, turn_weight=turn_weight),
         total_steps=1,
     )
     return stream.take(position, step=position)
@@ -213,7 +209,6 @@ def test_different_turn_rewards_make_a_group_live_for_turn_estimators(estimator,
     played = collect(
         Table({0: rewards}),
         1,
-        turn_weight=1.0,
         algorithm__adv_estimator=estimator,
         reward__turn_weight=1.0,
         **keys,
@@ -331,9 +326,7 @@ def streaming(
     ]
     runtime = Runtime(engine, ChatTemplate(TOKENIZER), LocalToolbox(), c)
     rollouts = Rollouts(runtime, Scorer(c.reward), seed=c.trainer.seed)
-    stream = RolloutStream(
-        c, samples, rollouts, lambda groups: collate(groups, 0), total_steps=steps
-    )
+    stream = RolloutStream(c, samples, rollouts, total_steps=steps)
     try:
         yield stream, rollouts
     finally:
@@ -409,7 +402,6 @@ def test_no_token_is_older_than_the_limit_whatever_is_dead(staleness, batch_size
         c,
         samples,
         cast(Rollouts, table),
-        lambda groups: collate(groups, 0),
         total_steps=steps,
     )
     position = 0

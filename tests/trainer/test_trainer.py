@@ -115,13 +115,6 @@ def interrupted(start, output, monkeypatch, step, *overrides):
 FILTER = ("algorithm.filter_groups=true", "data.gen_batch_size=3", "algorithm.max_gen_batches=3")
 
 
-def test_a_step_needs_an_open_run(start, tmp_path):
-    trainer = start(tmp_path / "run", "trainer.total_steps=1")
-    closed = Trainer(trainer.config)
-    with pytest.raises(RuntimeError, match=r"that Trainer\.run opens"):
-        closed.step()
-
-
 def test_a_filtered_run_resumes_bit_for_bit(start, tmp_path, monkeypatch):
     straight = start(tmp_path / "straight", *FILTER)
     resumed = interrupted(start, tmp_path / "resumed", monkeypatch, 2, *FILTER)

@@ -1,0 +1,321 @@
+"""From trajectories to tensors, and the mini-batches of an optimizer step.
+
+Shapes, in this file and in all of `agentrl.learner`:
+
+    B  segments (token rows); a rollout whose history was edited has several
+    T  response tokens, sampled and observed, padded on the right
+    P  prompt tokens, padded on the left
+    R  rollouts
+    G  groups: the rollouts of one sample
+    V  vocabulary
+    N  chosen tokens of some rows, flat: the sampled tokens that the loss reads
+
+Baselines, rewards and metrics count rollouts. Only `collate` turns rollouts into segments, and each
+sampled token is in exactly one row. The mini-batches of a step (one optimizer step each) are fixed
+first, by rollouts. Then they are cut into micro-batches by a budget of tokens (`packing.py`), which
+changes memory and nothing else: the loss is a sum, and its weights contain the denominator of the
+whole mini-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from agentrl.config import RewardConfig
+from agentrl.errors import RunStopped
+from agentrl.trajectory import Group, Scored, Segment, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Token rows that are the input of a model, with a mask of the tokens to score."""
+
+    prompt_ids: Tensor
+    """(B, P) int64, padded on the left."""
+    prompt_lengths: Tensor
+    """(B,) int64."""
+    response_ids: Tensor
+    """(B, T) int64, padded on the right."""
+    response_lengths: Tensor
+    """(B,) int64."""
+    response_mask: Tensor
+    """(B, T) bool: True for the tokens that the policy sampled, or that it learns to imitate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(TokenRows):
+    """All rollouts of a step. Rows of a rollout are adjacent, and so are rollouts of a group."""
+
+    rollout_logprobs: Tensor
+    """(B, T) float32: the engine's logprobs of the sampled tokens; 0 elsewhere."""
+    versions: Tensor
+    """(B, T) int64: the policy version that sampled each token; -1 elsewhere."""
+    token_rewards: Tensor
+    """(B, T) float64: rewards of turns at the last sampled token of each turn, the rest of the
+    rollout's reward at the end of its last turn. The sum over a rollout is its entry in
+    `rewards`."""
+    turn: Tensor
+    """(B, T) int64: the turn of its rollout that sampled each token, numbered in order of time; -1
+    elsewhere. The order of rows is not enough: a loop that spawned a conversation may continue in
+    an earlier row."""
+    rewards: Tensor
+    """(R,) float64: the weighted total reward of each rollout, after the budget policy. In float32,
+    a difference of 33 between rewards of 17 million would be rounded to 32."""
+    rollout: Tensor
+    """(B,) int64: the rollout of each row, ascending."""
+    group: Tensor
+    """(R,) int64: the group of each rollout, ascending."""
+    train: Tensor
+    """(R,) bool: False for a rollout that a budget policy masks; it is in neither loss nor
+    baseline."""
+    episodes: tuple[str, ...]
+    """(R) the episode ids of the rollouts, for messages."""
+    baseline: Tensor | None = None
+    """(R,) float64: the reward of the greedy rollout of the same sample; None unless every group
+    has one."""
+
+    call_penalties: Tensor | None = None
+    """(B, T) float64: the penalty of the tokens of failed calls (`tools.penalties`), 0 elsewhere;
+    None if no call failed."""
+
+    @property
+    def action_mask(self) -> Tensor:
+        """The sampled tokens of rollouts that train, (B, T) bool."""
+        return self.response_mask & self.train[self.rollout][:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The tensors that an algorithm computes from a batch: all that the loss needs.
+
+    The loss of a mini-batch is the sum over its tokens of `weights` times the loss of the token.
+    Values outside the batch's `action_mask` are never read. The losses convert all tensors to the
+    precision of the logprobs.
+    """
+
+    advantages: Tensor
+    """(B, T) float64."""
+    weights: Tensor
+    """(B, T) float64: aggregation mode, masks and the denominator of the whole mini-batch; 0 off
+    the mask."""
+    old_logprobs: Tensor | None
+    """(B, T) float32: the trainer's at the start of the step. None if one mini-batch is the whole
+    batch: then the first pass of the update gives the same numbers."""
+    reference_logprobs: Tensor | None
+    """(B, T) float32 of the reference policy; None without a KL term."""
+    returns: Tensor | None
+    """(B, T) float32, the targets of the critic; None without a critic."""
+    values: Tensor | None
+    """(B, T) float32: the critic's at the start of the step; None without a critic."""
+
+
+NO_TURN_REWARDS = RewardConfig()
+"""A section `reward` whose weights of turn and tool rewards are 0."""
+
+
+def collate(
+    groups: Sequence[Group], pad_id: int = 0, reward: RewardConfig = NO_TURN_REWARDS
+) -> Batch:
+    """Turn groups of scored trajectories into one batch.
+
+    Args:
+        groups: the groups of the step, in the order of their rows.
+        pad_id: the padding token. No forward pass reads it.
+        reward: the section `reward`: `turn_weight` is the weight of a turn's own reward in
+            `Scored.reward`. This share is placed at the end of the turn, the rest at the end of the
+            rollout's last turn. `tool_weight` is the same for rewards of tools.
+
+    Raises:
+        RunStopped: there is no rollout, or a reward or a logprob is not finite. Training on such a
+            number would make the weights NaN without an error.
+    """
+    scored = [s for group in groups for s in group.scored]
+    if not scored:
+        raise RunStopped("all rollouts of this step were dropped: there is nothing to learn from")
+    weights = {"turn": reward.turn_weight, "tool": reward.tool_weight}
+    segments = [segment for s in scored for segment in s.trajectory.segments]
+    rewards_per_token = [row for s in scored for row in _token_rewards(s, weights)]
+    turns = [row for s in scored for row in _turns(s.trajectory)]
+    prompts = [_tensor(s.prompt_ids) for s in segments]
+    responses = [_tensor(s.response_ids) for s in segments]
+    mask = _pad([_tensor(s.response_mask) for s in segments], 0).bool()
+    batch = Batch(
+        prompt_ids=_pad(prompts, pad_id, side="left").long(),
+        prompt_lengths=torch.tensor([len(p) for p in prompts]),
+        response_ids=_pad(responses, pad_id).long(),
+        response_lengths=torch.tensor([len(r) for r in responses]),
+        response_mask=mask,
+        rollout_logprobs=_pad([_tensor(s.logprobs) for s in segments], 0.0),
+        versions=_pad([_tensor(s.versions) for s in segments], -1).long(),
+        token_rewards=_pad(
+            [torch.tensor(row, dtype=torch.float64) for row in rewards_per_token], 0.0
+        ),
+        turn=_pad(turns, -1).masked_fill(~mask, -1),
+        rewards=torch.tensor([s.reward for s in scored], dtype=torch.float64),
+        rollout=torch.tensor([r for r, s in enumerate(scored) for _ in s.trajectory.segments]),
+        group=torch.tensor([g for g, group in enumerate(groups) for _ in group.scored]),
+        train=torch.tensor([not s.masked for s in scored]),
+        episodes=tuple(s.trajectory.episode_id for s in scored),
+        baseline=_baseline(groups),
+        call_penalties=_call_penalties(scored),
+    )
+    _check(batch)
+    return batch
+
+
+def _baseline(groups: Sequence[Group]) -> Tensor | None:
+    """Return the greedy reward of each rollout's group, (R,); None if a group has none."""
+    rewards = [group.greedy.reward for group in groups for _ in group.scored if group.greedy]
+    if len(rewards) < sum(len(group.scored) for group in groups):
+        return None
+    return torch.tensor(rewards, dtype=torch.float64)
+
+
+def _tensor(stream: array[int] | array[float]) -> Tensor:
+    """Return a tensor over the array, without a copy and without one Python number per token."""
+    dtype = torch.float32 if stream.typecode == "f" else torch.int32
+    return torch.frombuffer(stream, dtype=dtype) if stream else torch.empty(0, dtype=dtype)
+
+
+def _pad(rows: list[Tensor], fill: float, side: str = "right") -> Tensor:
+    return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)
+
+
+def _check(batch: Batch) -> None:
+    for r in (~batch.rewards.isfinite()).nonzero().flatten().tolist():
+        raise RunStopped(f"the reward of episode {batch.episodes[r]} is {batch.rewards[r].item()}")
+    if batch.baseline is not None and not batch.baseline.isfinite().all():
+        r = int((~batch.baseline.isfinite()).nonzero()[0])
+        raise RunStopped(
+            f"the reward of the greedy rollout in the group of episode {batch.episodes[r]} is"
+            f" {batch.baseline[r].item()}"
+        )
+    for b in (batch.prompt_lengths == 0).nonzero().flatten().tolist():
+        raise RunStopped(f"episode {batch.episodes[int(batch.rollout[b])]} has an empty prompt")
+    check_logprobs(batch, batch.rollout_logprobs, batch.response_mask, "engine")
+
+
+def check_logprobs(batch: Batch, logprobs: Tensor, mask: Tensor, source: str) -> None:
+    """Check that logprobs are finite.
+
+    Args:
+        batch: has the episode ids, for the message.
+        logprobs: (B, T).
+        mask: (B, T) bool, the tokens to check.
+        source: "engine" or "trainer".
+
+    Raises:
+        RunStopped: a logprob is not finite; the message names its episode and token.
+    """
+    not_finite = mask & ~logprobs.isfinite()
+    for b, t in not_finite.nonzero().tolist():
+        raise RunStopped(
+            f"the {source}'s logprob of response token {t} of episode"
+            f" {batch.episodes[int(batch.rollout[b])]} is {logprobs[b, t].item()}"
+        )
+
+
+def check_tokens(rows: TokenRows, vocabulary: int) -> None:
+    """Check that the model has an embedding for every token.
+
+    Without this check a GPU would fail with an unclear message.
+
+    Raises:
+        RunStopped: a token is outside of the vocabulary; the message names the first one's row.
+    """
+    width = rows.prompt_ids.shape[1]
+    parts = {
+        "prompt": (rows.prompt_ids, torch.arange(width) >= width - rows.prompt_lengths[:, None]),
+        "response": (
+            rows.response_ids,
+            torch.arange(rows.response_ids.shape[1]) < rows.response_lengths[:, None],
+        ),
+    }
+    for name, (ids, is_token) in parts.items():
+        for b, t in (is_token & ((ids < 0) | (ids >= vocabulary))).nonzero()[:1].tolist():
+            at = t - int((~is_token[b]).sum()) if name == "prompt" else t
+            raise RunStopped(
+                f"token {at} of the {name} of row {b} of the batch is {int(ids[b, t])}, but the"
+                f" model has a vocabulary of {vocabulary} (0 to {vocabulary - 1}). Does the"
+                " tokenizer belong to the model?"
+            )
+
+
+def _turns(trajectory: Trajectory) -> list[Tensor]:
+    """Return one tensor per segment: the turn of each token, or -1."""
+    turn_of_token = [
+        torch.full((len(segment.response_ids),), -1) for segment in trajectory.segments
+    ]
+    for k, turn in enumerate(trajectory.turns):
+        turn_of_token[turn.segment][turn.start : turn.end] = k
+    return turn_of_token
+
+
+def _token_rewards(scored: Scored, weights: Mapping[str, float]) -> list[list[float]]:
+    """Return the reward of each token, as one list per segment.
+
+    The part of the reward that no turn earned is placed at the end of the last turn, even if that
+    turn is in a spawned conversation: all sampled tokens precede this position and contribute to
+    that part. The reward of a turn without sampled tokens is placed there too. A rollout without
+    sampled tokens has no token rewards.
+    """
+    segments, turns = scored.trajectory.segments, scored.trajectory.turns
+    rewards_per_token = [[0.0] * len(segment.response_ids) for segment in segments]
+    ends = [(t.segment, _find_last_sampled(segments[t.segment], t.start, t.end)) for t in turns]
+    rows = [(k, _find_last_sampled(s, 0, len(s.response_ids))) for k, s in enumerate(segments)]
+    last = next((position for position in reversed([*rows, *ends]) if position[1] >= 0), None)
+    if last is None:
+        return rewards_per_token
+    assigned = 0.0
+    for turn, (row, at) in zip(turns, ends, strict=True):
+        earned = sum(weights.get(source, 0.0) * r for source, r in turn.rewards.items())
+        if earned and at >= 0:
+            rewards_per_token[row][at] += earned
+            assigned += earned
+    if not math.isclose(scored.reward, assigned, rel_tol=1e-12):  # otherwise the rest is rounding
+        rewards_per_token[last[0]][last[1]] += scored.reward - assigned
+    return rewards_per_token
+
+
+def _call_penalties(scored: Sequence[Scored]) -> Tensor | None:
+    """Return the penalty of each token for failed calls, (B, T); None if no call failed."""
+    if not any(turn.penalties for s in scored for turn in s.trajectory.turns):
+        return None
+    rows = []
+    for s in scored:
+        penalties = [
+            torch.zeros(len(x.response_ids), dtype=torch.float64) for x in s.trajectory.segments
+        ]
+        for turn in s.trajectory.turns:
+            for start, end, price in turn.penalties:
+                penalties[turn.segment][start:end] += price
+        rows += penalties
+    return _pad(rows, 0.0)
+
+
+def _find_last_sampled(segment: Segment, start: int, end: int) -> int:
+    """Return the last index in [start, end) that the policy sampled, or -1."""
+    return next((i for i in range(end - 1, start - 1, -1) if segment.response_mask[i]), -1)
+
+
+def count_mini_batches(rollouts: int, size: int) -> int:
+    """Return the number of mini-batches of `size` rollouts in a batch; 1 if `size` is 0."""
+    return max(1, math.ceil(rollouts / size)) if size else 1
+
+
+def assign_mini_batches(rollouts: int, size: int) -> Tensor:
+    """Return the mini-batch of each rollout, (R,) int64.
+
+    Adjacent rollouts stay together, in mini-batches of sizes as equal as possible. Otherwise, if 65
+    rollouts remained for mini-batches of 64, the step on the last rollout alone would count as much
+    as the step on all others. The rows of a step are already shuffled, so no random number is
+    needed.
+    """
+    return torch.arange(rollouts) * count_mini_batches(rollouts, size) // max(1, rollouts)
