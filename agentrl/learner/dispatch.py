@@ -62,12 +62,13 @@ def dispatched_methods(cls: type) -> dict[str, Dispatch]:
 
 
 class RankGroup(Protocol):
-    """The ranks of a learner. It has the methods that the ranks' class marks by `dispatch`."""
+    """A group of ranks. It has the methods that the ranks' class marks by `dispatch`.
+
+    `agentrl.learner.rank.LearnerRanks` declares those of a learner.
+    """
 
     size: int
     """The number of ranks."""
-
-    def __getattr__(self, name: str) -> Any: ...
 
     def close(self) -> None:
         """End the ranks."""

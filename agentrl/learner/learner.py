@@ -49,11 +49,18 @@ from agentrl.learner.batch import (
     check_tokens,
     count_mini_batches,
 )
-from agentrl.learner.dispatch import RankGroup
 from agentrl.learner.mismatch import importance_weight_metrics, mismatch_metrics
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch, Mode, assign_rows, make_micro_batch
-from agentrl.learner.rank import LocalRankGroup, LossName, ModelName, PassResult, Rank
+from agentrl.learner.rank import (
+    LearnerRanks,
+    LocalRankGroup,
+    LossName,
+    ModelName,
+    PassResult,
+    Rank,
+    start_ranks,
+)
 from agentrl.learner.sharding import full_tensor
 from agentrl.registry import policy_losses
 from agentrl.store import LEARNED
@@ -126,7 +133,7 @@ class Learner:
         config: Config,
         *,
         total_steps: int,
-        group: RankGroup | None = None,
+        group: LearnerRanks | None = None,
     ):
         """Load the model; no data is read.
 
@@ -140,7 +147,7 @@ class Learner:
             ConfigError: there is no such model or device, or LoRA has nothing to adapt.
         """
         self.config = config
-        self.ranks = group or LocalRankGroup(Rank(model_path, config))
+        self.ranks = group or start_ranks(None, model_path, config)
         """All ranks. Methods that all ranks run in the same way (`save`, `load`, `score`, ...) are
         called on this group."""
         self.rank: Rank | None = self.ranks.rank if isinstance(self.ranks, LocalRankGroup) else None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -460,13 +460,45 @@ class Rank:
         self._perturbation.__exit__(None, None, None)
 
 
-def start_ranks(placement: Placement | None, *args: Any, **kwargs: Any) -> RankGroup:
+class LearnerRanks(RankGroup, Protocol):
+    """The ranks of a learner: the methods of `Rank`, each called on all ranks.
+
+    A method that is marked `SPLIT` takes a list with the first argument of each rank, and returns a
+    list with the result of each rank.
+    """
+
+    vocabulary: Callable[[], int]
+    mode: Callable[[], tuple[Mode, str]]
+    forward: Callable[[Sequence[Sequence[MicroBatch]], ModelName], list[list[Tensor]]]
+    forward_backward: Callable[[Sequence[Sequence[MicroBatch]], LossName], list[PassResult]]
+    optimizer_step: Callable[[str, float], float]
+    zero_grad: Callable[[], None]
+    start_profile: Callable[[], None]
+    stop_profile: Callable[[Sequence[Path]], list[str]]
+    send_weights: Callable[[Route], Sent]
+    saved_bytes: Callable[[], int]
+    save: Callable[[Path], None]
+    load: Callable[[Path], None]
+    perturb_adapter: Callable[[int], None]
+    restore_adapter: Callable[[], None]
+
+    def score(self, token_ids: Sequence[int], perturbations: int = 0) -> Tensor:
+        """Return the logprobs of a row; see `Rank.score`."""
+        ...
+
+    def save_pretrained(self, folder: Path, dtype: str = "float32") -> None:
+        """Save the policy; see `Policy.save_pretrained`."""
+        ...
+
+
+def start_ranks(placement: Placement | None, *args: Any, **kwargs: Any) -> LearnerRanks:
     """Start the ranks of a placement; None: one rank in this process.
 
     The arguments are those of `Rank`.
     """
-    return (
+    group = (
         placement.start_ranks(Rank, *args, **kwargs)
         if placement
         else LocalRankGroup(Rank(*args, **kwargs))
     )
+    return cast(LearnerRanks, group)  # Both find the methods of `Rank` at run time only.

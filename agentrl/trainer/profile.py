@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError
-from agentrl.learner.dispatch import Placement, RankGroup
+from agentrl.learner.dispatch import Placement
 from agentrl.learner.profile import recorders, write_trace
+from agentrl.learner.rank import LearnerRanks
 from agentrl.trainer.traces import summary, times
 from agentrl.trajectory import Group, Scored
 
@@ -67,7 +68,7 @@ def remove_later_profiles(run: Path, step: int) -> None:
 
 @contextmanager
 def profile_step(
-    folder: Path, ranks: RankGroup, placement: Placement | None
+    folder: Path, ranks: LearnerRanks, placement: Placement | None
 ) -> Iterator[list[str]]:
     """Write a profile of the block, which makes one step.
 

@@ -25,8 +25,9 @@ from support.trainer_fixtures import (
 
 from agentrl.learner.algorithms import make_targets
 from agentrl.learner.batch import Batch, collate
+from agentrl.learner.dispatch import RankGroup, dispatched_methods
 from agentrl.learner.learner import Learner
-from agentrl.learner.rank import LocalRankGroup
+from agentrl.learner.rank import LearnerRanks, LocalRankGroup, Rank
 
 KEYS = {
     "optim__lr": 1e-3,
@@ -217,3 +218,9 @@ def test_every_rank_writes_its_own_profile(groups, batch, tmp_path):
         assert names["old_logprobs"] == names["reference_logprobs"] == 1
         assert names["forward"] == names["backward"] >= 2 and names["optimizer"] == 2
     assert torch.equal(learner.logprobs(batch), plain[1])
+
+
+def test_the_calls_of_all_ranks_are_declared():
+    methods = {name for name in vars(LearnerRanks) if not name.startswith("_")}
+    declared = {*LearnerRanks.__annotations__, *methods} - {*RankGroup.__annotations__}
+    assert declared == {*dispatched_methods(Rank)}
