@@ -35,7 +35,7 @@ from pathlib import Path
 
 from workload.timing import cpu_seconds, print_figure
 
-from agentrl.torch_threads import NUMBER, WAIT_POLICY, count_cores, wait_passively
+from agentrl.torch_threads import NUMBER, WAIT_POLICY, count_cores, prepare_threads
 
 WORK = ("sampling", "update", "step")
 CHOSEN = "chosen"
@@ -222,7 +222,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.arm:
         if NUMBER not in os.environ:
-            wait_passively()  # as the command does, before torch is imported
+            prepare_threads()  # as the command does, before torch is imported
         import torch
 
         args.trajs = args.trajs or (64 if torch.cuda.is_available() else 16)

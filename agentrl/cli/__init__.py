@@ -127,9 +127,9 @@ def main(words: Sequence[str] | None = None) -> None:
     """
     from agentrl.cli.options import command_words
     from agentrl.errors import AgentRLError
-    from agentrl.torch_threads import wait_passively
+    from agentrl.torch_threads import prepare_threads
 
-    wait_passively()
+    prepare_threads()
     words = sys.argv[1:] if words is None else words
     command_words.set(tuple(words))
     try:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -117,6 +120,19 @@ def test_a_step_is_equal_bit_for_bit(run, name):
 
 
 @pytest.mark.slow
+def test_several_threads_give_the_same_bits(tiny_model, tmp_path):
+    """The products of MKL depend on the place of tensors in memory, if its strict mode is off."""
+    defaults = "MKL_CBWR", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"  # two threads on two cores
+    environment = {name: value for name, value in os.environ.items() if name not in defaults}
+    rows = ["--dataset", "datasets/arithmetic_train.parquet", "--model", "tiny"]
+    keys = ["trainer.total_steps=1", f"trainer.output={tmp_path}/run"]
+    for command in (["train", *rows, *keys], ["replay", f"{tmp_path}/run", "--step", "1"]):
+        words = [sys.executable, "-m", "agentrl", *command]
+        done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "equals the record bit for bit" in done.stdout
+
+
 def test_turns_tools_and_masked_rollouts(tiny_model, tmp_path):
     """The tiny model calls a calculator. Some of its rollouts end at the limit and are masked."""
     output = tmp_path / "run"
