@@ -143,7 +143,8 @@ def _check_hub(name: str) -> None:
     except Exception as e:  # the exceptions of the HTTP library that huggingface_hub uses
         raise UserError(
             f"no tokenizer at {name!r}: there is no such folder, the hub's cache on this machine"
-            f" ({constants.HF_HUB_CACHE}) does not have it, and the hub cannot be reached ({e})"
+            f" ({constants.HF_HUB_CACHE}) does not have it, and the hub cannot be reached ({e})."
+            " If it is the output of another command, such as `agentrl sft`, run that one first"
         ) from e
 
 
