@@ -580,7 +580,7 @@ _results: dict[str, dict[str, str]] = {}
 mode."""
 _NO_OWN_PASS = "the model's own forward pass fails"
 _NO_MEMORY = re.compile(r"_ALLOC_FAILED|can't allocate memory")
-"""What cuBLAS and torch's allocator for CPUs say, in a RuntimeError."""
+"""Found in the messages of cuBLAS and of torch's allocator for CPUs, which raise RuntimeError."""
 
 
 @cache

@@ -560,23 +560,17 @@ def test_a_model_whose_forward_pass_fails_is_refused_with_the_cause(name, monkey
 def test_a_full_memory_is_not_the_model(error, calls, monkeypatch):
     """Neither is the model refused, nor a slower mode taken and remembered for the next run."""
     model, count = model_of("Qwen3"), iter(range(1000))
-    own = type(model).forward
 
-    def forward(*args, **kwargs):
-        if next(count) >= calls:
-            raise error
-        return own(*args, **kwargs)
+    def fail_after_calls(own):
+        def forward(*args, **kwargs):
+            if next(count) >= calls:
+                raise error
+            return own(*args, **kwargs)
 
-    monkeypatch.setattr(type(model), "forward", forward)
-    decoder = type(model.get_decoder())
-    own_decoder = decoder.forward
+        return forward
 
-    def decode(*args, **kwargs):
-        if next(count) >= calls:
-            raise error
-        return own_decoder(*args, **kwargs)
-
-    monkeypatch.setattr(decoder, "forward", decode)
+    for part in (type(model), type(model.get_decoder())):
+        monkeypatch.setattr(part, "forward", fail_after_calls(part.forward))
     with pytest.raises(ConfigError, match="the memory is full before the first step"):
         Policy(model, 1.0)
 

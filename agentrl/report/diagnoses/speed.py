@@ -38,7 +38,7 @@ PARTS_OF_ROLLOUTS = {
 """The parts of a rollout, and the columns of `Run.behaviour` with their seconds."""
 WAITING = "waiting for the last rollouts"
 BETWEEN_STEPS = {"timing_s/testing": "validations", "timing_s/save_checkpoint": "checkpoints"}
-"""What happens between steps."""
+"""The phases between two steps."""
 BETWEEN_SHARE = 0.25
 """The share of the run's time that validations or checkpoints may take."""
 LATE = 0.9
