@@ -61,6 +61,9 @@ ADAPTER_FOLDER = "adapter"
 """The folder of a checkpoint with the policy's LoRA adapter, as PEFT loads it. It does not exist if
 the base is an adapter that was merged at loading: no path names such a base."""
 
+COMPILED_ROW = 256
+"""The tokens of the row that `Rank.compile` runs. The programs are for rows of any length."""
+
 
 @dataclass(slots=True)
 class PassResult:
@@ -179,7 +182,23 @@ class Rank:
         shard(packed_model, layers, head, self._mesh, self._compute, offloads)
         packed_model.prove(self._compute, optim.micro_batch_tokens)
         reshard(packed_model)
-        wrap_layers(packed_model, layers, self._mesh, optim)
+        self._compiled = wrap_layers(packed_model, layers, self._mesh, optim)
+
+    @dispatch(BROADCAST)
+    def compile(self) -> None:
+        """Compile the policy's layers, by a pass without and one with a gradient that is dropped.
+
+        Otherwise the first canary and the first update would do it. This can run while servers
+        start. It does nothing if the layers are not compiled.
+        """
+        if not self._compiled:
+            return
+        ids = range(min(COMPILED_ROW, self.vocabulary()))
+        self.score(ids)
+        row = pack_row(ids, self.policy.packed_model.mode).to(self.device)
+        self.policy.logprobs(row)[0].sum().backward()
+        self.zero_grad()
+        reshard(self.policy.packed_model)
 
     # --- forward passes --------------------------------------------------------------------------
 
@@ -469,6 +488,7 @@ class LearnerRanks(RankGroup, Protocol):
 
     vocabulary: Callable[[], int]
     mode: Callable[[], tuple[Mode, str]]
+    compile: Callable[[], None]
     forward: Callable[[Sequence[Sequence[MicroBatch]], ModelName], list[list[Tensor]]]
     forward_backward: Callable[[Sequence[Sequence[MicroBatch]], LossName], list[PassResult]]
     optimizer_step: Callable[[str, float], float]

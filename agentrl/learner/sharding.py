@@ -241,8 +241,12 @@ def _replace(
 
 def wrap_layers(
     model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh | None, config: OptimConfig
-) -> None:
-    """Apply `optim.compile` and `optim.recompute` to the layers of a model. Changes the layers."""
+) -> bool:
+    """Apply `optim.compile` and `optim.recompute` to the layers of a model. Changes the layers.
+
+    Returns:
+        True if the layers will be compiled, in their first pass.
+    """
     size = sum(p.numel() for p in model.parameters())
     on_gpu = mesh is not None and mesh.device_type == "cuda"
     compiled = config.compile == "auto" and on_gpu and size >= MIN_COMPILED_SIZE
@@ -253,6 +257,7 @@ def wrap_layers(
             layer.forward = partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
             )
+    return compiled
 
 
 def upcast_trainable(packed_model: nn.Module) -> None:

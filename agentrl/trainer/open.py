@@ -99,6 +99,10 @@ def open_run(
             console.note(line)
         with console.phase("load the checkpoint"):
             canary = _load(learner, start, state, console)
+        # A server that starts on the learner's GPU measures its free memory meanwhile.
+        if config.trainer.placement == "separate":
+            with console.phase("compile the layers"):
+                learner.ranks.compile()
         with console.phase("start the engine"):
             engine = opening.finish()
         console.note(f"threads: {_describe_threads(engine, placement)}")

@@ -441,6 +441,28 @@ def test_the_passes_of_an_optimizer_step_are_counted(folder, batch):
         assert step(learner, batch)["perf/micro_batches"] == passes
 
 
+@pytest.mark.parametrize("keys", [FULL, LORA, PPO], ids=["full", "lora", "ppo"])
+def test_compiling_runs_both_passes_and_changes_nothing(folder, keys):
+    learner = Learner(str(folder), config(**keys), total_steps=4)
+    rank = learner.rank
+    layer = rank.policy.packed_model.layers()[0]
+    plain, passes = layer.forward, []
+
+    def forward(*args, **kwargs):
+        passes.append(torch.is_grad_enabled())
+        return plain(*args, **kwargs)
+
+    layer.forward = forward
+    before = [p.clone() for p in rank.policy.model.parameters()]
+    learner.ranks.compile()
+    assert not passes  # Nothing is compiled on a CPU.
+    rank._compiled = True
+    learner.ranks.compile()
+    assert passes == [False, True]
+    assert all(p.grad is None for p in rank.policy.model.parameters())
+    assert all(map(torch.equal, before, rank.policy.model.parameters()))
+
+
 def test_a_batch_without_signal_changes_no_weight_not_even_by_momentum(folder, batch):
     learner = Learner(folder, config(**FULL), total_steps=9)
     step(learner, batch)
