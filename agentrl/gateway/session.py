@@ -38,9 +38,10 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from agentrl.agent_loops import Episode
+from agentrl.agent_loops.control import EpisodeControl
 from agentrl.errors import EpisodeOver, Infrastructure, TemplateError
 from agentrl.gateway.requests import Answer, Call, ChatMessage, Refusal, Request
-from agentrl.trajectory import Message, Role, ToolCall, ToolResult, Turn
+from agentrl.trajectory import Message, Role, ToolCall, ToolResult
 
 _WEEKDAY = f"(?:{'|'.join([*day_name, *day_abbr])})"
 _MONTH = rf"(?:{'|'.join([*month_name[1:], *month_abbr[1:]])})\.?"
@@ -185,6 +186,8 @@ class Session:
         self.has_outcome = self.is_over_budget = False
         self.refusals: list[Refusal] = []
         self._episode = episode
+        self._control = EpisodeControl(episode)
+        self._attempt = self._control.attempt
         self._conversations: list[_Conversation] = []
         self._sampled: list[_SampledTurn] = []
         self._by_call: dict[str, _SampledTurn] = {}
@@ -261,9 +264,9 @@ class Session:
             Refusal: the agent does not report its reward: a model that has a shell could send one.
             UserCodeError: `reward` is not a finite number.
         """
-        if self._episode.config.agent.reward != "post":
+        if self._attempt.runtime.config.agent.reward != "post":
             raise Refusal(403, "reward", "the reward is not the agent's: agent.reward is not post")
-        self._episode.set_outcome(reward)
+        self._control.set_outcome(reward)
         self.has_outcome = True
 
     async def close(self) -> None:
@@ -277,13 +280,13 @@ class Session:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for event in self.events:
-            self._episode.count(f"gateway/{event.kind}")
+            self._attempt.counts[f"gateway/{event.kind}"] += 1
         for name, number in self.counts.items():
-            self._episode.count(f"gateway/ignored/{name}", number)
+            self._attempt.counts[f"gateway/ignored/{name}"] += number
         if self._sampled:
             # Sub-agents may have more turns than the conversation that uses their answers, and an
             # agent that summarizes its history goes on in another conversation.
-            self._episode.make_main(self._sampled[-1].conversation.episode)
+            self._control.make_main(self._sampled[-1].conversation.episode)
 
     # -- one request ------------------------------------------------------------------------------
 
@@ -298,14 +301,14 @@ class Session:
         try:
             conversation = self._match(request)
             conversation.is_busy = True
-            turns = len(self._episode.turns)
+            turns = len(self._attempt.turns)
             try:
                 message = await conversation.episode.generate(
                     stop=request.stop, max_tokens=request.max_tokens
                 )
             except EpisodeOver:
                 # If the turn was sampled before the budget ended the episode, it is answered.
-                if not any(_belongs_to(t, conversation) for t in self._episode.turns[turns:]):
+                if not self._control.turns_of(conversation.episode, turns):
                     raise
                 self.is_over_budget = True
                 self.over.set()
@@ -561,7 +564,7 @@ class Session:
         """Record the results of the calls that the client ran, each in the turn that called it."""
         texts = {m.call_id: m.text for m in request.messages if m.role == "tool"}
         for sampled in {id(s): s for i in texts if (s := self._by_call.get(i))}.values():
-            turn = self._episode.turns[sampled.turn]
+            turn = self._attempt.turns[sampled.turn]
             if turn.tool_results or not all(i in texts for i in sampled.ids):
                 continue
             contents = (texts[i] for i in sampled.ids)
@@ -572,15 +575,14 @@ class Session:
                 for call in turn.tool_calls
             ]
             seconds = time.monotonic() - sampled.answered
-            self._episode.record_results(turn, results, seconds)
+            self._control.record_results(turn, results, seconds)
 
     def _record(self, conversation: _Conversation, message: Message, request: Request) -> Answer:
         """Add the policy's turn to a conversation and return it as the client sees it."""
-        turns = self._episode.turns
-        index = max(i for i, turn in enumerate(turns) if _belongs_to(turn, conversation))
-        turn, number = turns[index], len(self._sampled)
-        salt = blake2b(self._episode.episode_id.encode(), digest_size=4).hexdigest()
-        reasoning, text = self._episode.split_thinking(turn)
+        index = self._control.turns_of(conversation.episode)[-1]
+        turn, number = self._attempt.turns[index], len(self._sampled)
+        salt = blake2b(self._attempt.episode_id.encode(), digest_size=4).hexdigest()
+        reasoning, text = self._control.split_thinking(turn)
         for stop in request.stop:
             text = text.removesuffix(stop)
         parsed = [call for call in turn.tool_calls if not call.error]
@@ -615,10 +617,6 @@ def _retrieve_error(task: asyncio.Task[Answer]) -> None:
     """Retrieve the error of a task, because asyncio logs errors that nobody retrieves."""
     if not task.cancelled():
         task.exception()
-
-
-def _belongs_to(turn: Turn, conversation: _Conversation) -> bool:
-    return turn.thread == conversation.episode.conversation
 
 
 def _episode_over(why: str) -> Refusal:

@@ -124,7 +124,7 @@ class _RecallingSession(Session):
         if id(message) not in self._known:
             return super()._foreign(message)
         sampled, ids = self._known[id(message)]
-        self._episode.recall(sampled, ids)
+        self._control.recall(sampled, ids)
         return sampled
 
 
