@@ -116,7 +116,7 @@ class Agent(ABC):
         return ""
 
 
-class Command(Agent):
+class CommandAgent(Agent):
     """An agent in a process of its own (`agent.command`)."""
 
     def __init__(
@@ -176,7 +176,7 @@ class Command(Agent):
         return hide_secrets("".join(f"\n  {line}" for line in lines), self._hidden)
 
 
-class Function(Agent):
+class FunctionAgent(Agent):
     """An agent that is a function of the user (`agent.python`).
 
     All async functions run on one event loop in a thread of their own. A function that blocks
@@ -338,7 +338,7 @@ def _finish(
         raise session.failure
     config, turns = control.attempt.runtime.config.agent, control.attempt.turns
     is_over = session.is_over_budget
-    code = agent.exit_code if isinstance(agent, Command) else 0
+    code = agent.exit_code if isinstance(agent, CommandAgent) else 0
     if code and not is_over and (config.reward != "exit" or code != 1):
         # Summaries show the first line alone.
         lines = agent.last_lines().splitlines()
@@ -412,9 +412,9 @@ def check_agent(config: AgentConfig) -> None:
         return
     function = _function(config)
     accepted = inspect.signature(function).parameters
-    given = {name: None for name in Function.PARAMETERS if name in accepted}
+    given = {name: None for name in FunctionAgent.PARAMETERS if name in accepted}
     if problems := find_argument_problems(function, given):
-        choices = ", ".join(Function.PARAMETERS)
+        choices = ", ".join(FunctionAgent.PARAMETERS)
         raise ConfigError(
             f"agent.python={config.python}: {problems[0]}. agentrl passes any of: {choices}"
         )
@@ -434,11 +434,11 @@ def _make_agent(config: AgentConfig, sample: Sample, url: str, key: str) -> Agen
     described = describe_sample(sample, config.extra_info)
     if config.python:
         arguments = {"sample": described, "base_url": url, "api_key": key, "model": MODEL}
-        return Function(_function(config), arguments)
+        return FunctionAgent(_function(config), arguments)
     passed = {
         name: os.environ[name] for name in (*ALLOWED_VARIABLES, *config.env) if name in os.environ
     }
-    return Command(
+    return CommandAgent(
         shlex.split(config.command),
         passed
         | {

@@ -40,7 +40,7 @@ import orjson
 from agentrl.agent_loops import Episode
 from agentrl.agent_loops.control import EpisodeControl
 from agentrl.errors import EpisodeOver, Infrastructure, TemplateError
-from agentrl.gateway.requests import Answer, Call, ChatMessage, Refusal, Request
+from agentrl.gateway.requests import Answer, ChatCall, ChatMessage, ChatRequest, Refusal
 from agentrl.trajectory import Message, Role, ToolCall, ToolResult
 
 _WEEKDAY = f"(?:{'|'.join([*day_name, *day_abbr])})"
@@ -73,7 +73,7 @@ Kind = Literal["first", "clean", "realigned", "branch", "spawn", "retry"]
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class RequestMatch:
     """The way in which a request was matched, for reports.
 
     Attributes:
@@ -179,7 +179,7 @@ class Session:
 
     def __init__(self, episode: Episode):
         """Open a session for an episode without turns."""
-        self.events: list[Event] = []
+        self.events: list[RequestMatch] = []
         self.counts: Counter[str] = Counter()
         self.over = asyncio.Event()
         self.failure: BaseException | None = None
@@ -212,7 +212,7 @@ class Session:
     def _count_refused(self) -> int:
         return sum(refusal.code != "reward" for refusal in self.refusals)
 
-    async def answer(self, request: Request) -> Answer:
+    async def answer(self, request: ChatRequest) -> Answer:
         """Return the policy's next message in the conversation of a request.
 
         If the caller is cancelled because its client disconnected, the message is sampled
@@ -225,7 +225,7 @@ class Session:
         self._refused_before_answer = -1
         sent = self._find_retried(request)
         if sent is not None:
-            self.events.append(Event("retry"))
+            self.events.append(RequestMatch("retry"))
         else:
             task = asyncio.create_task(self._sample(request), context=self._context.copy())
             task.add_done_callback(_retrieve_error)
@@ -250,7 +250,7 @@ class Session:
         finally:
             sent.waiting -= 1
 
-    def _find_retried(self, request: Request) -> _Sent | None:
+    def _find_retried(self, request: ChatRequest) -> _Sent | None:
         """Return the earlier request that a request repeats; None if it is a request of its own."""
         body = hash(request.body)
         same = [sent for sent in self._sent if sent.body == body]
@@ -290,7 +290,7 @@ class Session:
 
     # -- one request ------------------------------------------------------------------------------
 
-    async def _sample(self, request: Request) -> Answer:
+    async def _sample(self, request: ChatRequest) -> Answer:
         if self.over.is_set():
             raise _episode_over("the episode has ended")
         self.counts.update(request.ignored)
@@ -336,7 +336,7 @@ class Session:
         self.failure = self.failure or error
         self.over.set()
 
-    def _match(self, request: Request) -> _Conversation:
+    def _match(self, request: ChatRequest) -> _Conversation:
         """Return the conversation that a request continues, after adding the new messages to it."""
         keys = [self._key(message) for message in request.messages]
         tools = orjson.dumps(request.tools)
@@ -347,7 +347,9 @@ class Session:
             known = (self._find(k) for k in reversed(keys) if k.role == "assistant")
             turn = next(filter(None, known), None)
             if turn is None:
-                return self._open(request, keys, tools, Event("spawn", "unknown conversation"))
+                return self._open(
+                    request, keys, tools, RequestMatch("spawn", "unknown conversation")
+                )
             best, shared = turn.conversation, _count_shared(turn.conversation.keys, keys)
         event = self._difference(best, keys, shared, tools)
         if best.is_busy:
@@ -361,7 +363,7 @@ class Session:
                     messages[i] = Message(keys[i].role, request.messages[i].text)
         sampled = {id(s.message) for s in self._sampled}
         if event.kind != "branch" and any(id(m) in sampled for m in messages[shared:]):
-            event = Event("branch", "a turn of another conversation was added", shared)
+            event = RequestMatch("branch", "a turn of another conversation was added", shared)
         if event.kind == "branch" or not best.turns:
             best.episode.branch(messages, request.tools)
         else:
@@ -391,7 +393,9 @@ class Session:
                 best, shared, best_rank = conversation, n, rank
         return best, shared
 
-    def _open(self, request: Request, keys: list[Key], tools: bytes, event: Event) -> _Conversation:
+    def _open(
+        self, request: ChatRequest, keys: list[Key], tools: bytes, event: RequestMatch
+    ) -> _Conversation:
         """Begin a conversation. The first one is conversation 0 of the episode."""
         if keys[0].role not in ("system", "user"):
             why = f"the first message must be of role system or user, not {keys[0].role!r}"
@@ -399,7 +403,7 @@ class Session:
         messages = self._messages(None, request, keys, 0)
         if not self._conversations:
             self._episode.branch(messages, request.tools)
-            conversation, event = _Conversation(self._episode), Event("first")
+            conversation, event = _Conversation(self._episode), RequestMatch("first")
         else:
             # The seed does not depend on the order in which concurrent conversations begin.
             opening = repr([key[:3] for key in keys])
@@ -414,7 +418,7 @@ class Session:
 
     def _difference(
         self, conversation: _Conversation, keys: list[Key], shared: int, tools: bytes
-    ) -> Event:
+    ) -> RequestMatch:
         """Compare a request with a known conversation that has the same beginning.
 
         Args:
@@ -429,20 +433,20 @@ class Session:
             i = shared
             if i == len(keys):
                 cause = "an earlier request was sent again"
-                return Event("branch", cause, i - 1)
+                return RequestMatch("branch", cause, i - 1)
             role = known[i].role
             is_answer = keys[i].role == role == "assistant" and self._find(keys[i])
             if is_answer and not any(key.is_same(keys[i]) for key in known[i:]):
                 cause = "the conversation goes on from another answer than its last"
-                return Event("branch", cause, i)
+                return RequestMatch("branch", cause, i)
             before, after = cut_around_difference(_text_of(known[i]), _text_of(keys[i]))
             cause = f"{role} message changed" if keys[i].role == role else "messages were removed"
-            return Event("branch", cause, i, before, after)
+            return RequestMatch("branch", cause, i, before, after)
         if tools != conversation.tools:
             before, after = cut_around_difference(conversation.tools.decode(), tools.decode())
-            return Event("branch", "the tools changed", -1, before, after)
+            return RequestMatch("branch", "the tools changed", -1, before, after)
         if not changed:
-            return Event("clean")
+            return RequestMatch("clean")
         # What the policy does not see is shown before what makes no difference.
         i = min(changed, key=lambda i: known[i].role == "assistant")
         before, after = known[i].written, keys[i].written
@@ -451,9 +455,9 @@ class Session:
             old, new = VOLATILE.findall(before), VOLATILE.findall(after)
             before = "\n".join(line for line in old if line not in new)
             after = "\n".join(line for line in new if line not in old)
-            return Event("realigned", REPLACED, i, before, after)
+            return RequestMatch("realigned", REPLACED, i, before, after)
         before, after = cut_around_difference(before, after)
-        return Event("realigned", "a turn is written differently", i, before, after)
+        return RequestMatch("realigned", "a turn is written differently", i, before, after)
 
     # -- messages ---------------------------------------------------------------------------------
 
@@ -471,7 +475,7 @@ class Session:
         return Key("assistant", text, calls, ids, written)
 
     def _messages(
-        self, conversation: _Conversation | None, request: Request, keys: list[Key], shared: int
+        self, conversation: _Conversation | None, request: ChatRequest, keys: list[Key], shared: int
     ) -> list[Message]:
         """Return the episode's messages for those of a request.
 
@@ -546,7 +550,7 @@ class Session:
         sampled = self._by_call.get(id)
         return sampled.own_ids[sampled.ids.index(id)] if sampled else id
 
-    def _sort_results(self, request: Request, messages: list[Message], start: int) -> None:
+    def _sort_results(self, request: ChatRequest, messages: list[Message], start: int) -> None:
         """Sort adjacent tool results by the order of their calls."""
         ids = [m.call_id for m in request.messages]
         order = {id: i for s in self._sampled for i, id in enumerate(s.ids)}
@@ -560,7 +564,7 @@ class Session:
                 messages[start:end] = [message for _, message in group]
             start = max(end, start + 1)
 
-    def _record_results(self, request: Request) -> None:
+    def _record_results(self, request: ChatRequest) -> None:
         """Record the results of the calls that the client ran, each in the turn that called it."""
         texts = {m.call_id: m.text for m in request.messages if m.role == "tool"}
         for sampled in {id(s): s for i in texts if (s := self._by_call.get(i))}.values():
@@ -577,7 +581,9 @@ class Session:
             seconds = time.monotonic() - sampled.answered
             self._control.record_results(turn, results, seconds)
 
-    def _record(self, conversation: _Conversation, message: Message, request: Request) -> Answer:
+    def _record(
+        self, conversation: _Conversation, message: Message, request: ChatRequest
+    ) -> Answer:
         """Add the policy's turn to a conversation and return it as the client sees it."""
         index = self._control.turns_of(conversation.episode)[-1]
         turn, number = self._attempt.turns[index], len(self._sampled)
@@ -587,7 +593,9 @@ class Session:
             text = text.removesuffix(stop)
         parsed = [call for call in turn.tool_calls if not call.error]
         calls = tuple(
-            Call(f"call_{salt}_{number}_{i}", c.name, json.dumps(c.arguments, ensure_ascii=False))
+            ChatCall(
+                f"call_{salt}_{number}_{i}", c.name, json.dumps(c.arguments, ensure_ascii=False)
+            )
             for i, c in enumerate(parsed)
         )
         is_cut = turn.finish_reason == "length"
