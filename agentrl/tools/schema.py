@@ -24,7 +24,7 @@ import logging
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
 from typing import Annotated, Any, Literal
@@ -241,18 +241,29 @@ def _is_plain(core: Any) -> bool:
     for a JSON schema that the user has changed.
 
     Args:
-        core: a schema of pydantic-core, or a part of one.
+        core: a schema of pydantic-core.
     """
-    if isinstance(core, list | tuple):
-        return all(map(_is_plain, core))
-    if not isinstance(core, dict):
-        return True
     changed = {"pydantic_js_extra", "pydantic_js_functions", "pydantic_js_annotation_functions"}
-    if core.get("type") == "literal":  # 1 would be equal to True
-        return all(type(value) is str for value in core["expected"])
-    if core.get("type", "any") not in _PLAIN or changed & core.get("metadata", {}).keys():
-        return False
-    return all(_is_plain(v) for k, v in core.items() if k not in ("metadata", "default"))
+    return not any(
+        # True is equal to 1.
+        any(type(value) is not str for value in node["expected"])
+        if node.get("type") == "literal"
+        else node.get("type", "any") not in _PLAIN or changed & node.get("metadata", {}).keys()
+        for node, _ in _core_nodes(core)
+    )
+
+
+def _core_nodes(core: Any, engine: str = "rust-regex") -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the dictionaries in a schema of pydantic-core, each with its `regex_engine`."""
+    if isinstance(core, list | tuple):
+        for part in core:
+            yield from _core_nodes(part, engine)
+    elif isinstance(core, dict):
+        engine = (core.get("config") or {}).get("regex_engine", engine)
+        yield core, core.get("regex_engine", engine)
+        for key, part in core.items():
+            if key not in ("metadata", "serialization", "default", "expected"):
+                yield from _core_nodes(part, engine)
 
 
 def _is_json(value: Any) -> bool:
@@ -275,37 +286,26 @@ def _explain_schema_error(error: SchemaError) -> str:
     )
 
 
-def _refuse_python_patterns(core: Any, where: str, engine: str = "rust-regex") -> None:
+def _refuse_python_patterns(core: Any, where: str) -> None:
     """Refuse patterns that pydantic matches with Python's `re`, which cannot be interrupted.
 
     Args:
-        core: a schema of pydantic-core, or a part of one.
+        core: a schema of pydantic-core.
         where: the location of the function, for the message.
-        engine: the `regex_engine` of this part.
 
     Raises:
         UserError: there is such a pattern.
     """
-    if isinstance(core, list | tuple):
-        for part in core:
-            _refuse_python_patterns(part, where, engine)
-    if not isinstance(core, dict):
-        return
-    engine = (core.get("config") or {}).get("regex_engine", engine)
-    pattern = core.get("pattern") if core.get("type") == "str" else None
-    if isinstance(pattern, re.Pattern) or (
-        pattern is not None and core.get("regex_engine", engine) == "python-re"
-    ):
-        text = getattr(pattern, "pattern", pattern)
-        raise UserError(
-            f"{where}: the pattern {text!r} would be matched by Python's `re`, which cannot be"
-            " interrupted. Write the pattern as text, without"
-            " regex_engine='python-re'. If it needs look-around, write"
-            f" Field(json_schema_extra={{'pattern': {text!r}}})"
-        )
-    for key, part in core.items():
-        if key not in ("metadata", "serialization"):
-            _refuse_python_patterns(part, where, engine)
+    for node, engine in _core_nodes(core):
+        pattern = node.get("pattern") if node.get("type") == "str" else None
+        if isinstance(pattern, re.Pattern) or (pattern is not None and engine == "python-re"):
+            text = getattr(pattern, "pattern", pattern)
+            raise UserError(
+                f"{where}: the pattern {text!r} would be matched by Python's `re`, which cannot be"
+                " interrupted. Write the pattern as text, without"
+                " regex_engine='python-re'. If it needs look-around, write"
+                f" Field(json_schema_extra={{'pattern': {text!r}}})"
+            )
 
 
 class _SchemaGenerator(GenerateJsonSchema):
