@@ -127,8 +127,6 @@ class Attempt:
     """All messages of all conversations, in the order in which they were added."""
     turns: list[Turn] = field(default_factory=list)
     rows: list[TokenRow] = field(default_factory=list)
-    first_row: TokenRow | None = None
-    """The row with which the loop's own conversation began."""
     turn_ids: dict[int, array[int]] = field(default_factory=dict)
     """The token ids of each assistant message that was sampled or is foreign, by `id(message)`.
     `messages` and `foreign` hold references to the messages, so that no id is reused."""

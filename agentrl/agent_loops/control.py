@@ -26,6 +26,7 @@ class EpisodeControl:
 
     def __init__(self, episode: Episode):
         self.attempt = episode._attempt
+        self._first_row = episode._first_row
 
     def recall(self, message: Message, ids: array[int]) -> None:
         """Make a turn that the policy sampled in another episode known to this one.
@@ -129,12 +130,11 @@ class EpisodeControl:
             renumbered = {attempt.main: 0, 0: attempt.main}
             turns = [replace(t, thread=renumbered.get(t.thread, t.thread)) for t in turns]
             spans = [replace(s, thread=renumbered.get(s.thread, s.thread)) for s in spans]
-        rows = attempt.rows or [attempt.first_row]
         return Trajectory(
             sample=attempt.sample,
             episode_id=attempt.episode_id,
             rollout=attempt.rollout,
-            segments=tuple(row.segment() for row in rows if row is not None),
+            segments=tuple(row.segment() for row in attempt.rows or [self._first_row]),
             turns=tuple(turns),
             messages=tuple(attempt.messages),
             sampling=attempt.sampling.as_dict(),

@@ -112,8 +112,7 @@ class Episode:
             row_messages=row_messages,
             exact=is_first and not observed,
         )
-        if is_first:
-            attempt.first_row = self._context.row
+        self._first_row = self._context.row
         self._turn_index = -1
         """The index in `turns` of this conversation's last turn."""
         self._n_turns = 0
