@@ -14,6 +14,7 @@ from support.failing_engine import SAMPLING, TOKENIZER, FailingEngine, rows
 from agentrl import registry
 from agentrl.agent_loops import agent_loop
 from agentrl.agent_loops.attempt import Runtime
+from agentrl.agent_loops.control import EpisodeControl
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.scripted import Scripted
@@ -298,7 +299,7 @@ def raising(error, kind):
 
     async def loop(ep):
         await ep.generate()
-        if kind == "loop" and ep.rollout == 0:
+        if kind == "loop" and EpisodeControl(ep).attempt.rollout == 0:
             raise error
 
     async def respond(self, messages):
@@ -384,7 +385,7 @@ def test_a_loop_that_waits_forever_ends_at_its_time_limit(rollouts):
     @agent_loop("sleeper")
     async def sleeper(ep):
         await ep.generate()
-        if ep.rollout == 0:
+        if EpisodeControl(ep).attempt.rollout == 0:
             await asyncio.sleep(1e9)
 
     r = rollouts(FailingEngine(["#### 12"]), rollout={"timeout_s": 0.3})

@@ -284,20 +284,22 @@ class Attempt:
         """Set `phase`, for the watchdog."""
         self.phase, self.since = phase, time.monotonic()
 
-    def waiting_for(self, name: str, thread: int, where: str = "") -> _Wait:
+    def waiting_for(self, name: str, conversation: int, where: str = "") -> _Wait:
         """Register what a conversation waits for within a block, and record a span.
 
         Args:
             name: the name of the `Span`.
-            thread: the conversation.
+            conversation: its number.
             where: the place where the work is done, for the watchdog.
         """
-        return _Wait(self, name, thread, f"{name} {where}" if where else name)
+        return _Wait(self, name, conversation, f"{name} {where}" if where else name)
 
-    def record(self, name: str, start: float, end: float, thread: int = 0) -> None:
+    def record(self, name: str, start: float, end: float, conversation: int = 0) -> None:
         """Add a span; start and end are `time.monotonic()` seconds."""
         origin = self.created
-        self.spans.append(Span(name, round(start - origin, 6), round(end - origin, 6), thread))
+        self.spans.append(
+            Span(name, round(start - origin, 6), round(end - origin, 6), conversation)
+        )
 
     def remaining_tokens(self, row: TokenRow, new: int) -> int:
         """Return how many tokens may be sampled in a row after `new` observed tokens."""
@@ -333,10 +335,11 @@ class _Active:
 class _Wait:
     """A block that waits for something and is recorded as a span: `Attempt.waiting_for`."""
 
-    __slots__ = "_attempt", "_deadline", "_name", "_start", "_state", "_thread"
+    __slots__ = "_attempt", "_conversation", "_deadline", "_name", "_start", "_state"
 
-    def __init__(self, attempt: Attempt, name: str, thread: int, state: str):
-        self._attempt, self._name, self._thread, self._state = attempt, name, thread, state
+    def __init__(self, attempt: Attempt, name: str, conversation: int, state: str):
+        self._attempt, self._name = attempt, name
+        self._conversation, self._state = conversation, state
 
     def __enter__(self) -> None:
         attempt = self._attempt
@@ -352,9 +355,9 @@ class _Wait:
         # other conversations included.
         queued = min(attempt.deadline - self._deadline, end - start)
         if queued > 0 and self._name != "queue":
-            attempt.record("queue", start, start + queued, self._thread)
+            attempt.record("queue", start, start + queued, self._conversation)
             start += queued
-        attempt.record(self._name, start, end, self._thread)
+        attempt.record(self._name, start, end, self._conversation)
 
 
 def cut_at_stop(

@@ -22,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -32,15 +31,13 @@ from typing import Any
 from agentrl.agent_loops.attempt import Attempt
 from agentrl.agent_loops.context import Context, TokenRow
 from agentrl.chat import ChatTemplate
-from agentrl.config import Config, RolloutConfig
-from agentrl.config.environment import hide_secrets
+from agentrl.config import RolloutConfig
 from agentrl.errors import UserCodeError
 from agentrl.interactions import Interaction, respond
 from agentrl.trajectory import (
     Message,
     ToolCall,
     ToolResult,
-    Trajectory,
     Turn,
     as_number,
 )
@@ -62,10 +59,7 @@ class Episode:
 
     Attributes:
         sample: the dataset row.
-        episode_id: unique for each attempt: a retry of the rollout has a new id.
-        rollout: the index of this rollout among the sample's n rollouts.
         turns: all turns of the attempt so far, of all conversations (`agentrl.trajectory.Turn`).
-        schemas: the tools that the chat template shows.
     """
 
     def __init__(
@@ -91,10 +85,8 @@ class Episode:
             observed: the messages of tools and of the interaction that follow the opening.
         """
         self.sample = attempt.sample
-        self.episode_id = attempt.episode_id
-        self.rollout = attempt.rollout
         self.turns = attempt.turns
-        self.schemas = schemas
+        self._schemas = schemas
         self._attempt = attempt
         self._runtime = attempt.runtime
         self._interaction = interaction
@@ -136,18 +128,6 @@ class Episode:
     def messages(self) -> tuple[Message, ...]:
         """The conversation as the policy sees it; `observe` and `branch` change it."""
         return tuple(self._context.messages)
-
-    @property
-    def conversation(self) -> int:
-        """The number of this conversation: 0, or n for the n-th that was spawned."""
-        return self._conversation
-
-    @property
-    def deadline(self) -> float:
-        """The `time.monotonic()` seconds at which the attempt's time is over."""
-        return self._attempt.deadline
-
-    # -- what agent loops call --------------------------------------------------------------------
 
     async def generate(
         self,
@@ -241,7 +221,7 @@ class Episode:
         opening = "" if parse else template.thinking.opening(prompt)
         full_text = opening + text
         calls = (
-            parse(full_text) if parse else await self._runtime.parse_calls(full_text, self.schemas)
+            parse(full_text) if parse else await self._runtime.parse_calls(full_text, self._schemas)
         )
         if opening:
             calls = _shift_spans(calls, -len(opening))
@@ -322,17 +302,6 @@ class Episode:
         attempt.turn_ids[id(message)] = ids
         return message
 
-    def recall(self, message: Message, ids: array[int]) -> None:
-        """Make a turn that the policy sampled in another episode known to this one.
-
-        `branch` takes it then, and the row contains its tokens as they were sampled.
-
-        Args:
-            message: the message that `generate` returned. The caller keeps it until `branch`.
-            ids: its tokens.
-        """
-        self._attempt.turn_ids[id(message)] = ids
-
     async def call_tools(
         self, answer_as: Callable[[str], Message] | None = None
     ) -> list[ToolResult]:
@@ -366,7 +335,7 @@ class Episode:
             where = self._runtime.toolbox.where
             with attempt.waiting_for("tools", self._conversation, where):
                 results = await self._runtime.toolbox.run(
-                    calls, self.episode_id, index, self._context.messages
+                    calls, attempt.episode_id, index, self._context.messages
                 )
         seconds = time.monotonic() - start_time
         results = [self._runtime.truncate(r) for r in results]
@@ -407,7 +376,7 @@ class Episode:
         self._require_turn("interact")
         attempt = self._attempt
         with attempt.active(), attempt.waiting_for("interaction", self._conversation):
-            reply = await respond(self._interaction, tuple(self.messages), self.deadline)
+            reply = await respond(self._interaction, tuple(self.messages), attempt.deadline)
         if reply is None:
             return False
         if reply.score:
@@ -452,13 +421,13 @@ class Episode:
         attempt.check()
         self._require_idle("branch")
         messages = _require_messages("branch", messages)
-        self.schemas = self.schemas if schemas is None else schemas
-        self._context.edit(messages, self.schemas)
+        self._schemas = self._schemas if schemas is None else schemas
+        self._context.edit(messages, self._schemas)
         if not attempt.turns and not self._conversation:
             # The policy never sees the old opening, so the trajectory does not contain it.
             attempt.messages.clear()
             attempt.control_token_attempts = self._runtime.template.schema_control_tokens(
-                messages, self.schemas
+                messages, self._schemas
             )
         known_ids = {id(m) for m in attempt.messages}
         new = [m for m in messages if id(m) not in known_ids]
@@ -505,131 +474,12 @@ class Episode:
                 " ep.foreign"
             )
         attempt.spawned += 1
-        schemas = self.schemas if schemas is None else schemas
+        schemas = self._schemas if schemas is None else schemas
         number = attempt.spawned
         spawned = Episode(attempt, opening, schemas, conversation=number, seed=seed)
         if len(opening) < len(messages):
             spawned.branch(messages)
         return spawned
-
-    def record_results(self, turn: Turn, results: Sequence[ToolResult], seconds: float) -> None:
-        """Record the results of tool calls that the agent itself has run.
-
-        Args:
-            turn: one of `turns`.
-            results: one for each of its calls, in order.
-            seconds: how long the calls took.
-
-        Raises:
-            EpisodeOver: the budget of tool calls is exhausted.
-        """
-        attempt, index = self._attempt, self.turns.index(turn)
-        attempt.turns[index] = replace(turn, tool_results=tuple(results), tool_seconds=seconds)
-        now = time.monotonic()
-        attempt.record("tools", now - seconds, now, turn.thread)
-        attempt.tool_calls += len(results)
-        if attempt.tool_calls > self._runtime.config.rollout.max_tool_calls:
-            raise attempt.end_with("tool_calls")
-
-    @property
-    def config(self) -> Config:
-        """The config of the run."""
-        return self._runtime.config
-
-    def make_main(self, conversation: Episode) -> None:
-        """Make a conversation of this attempt number 0 of the trajectory (`Turn.thread`).
-
-        `Trajectory.final_text` is its last message. By default it is the agent loop's own.
-
-        Args:
-            conversation: an episode that `spawn` returned, or this one.
-        """
-        self._attempt.main = conversation.conversation
-
-    def set_outcome(self, reward: float) -> None:
-        """Set the outcome reward of the trajectory, in place of that of a reward function.
-
-        Args:
-            reward: a finite number.
-
-        Raises:
-            UserCodeError: `reward` is not a finite number.
-        """
-        number = as_number(reward)
-        if not math.isfinite(number):
-            raise UserCodeError(f"the reward must be a finite number, not {reward!r}")
-        self._attempt.outcome = number
-
-    def fail(self, error: str) -> None:
-        """End the episode, which is kept, because the user's agent failed.
-
-        Its outcome is 0, unless the agent has reported one.
-
-        Args:
-            error: the message of the agent's error.
-        """
-        attempt = self._attempt
-        attempt.error, attempt.end_reason = hide_secrets(error), "agent_error"
-        attempt.outcome = attempt.outcome or 0.0
-
-    def count(self, metric: str, number: int = 1) -> None:
-        """Add to a metric of the step, which is the sum over its rollouts.
-
-        Args:
-            metric: its name, such as `env/resets`.
-            number: the number to add.
-        """
-        self._attempt.counts[metric] += number
-
-    def split_thinking(self, turn: Turn) -> tuple[str, str]:
-        """Return the thinking of a turn, and its other text without its well-formed tool calls.
-
-        Neither contains control tokens. Without such calls, the text keeps tags (`<tool_call>`).
-
-        Args:
-            turn: one of `turns`.
-        """
-        attempt, template = self._attempt, self._runtime.template
-        text = attempt.messages[turn.message_index].content
-        row = attempt.rows[turn.segment]
-        start = len(row.prompt) + turn.start
-        return template.split_thinking(
-            row.ids[max(start - 16, 0) : start], text, [c for c in turn.tool_calls if not c.error]
-        )
-
-    def finish(self, stop_reason: str, tool_reward: float) -> Trajectory:
-        """Return the finished trajectory. agentrl calls this when the loop has returned.
-
-        If nothing was sampled, its only segment is the first row, without a response.
-
-        Args:
-            stop_reason: as in `Trajectory`.
-            tool_reward: the sum of the values that the class tools' `reward()` returned.
-        """
-        attempt = self._attempt
-        turns, spans = attempt.turns, attempt.spans
-        if attempt.main:
-            renumbered = {attempt.main: 0, 0: attempt.main}
-            turns = [replace(t, thread=renumbered.get(t.thread, t.thread)) for t in turns]
-            spans = [replace(s, thread=renumbered.get(s.thread, s.thread)) for s in spans]
-        return Trajectory(
-            sample=attempt.sample,
-            episode_id=attempt.episode_id,
-            rollout=attempt.rollout,
-            segments=tuple(row.segment() for row in attempt.rows or [self._first_row]),
-            turns=tuple(turns),
-            messages=tuple(attempt.messages),
-            sampling=attempt.sampling.as_dict(),
-            stop_reason=stop_reason,
-            tool_reward=tool_reward,
-            seconds=time.monotonic() - attempt.started,
-            control_token_attempts=attempt.control_token_attempts,
-            started=time.time() - (time.monotonic() - attempt.created),
-            spans=tuple(spans),
-            outcome=attempt.outcome,
-            counts=dict(attempt.counts),
-            error=attempt.error,
-        )
 
     # -- helpers ----------------------------------------------------------------------------------
 

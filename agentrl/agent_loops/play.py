@@ -14,6 +14,7 @@ from typing import Any
 
 from agentrl import registry
 from agentrl.agent_loops.attempt import CLEANUP_SECONDS, Attempt, Runtime, make_template
+from agentrl.agent_loops.control import EpisodeControl
 from agentrl.agent_loops.episode import Episode
 from agentrl.agent_loops.loops import AgentLoop
 from agentrl.config import Config
@@ -109,7 +110,7 @@ async def play_episode(
         if has_open_tools:
             has_open_tools = False
             tool_reward = await runtime.toolbox.close(episode_id)
-        return replace(episode.finish(stop_reason, tool_reward), sample=row)
+        return replace(EpisodeControl(episode).finish(stop_reason, tool_reward), sample=row)
     finally:
         if attempt:
             await attempt.end()

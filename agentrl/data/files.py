@@ -1,8 +1,8 @@
 """Read and write rows, one dictionary each, as .parquet and .jsonl.
 
-Files are read in batches. `Batch.array` holds the rows as Arrow: the lines of a JSONL file as they
-are, or the columns of a Parquet file as one struct. So both are kept exactly, and `decode` makes
-the same dictionaries from them at any time.
+Files are read in batches. `RowBatch.array` holds the rows as Arrow: the lines of a JSONL file as
+they are, or the columns of a Parquet file as one struct. So both are kept exactly, and `decode`
+makes the same dictionaries from them at any time.
 
 A Parquet column of dictionaries gives every row the keys of all rows, with nulls. So `write_rows`
 writes a column that would change that way as JSON and lists it in the file's metadata, and
@@ -49,7 +49,7 @@ than 64 bits."""
 Row = dict[str, Any]
 
 
-class Batch(NamedTuple):
+class RowBatch(NamedTuple):
     """Some consecutive rows of a file."""
 
     array: pa.Array
@@ -84,12 +84,12 @@ def read_rows(path: str | Path, max_bytes: int = MAX_BYTES) -> list[Row]:
 
 def read_batches(
     path: str | Path, select: Callable[[pa.StructArray], pa.StructArray] | None = None
-) -> Iterator[Batch]:
+) -> Iterator[RowBatch]:
     """Yield the rows of a .parquet or .jsonl file in batches of at most `BATCH_ROWS`.
 
     Args:
         path: the file.
-        select: returns the part of a Parquet batch to decode into `Batch.rows`; None: all of it.
+        select: returns the part of a Parquet batch to decode into `RowBatch.rows`; None: all of it.
 
     Raises:
         DataError: the file is missing, damaged, empty or has another format.
@@ -181,7 +181,7 @@ def dump_json(value: Any) -> bytes:
 
 
 def decode(values: pa.Array, metadata: Mapping[bytes, bytes]) -> list[Row]:
-    """Return the rows in `Batch.array` of a batch with this metadata.
+    """Return the rows in `RowBatch.array` of a batch with this metadata.
 
     Null values of a parquet row are dropped.
 
@@ -199,7 +199,7 @@ def decode(values: pa.Array, metadata: Mapping[bytes, bytes]) -> list[Row]:
         raise DataError(f"a cell cannot be read: {e}") from None
 
 
-def _read_jsonl(file: Path) -> Iterator[Batch]:
+def _read_jsonl(file: Path) -> Iterator[RowBatch]:
     wrong: list[str] = []
     rows: list[Row] = []
     kept: list[bytes] = []
@@ -220,13 +220,13 @@ def _read_jsonl(file: Path) -> Iterator[Batch]:
             kept.append(line)
             size += len(line)
             if len(rows) == BATCH_ROWS or size >= BATCH_BYTES:
-                yield Batch(_binary_array(kept), rows, {})
+                yield RowBatch(_binary_array(kept), rows, {})
                 rows, kept, size = [], [], 0
     if wrong:
         last_line = [f"and {plural(len(wrong) - 20, 'more line')}"] if len(wrong) > 20 else []
         raise DataError("\n".join([*wrong[:20], *last_line]))
     if rows:
-        yield Batch(_binary_array(kept), rows, {})
+        yield RowBatch(_binary_array(kept), rows, {})
 
 
 def _binary_array(values: Sequence[bytes]) -> pa.LargeBinaryArray:
@@ -238,7 +238,7 @@ def _binary_array(values: Sequence[bytes]) -> pa.LargeBinaryArray:
 
 def _read_parquet(
     file: Path, select: Callable[[pa.StructArray], pa.StructArray] | None
-) -> Iterator[Batch]:
+) -> Iterator[RowBatch]:
     try:
         # Without `pre_buffer`, whole row groups are not held in memory.
         with pq.ParquetFile(file, pre_buffer=False) as parquet:
@@ -247,7 +247,9 @@ def _read_parquet(
             for part in parquet.iter_batches(BATCH_ROWS, use_threads=False):
                 whole = _without_dictionaries(part).to_struct_array()
                 whole.validate(full=True)  # UTF-8 also of the columns that are not decoded here
-                yield Batch(whole, decode(select(whole) if select else whole, metadata), metadata)
+                yield RowBatch(
+                    whole, decode(select(whole) if select else whole, metadata), metadata
+                )
     except (pa.ArrowException, UnicodeDecodeError, orjson.JSONDecodeError, DataError) as e:
         reason = str(e).splitlines()[0]
         raise DataError(f"{file}: damaged, or not a Parquet file ({reason})") from None

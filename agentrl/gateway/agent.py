@@ -34,6 +34,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from agentrl.agent_loops import Episode, agent_loop
+from agentrl.agent_loops.control import EpisodeControl
 from agentrl.config import AgentConfig
 from agentrl.config.environment import hide_secrets
 from agentrl.errors import ConfigError, DataError, Infrastructure, UserCodeError
@@ -115,7 +116,7 @@ class Agent(ABC):
         return ""
 
 
-class Command(Agent):
+class CommandAgent(Agent):
     """An agent in a process of its own (`agent.command`)."""
 
     def __init__(
@@ -175,7 +176,7 @@ class Command(Agent):
         return hide_secrets("".join(f"\n  {line}" for line in lines), self._hidden)
 
 
-class Function(Agent):
+class FunctionAgent(Agent):
     """An agent that is a function of the user (`agent.python`).
 
     All async functions run on one event loop in a thread of their own. A function that blocks
@@ -260,32 +261,32 @@ _host: PerLoop[_Host] = PerLoop(_Host, _Host.close)
 @agent_loop("external", uses_tools=False, uses_interaction=False, awaited=False)
 async def external(ep: Episode) -> None:
     """Let the user's agent (`agent.command` or `agent.python`) play the episode."""
-    config, host = ep.config.agent, _host.get()
-    slots = host.slots(config.slots) if has_slots(config) else None
+    control = EpisodeControl(ep)
+    config, host = control.attempt.runtime.config, _host.get()
+    slots = host.slots(config.agent.slots) if has_slots(config.agent) else None
     if slots is not None:
         with paused_time_limits():
             await slots.acquire()
     try:
         session = open_session.get()(ep)
         async with host.gateway.session(session) as (url, key):
-            agent = _make_agent(config, ep.sample, url, key)
+            agent = _make_agent(config.agent, ep.sample, url, key)
             error = None
             try:
                 await _run(agent, session)
             except UserCodeError as e:
                 error = e
             except asyncio.CancelledError:
-                if ep.deadline <= time.monotonic() and not session.has_requests:
-                    limit = ep.config.rollout.timeout_s
+                if control.attempt.deadline <= time.monotonic() and not session.has_requests:
                     raise UserCodeError(
                         "the agent sent no request to OPENAI_BASE_URL within"
-                        f" rollout.timeout_s={limit:g}{_last_lines(agent)}"
+                        f" rollout.timeout_s={config.rollout.timeout_s:g}{_last_lines(agent)}"
                     ) from None
                 raise
             finally:
                 await session.close()
             unknown_keys = host.gateway.unknown_keys
-        _finish(ep, session, agent, unknown_keys, error)
+        _finish(control, session, agent, unknown_keys, error)
     finally:
         if slots is not None:
             slots.release()
@@ -313,12 +314,16 @@ def _last_lines(agent: Agent) -> str:
 
 
 def _finish(
-    ep: Episode, session: Session, agent: Agent, unknown_keys: int, error: UserCodeError | None
+    control: EpisodeControl,
+    session: Session,
+    agent: Agent,
+    unknown_keys: int,
+    error: UserCodeError | None,
 ) -> None:
     """Set the outcome of an episode whose agent has ended.
 
     Args:
-        ep: the episode.
+        control: the control of the episode.
         session: its session.
         agent: its agent.
         unknown_keys: how many requests of all agents had no session's key.
@@ -331,8 +336,9 @@ def _finish(
     """
     if session.failure is not None:
         raise session.failure
-    config, is_over = ep.config.agent, session.is_over_budget
-    code = agent.exit_code if isinstance(agent, Command) else 0
+    config, turns = control.attempt.runtime.config.agent, control.attempt.turns
+    is_over = session.is_over_budget
+    code = agent.exit_code if isinstance(agent, CommandAgent) else 0
     if code and not is_over and (config.reward != "exit" or code != 1):
         # Summaries show the first line alone.
         lines = agent.last_lines().splitlines()
@@ -344,11 +350,11 @@ def _finish(
         # Only an error right after an answer can be a mistake of the policy. With agent.reward=exit
         # the exit codes are the agent's own report, and those of failures are not 1.
         is_machines = config.reward == "exit" or (code or 0) < 0 or code in MACHINE_CODES
-        if config.on_error == "drop" or is_machines or not (ep.turns and session.is_answered):
+        if config.on_error == "drop" or is_machines or not (turns and session.is_answered):
             raise error
-        ep.fail(str(error))
+        control.fail(str(error))
         return
-    if not ep.turns and not is_over:
+    if not turns and not is_over:
         known = "a request" if not session.has_requests else "an answer"
         keys = plural(unknown_keys, "request")
         raise UserCodeError(
@@ -358,7 +364,7 @@ def _finish(
             + _last_lines(agent)
         )
     if config.reward == "exit":
-        ep.set_outcome(float(code == 0))
+        control.set_outcome(float(code == 0))
     elif config.reward == "post":
         if not session.has_outcome and (outcome := agent.outcome()) is not None:
             session.set_outcome(outcome)
@@ -406,9 +412,9 @@ def check_agent(config: AgentConfig) -> None:
         return
     function = _function(config)
     accepted = inspect.signature(function).parameters
-    given = {name: None for name in Function.PARAMETERS if name in accepted}
+    given = {name: None for name in FunctionAgent.PARAMETERS if name in accepted}
     if problems := find_argument_problems(function, given):
-        choices = ", ".join(Function.PARAMETERS)
+        choices = ", ".join(FunctionAgent.PARAMETERS)
         raise ConfigError(
             f"agent.python={config.python}: {problems[0]}. agentrl passes any of: {choices}"
         )
@@ -428,11 +434,11 @@ def _make_agent(config: AgentConfig, sample: Sample, url: str, key: str) -> Agen
     described = describe_sample(sample, config.extra_info)
     if config.python:
         arguments = {"sample": described, "base_url": url, "api_key": key, "model": MODEL}
-        return Function(_function(config), arguments)
+        return FunctionAgent(_function(config), arguments)
     passed = {
         name: os.environ[name] for name in (*ALLOWED_VARIABLES, *config.env) if name in os.environ
     }
-    return Command(
+    return CommandAgent(
         shlex.split(config.command),
         passed
         | {

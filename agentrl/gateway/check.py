@@ -24,8 +24,8 @@ from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import AgentRLError
 from agentrl.gateway.agent import open_session
-from agentrl.gateway.requests import Answer, Refusal, Request
-from agentrl.gateway.session import Event, Session
+from agentrl.gateway.requests import Answer, ChatRequest, Refusal
+from agentrl.gateway.session import RequestMatch, Session
 from agentrl.plural import plural
 from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Generation, Sample, ToolCall, Trajectory, float_array, token_array
@@ -63,7 +63,7 @@ FIX = (
     " call: docs/agents.md, Mistakes of the policy"
 )
 
-_request: ContextVar[Request] = ContextVar("request")
+_request: ContextVar[ChatRequest] = ContextVar("request")
 """The request that the scripted policy answers."""
 
 
@@ -79,7 +79,7 @@ class CheckedEpisode:
         loss: why the episode was lost, or got the reward 0 (`agent.on_error=zero`); "" if neither.
     """
 
-    events: list[Event]
+    events: list[RequestMatch]
     refusals: list[Refusal]
     ignored: Counter[str]
     trajectory: Trajectory | None = None
@@ -323,7 +323,7 @@ class ScriptedPolicy(Sampler):
         return encoder.encode_trusted(f"{thinking.begin}I think.\n{thinking.end}{thinking.gap}")
 
 
-def next_turn(request: Request, mistake: str = "") -> tuple[str, list[ToolCall]]:
+def next_turn(request: ChatRequest, mistake: str = "") -> tuple[str, list[ToolCall]]:
     """Return the text and the calls of the scripted policy's next turn.
 
     Args:
@@ -377,12 +377,12 @@ def example_of(schema: Mapping[str, Any], text: str = "1+1", number: float = 1.5
 class _CheckedSession(Session):
     """A session that shows its requests to the scripted policy."""
 
-    async def _sample(self, request: Request) -> Answer:
+    async def _sample(self, request: ChatRequest) -> Answer:
         _request.set(request)
         return await super()._sample(request)
 
 
-def _examples(events: Sequence[Event]) -> Iterator[str]:
+def _examples(events: Sequence[RequestMatch]) -> Iterator[str]:
     """Yield the first difference among some events, as lines of text."""
     shown = dict.fromkeys((e.index, e.before, e.after) for e in events if e.before or e.after)
     for index, before, after in [*shown][:1]:

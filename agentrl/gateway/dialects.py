@@ -1,4 +1,4 @@
-"""The APIs of the gateway: they translate JSON to `Request`, and `Answer` to JSON or events.
+"""The APIs of the gateway: they translate JSON to `ChatRequest`, and `Answer` to JSON or events.
 
 A new API is a new subclass of `Dialect`. No other module knows the JSON of an API.
 """
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, cast
 
 import orjson
 
-from agentrl.gateway.requests import MODEL, Answer, Call, ChatMessage, Refusal, Request
+from agentrl.gateway.requests import MODEL, Answer, ChatCall, ChatMessage, ChatRequest, Refusal
 from agentrl.trajectory import Role
 
 RETRIES = "x-stainless-retry-count"
@@ -27,7 +27,7 @@ class Dialect(ABC):
     """The path of its requests, below the base URL."""
 
     @abstractmethod
-    def read(self, body: bytes, headers: Mapping[str, str]) -> Request:
+    def read(self, body: bytes, headers: Mapping[str, str]) -> ChatRequest:
         """Return a request.
 
         Raises:
@@ -35,11 +35,11 @@ class Dialect(ABC):
         """
 
     @abstractmethod
-    def write(self, answer: Answer, request: Request) -> bytes:
+    def write(self, answer: Answer, request: ChatRequest) -> bytes:
         """Return an answer as the body of a response."""
 
     @abstractmethod
-    def events(self, answer: Answer, request: Request) -> Iterator[bytes]:
+    def events(self, answer: Answer, request: ChatRequest) -> Iterator[bytes]:
         """Yield an answer as server-sent events."""
 
     @abstractmethod
@@ -81,7 +81,7 @@ class ChatCompletions(Dialect):
     )  # fmt: skip
     """Fields that are ignored and counted, because the run decides their values."""
 
-    def read(self, body: bytes, headers: Mapping[str, str]) -> Request:
+    def read(self, body: bytes, headers: Mapping[str, str]) -> ChatRequest:
         try:
             data = orjson.loads(body)
         except orjson.JSONDecodeError as e:
@@ -114,7 +114,7 @@ class ChatCompletions(Dialect):
         if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
             raise _wrong("stop", stop, "a text or a list of texts", "stop")
         options = data.get("stream_options") or {}
-        return Request(
+        return ChatRequest(
             messages=tuple(self._message(m, i) for i, m in enumerate(messages)),
             tools=self._tools(data.get("tools") or []),
             model=str(data.get("model") or MODEL),
@@ -128,7 +128,7 @@ class ChatCompletions(Dialect):
             body=body,
         )
 
-    def write(self, answer: Answer, request: Request) -> bytes:
+    def write(self, answer: Answer, request: ChatRequest) -> bytes:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
@@ -145,7 +145,7 @@ class ChatCompletions(Dialect):
         body = _head(answer, request, "chat.completion")
         return orjson.dumps(body | {"choices": [choice], "usage": _usage(answer)})
 
-    def events(self, answer: Answer, request: Request) -> Iterator[bytes]:
+    def events(self, answer: Answer, request: ChatRequest) -> Iterator[bytes]:
         head = _head(answer, request, "chat.completion.chunk")
 
         def chunk(delta: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
@@ -242,14 +242,14 @@ def _write(value: Any, where: str, field: str) -> str:
         raise Refusal(400, "invalid", f"{where} cannot be written: {e}", field) from None
 
 
-def _read_call(call: Any, where: str) -> Call:
+def _read_call(call: Any, where: str) -> ChatCall:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not _is_name(function.get("name")):
         raise _wrong(where, call, "a call of a function, with its name", "messages")
     arguments = function.get("arguments") or "{}"
     if not isinstance(arguments, str):
         arguments = _write(arguments, f"{where}.function.arguments", "messages")
-    return Call(str(call.get("id") or ""), function["name"], arguments)
+    return ChatCall(str(call.get("id") or ""), function["name"], arguments)
 
 
 def _text(content: Any, where: str) -> str:
@@ -295,12 +295,12 @@ def _max_tokens(data: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _call(call: Call) -> dict[str, Any]:
+def _call(call: ChatCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _head(answer: Answer, request: Request, kind: str) -> dict[str, Any]:
+def _head(answer: Answer, request: ChatRequest, kind: str) -> dict[str, Any]:
     return {"id": answer.id, "object": kind, "created": int(time.time()), "model": request.model}
 
 

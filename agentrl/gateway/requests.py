@@ -1,6 +1,6 @@
 """Requests of clients and answers to them, in a form that no API's JSON determines.
 
-    Request ─► Session ─► Answer
+    ChatRequest ─► Session ─► Answer
 
 A `Dialect` (`agentrl.gateway.dialects`) translates both from and to the JSON of an API.
 """
@@ -19,7 +19,7 @@ MODEL = "policy"
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ChatCall:
     """A tool call as clients see it.
 
     Attributes:
@@ -47,13 +47,13 @@ class ChatMessage:
 
     role: Role
     text: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ChatCall, ...] = ()
     call_id: str = ""
     reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ChatRequest:
     """A request for the next assistant message.
 
     Attributes:
@@ -103,7 +103,7 @@ class Answer:
     id: str
     text: str
     reasoning: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ChatCall, ...] = ()
     finish_reason: Literal["stop", "length", "tool_calls"] = "stop"
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -24,14 +24,13 @@ from starlette.routing import Route
 
 from agentrl.errors import UserCodeError
 from agentrl.gateway.dialects import DIALECTS, ChatCompletions, Dialect
-from agentrl.gateway.requests import MODEL, Answer, Refusal
-from agentrl.gateway.requests import Request as ChatRequest
+from agentrl.gateway.requests import MODEL, Answer, ChatRequest, Refusal
 from agentrl.gateway.session import Session
 from agentrl.gateway.stateless import StatelessSession
 from agentrl.http_server.bind import bind
 from agentrl.http_server.guard import (
     MAX_LONG_BODY,
-    RequestRefused,
+    HttpRefused,
     json_response,
     read_body,
     refuse_web_pages,
@@ -65,7 +64,7 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
         try:
             if hosts:
                 refuse_web_pages(dict(request.scope["headers"]), hosts)
-        except RequestRefused as e:
+        except HttpRefused as e:
             why = f"{e}: a server that web pages or other machines use needs a key (--token-env)"
             raise Refusal(403, "forbidden", why) from None
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -229,7 +228,7 @@ async def _body(request: Request) -> bytes:
     """Return the body of a request, whose length and duration are limited."""
     try:
         return await read_body(request.receive, dict(request.scope["headers"]), MAX_LONG_BODY)
-    except RequestRefused as e:
+    except HttpRefused as e:
         code = {400: "disconnected", 408: "too_slow", 413: "too_long"}[e.status]
         raise Refusal(e.status, code, str(e)) from None
 

@@ -31,7 +31,7 @@ ANSWER_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class AnswerDifference:
     """A turn in which the API answered something else.
 
     Attributes:
@@ -62,7 +62,7 @@ class RowComparison:
     """
 
     turns: int = 0
-    difference: Difference | None = None
+    difference: AnswerDifference | None = None
     left_out: str = ""
 
 
@@ -148,7 +148,9 @@ async def _compare_row(runtime: Runtime, t: Trajectory, client: HttpClient) -> R
             shown = _text_of(served) if served else f"refused ({status}): {answer}"
             before, after = cut_around_difference(_text_of(expected), shown)
             tokens = answer["usage"]["prompt_tokens"] if served else 0
-            difference = Difference(t.sample.id, i + 1, before, after, turn.prompt_tokens, tokens)
+            difference = AnswerDifference(
+                t.sample.id, i + 1, before, after, turn.prompt_tokens, tokens
+            )
             return RowComparison(i + 1, difference)
         if i + 1 == len(t.turns):
             break

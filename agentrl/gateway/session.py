@@ -38,9 +38,10 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from agentrl.agent_loops import Episode
+from agentrl.agent_loops.control import EpisodeControl
 from agentrl.errors import EpisodeOver, Infrastructure, TemplateError
-from agentrl.gateway.requests import Answer, Call, ChatMessage, Refusal, Request
-from agentrl.trajectory import Message, Role, ToolCall, ToolResult, Turn
+from agentrl.gateway.requests import Answer, ChatCall, ChatMessage, ChatRequest, Refusal
+from agentrl.trajectory import Message, Role, ToolCall, ToolResult
 
 _WEEKDAY = f"(?:{'|'.join([*day_name, *day_abbr])})"
 _MONTH = rf"(?:{'|'.join([*month_name[1:], *month_abbr[1:]])})\.?"
@@ -72,7 +73,7 @@ Kind = Literal["first", "clean", "realigned", "branch", "spawn", "retry"]
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class RequestMatch:
     """The way in which a request was matched, for reports.
 
     Attributes:
@@ -178,13 +179,15 @@ class Session:
 
     def __init__(self, episode: Episode):
         """Open a session for an episode without turns."""
-        self.events: list[Event] = []
+        self.events: list[RequestMatch] = []
         self.counts: Counter[str] = Counter()
         self.over = asyncio.Event()
         self.failure: BaseException | None = None
         self.has_outcome = self.is_over_budget = False
         self.refusals: list[Refusal] = []
         self._episode = episode
+        self._control = EpisodeControl(episode)
+        self._attempt = self._control.attempt
         self._conversations: list[_Conversation] = []
         self._sampled: list[_SampledTurn] = []
         self._by_call: dict[str, _SampledTurn] = {}
@@ -209,7 +212,7 @@ class Session:
     def _count_refused(self) -> int:
         return sum(refusal.code != "reward" for refusal in self.refusals)
 
-    async def answer(self, request: Request) -> Answer:
+    async def answer(self, request: ChatRequest) -> Answer:
         """Return the policy's next message in the conversation of a request.
 
         If the caller is cancelled because its client disconnected, the message is sampled
@@ -222,7 +225,7 @@ class Session:
         self._refused_before_answer = -1
         sent = self._find_retried(request)
         if sent is not None:
-            self.events.append(Event("retry"))
+            self.events.append(RequestMatch("retry"))
         else:
             task = asyncio.create_task(self._sample(request), context=self._context.copy())
             task.add_done_callback(_retrieve_error)
@@ -247,7 +250,7 @@ class Session:
         finally:
             sent.waiting -= 1
 
-    def _find_retried(self, request: Request) -> _Sent | None:
+    def _find_retried(self, request: ChatRequest) -> _Sent | None:
         """Return the earlier request that a request repeats; None if it is a request of its own."""
         body = hash(request.body)
         same = [sent for sent in self._sent if sent.body == body]
@@ -261,9 +264,9 @@ class Session:
             Refusal: the agent does not report its reward: a model that has a shell could send one.
             UserCodeError: `reward` is not a finite number.
         """
-        if self._episode.config.agent.reward != "post":
+        if self._attempt.runtime.config.agent.reward != "post":
             raise Refusal(403, "reward", "the reward is not the agent's: agent.reward is not post")
-        self._episode.set_outcome(reward)
+        self._control.set_outcome(reward)
         self.has_outcome = True
 
     async def close(self) -> None:
@@ -277,17 +280,17 @@ class Session:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for event in self.events:
-            self._episode.count(f"gateway/{event.kind}")
+            self._attempt.counts[f"gateway/{event.kind}"] += 1
         for name, number in self.counts.items():
-            self._episode.count(f"gateway/ignored/{name}", number)
+            self._attempt.counts[f"gateway/ignored/{name}"] += number
         if self._sampled:
             # Sub-agents may have more turns than the conversation that uses their answers, and an
             # agent that summarizes its history goes on in another conversation.
-            self._episode.make_main(self._sampled[-1].conversation.episode)
+            self._control.make_main(self._sampled[-1].conversation.episode)
 
     # -- one request ------------------------------------------------------------------------------
 
-    async def _sample(self, request: Request) -> Answer:
+    async def _sample(self, request: ChatRequest) -> Answer:
         if self.over.is_set():
             raise _episode_over("the episode has ended")
         self.counts.update(request.ignored)
@@ -298,14 +301,14 @@ class Session:
         try:
             conversation = self._match(request)
             conversation.is_busy = True
-            turns = len(self._episode.turns)
+            turns = len(self._attempt.turns)
             try:
                 message = await conversation.episode.generate(
                     stop=request.stop, max_tokens=request.max_tokens
                 )
             except EpisodeOver:
                 # If the turn was sampled before the budget ended the episode, it is answered.
-                if not any(_belongs_to(t, conversation) for t in self._episode.turns[turns:]):
+                if not self._control.turns_of(conversation.episode, turns):
                     raise
                 self.is_over_budget = True
                 self.over.set()
@@ -333,7 +336,7 @@ class Session:
         self.failure = self.failure or error
         self.over.set()
 
-    def _match(self, request: Request) -> _Conversation:
+    def _match(self, request: ChatRequest) -> _Conversation:
         """Return the conversation that a request continues, after adding the new messages to it."""
         keys = [self._key(message) for message in request.messages]
         tools = orjson.dumps(request.tools)
@@ -344,7 +347,9 @@ class Session:
             known = (self._find(k) for k in reversed(keys) if k.role == "assistant")
             turn = next(filter(None, known), None)
             if turn is None:
-                return self._open(request, keys, tools, Event("spawn", "unknown conversation"))
+                return self._open(
+                    request, keys, tools, RequestMatch("spawn", "unknown conversation")
+                )
             best, shared = turn.conversation, _count_shared(turn.conversation.keys, keys)
         event = self._difference(best, keys, shared, tools)
         if best.is_busy:
@@ -358,7 +363,7 @@ class Session:
                     messages[i] = Message(keys[i].role, request.messages[i].text)
         sampled = {id(s.message) for s in self._sampled}
         if event.kind != "branch" and any(id(m) in sampled for m in messages[shared:]):
-            event = Event("branch", "a turn of another conversation was added", shared)
+            event = RequestMatch("branch", "a turn of another conversation was added", shared)
         if event.kind == "branch" or not best.turns:
             best.episode.branch(messages, request.tools)
         else:
@@ -388,7 +393,9 @@ class Session:
                 best, shared, best_rank = conversation, n, rank
         return best, shared
 
-    def _open(self, request: Request, keys: list[Key], tools: bytes, event: Event) -> _Conversation:
+    def _open(
+        self, request: ChatRequest, keys: list[Key], tools: bytes, event: RequestMatch
+    ) -> _Conversation:
         """Begin a conversation. The first one is conversation 0 of the episode."""
         if keys[0].role not in ("system", "user"):
             why = f"the first message must be of role system or user, not {keys[0].role!r}"
@@ -396,7 +403,7 @@ class Session:
         messages = self._messages(None, request, keys, 0)
         if not self._conversations:
             self._episode.branch(messages, request.tools)
-            conversation, event = _Conversation(self._episode), Event("first")
+            conversation, event = _Conversation(self._episode), RequestMatch("first")
         else:
             # The seed does not depend on the order in which concurrent conversations begin.
             opening = repr([key[:3] for key in keys])
@@ -411,7 +418,7 @@ class Session:
 
     def _difference(
         self, conversation: _Conversation, keys: list[Key], shared: int, tools: bytes
-    ) -> Event:
+    ) -> RequestMatch:
         """Compare a request with a known conversation that has the same beginning.
 
         Args:
@@ -426,20 +433,20 @@ class Session:
             i = shared
             if i == len(keys):
                 cause = "an earlier request was sent again"
-                return Event("branch", cause, i - 1)
+                return RequestMatch("branch", cause, i - 1)
             role = known[i].role
             is_answer = keys[i].role == role == "assistant" and self._find(keys[i])
             if is_answer and not any(key.is_same(keys[i]) for key in known[i:]):
                 cause = "the conversation goes on from another answer than its last"
-                return Event("branch", cause, i)
+                return RequestMatch("branch", cause, i)
             before, after = cut_around_difference(_text_of(known[i]), _text_of(keys[i]))
             cause = f"{role} message changed" if keys[i].role == role else "messages were removed"
-            return Event("branch", cause, i, before, after)
+            return RequestMatch("branch", cause, i, before, after)
         if tools != conversation.tools:
             before, after = cut_around_difference(conversation.tools.decode(), tools.decode())
-            return Event("branch", "the tools changed", -1, before, after)
+            return RequestMatch("branch", "the tools changed", -1, before, after)
         if not changed:
-            return Event("clean")
+            return RequestMatch("clean")
         # What the policy does not see is shown before what makes no difference.
         i = min(changed, key=lambda i: known[i].role == "assistant")
         before, after = known[i].written, keys[i].written
@@ -448,9 +455,9 @@ class Session:
             old, new = VOLATILE.findall(before), VOLATILE.findall(after)
             before = "\n".join(line for line in old if line not in new)
             after = "\n".join(line for line in new if line not in old)
-            return Event("realigned", REPLACED, i, before, after)
+            return RequestMatch("realigned", REPLACED, i, before, after)
         before, after = cut_around_difference(before, after)
-        return Event("realigned", "a turn is written differently", i, before, after)
+        return RequestMatch("realigned", "a turn is written differently", i, before, after)
 
     # -- messages ---------------------------------------------------------------------------------
 
@@ -468,7 +475,7 @@ class Session:
         return Key("assistant", text, calls, ids, written)
 
     def _messages(
-        self, conversation: _Conversation | None, request: Request, keys: list[Key], shared: int
+        self, conversation: _Conversation | None, request: ChatRequest, keys: list[Key], shared: int
     ) -> list[Message]:
         """Return the episode's messages for those of a request.
 
@@ -543,7 +550,7 @@ class Session:
         sampled = self._by_call.get(id)
         return sampled.own_ids[sampled.ids.index(id)] if sampled else id
 
-    def _sort_results(self, request: Request, messages: list[Message], start: int) -> None:
+    def _sort_results(self, request: ChatRequest, messages: list[Message], start: int) -> None:
         """Sort adjacent tool results by the order of their calls."""
         ids = [m.call_id for m in request.messages]
         order = {id: i for s in self._sampled for i, id in enumerate(s.ids)}
@@ -557,11 +564,11 @@ class Session:
                 messages[start:end] = [message for _, message in group]
             start = max(end, start + 1)
 
-    def _record_results(self, request: Request) -> None:
+    def _record_results(self, request: ChatRequest) -> None:
         """Record the results of the calls that the client ran, each in the turn that called it."""
         texts = {m.call_id: m.text for m in request.messages if m.role == "tool"}
         for sampled in {id(s): s for i in texts if (s := self._by_call.get(i))}.values():
-            turn = self._episode.turns[sampled.turn]
+            turn = self._attempt.turns[sampled.turn]
             if turn.tool_results or not all(i in texts for i in sampled.ids):
                 continue
             contents = (texts[i] for i in sampled.ids)
@@ -572,20 +579,23 @@ class Session:
                 for call in turn.tool_calls
             ]
             seconds = time.monotonic() - sampled.answered
-            self._episode.record_results(turn, results, seconds)
+            self._control.record_results(turn, results, seconds)
 
-    def _record(self, conversation: _Conversation, message: Message, request: Request) -> Answer:
+    def _record(
+        self, conversation: _Conversation, message: Message, request: ChatRequest
+    ) -> Answer:
         """Add the policy's turn to a conversation and return it as the client sees it."""
-        turns = self._episode.turns
-        index = max(i for i, turn in enumerate(turns) if _belongs_to(turn, conversation))
-        turn, number = turns[index], len(self._sampled)
-        salt = blake2b(self._episode.episode_id.encode(), digest_size=4).hexdigest()
-        reasoning, text = self._episode.split_thinking(turn)
+        index = self._control.turns_of(conversation.episode)[-1]
+        turn, number = self._attempt.turns[index], len(self._sampled)
+        salt = blake2b(self._attempt.episode_id.encode(), digest_size=4).hexdigest()
+        reasoning, text = self._control.split_thinking(turn)
         for stop in request.stop:
             text = text.removesuffix(stop)
         parsed = [call for call in turn.tool_calls if not call.error]
         calls = tuple(
-            Call(f"call_{salt}_{number}_{i}", c.name, json.dumps(c.arguments, ensure_ascii=False))
+            ChatCall(
+                f"call_{salt}_{number}_{i}", c.name, json.dumps(c.arguments, ensure_ascii=False)
+            )
             for i, c in enumerate(parsed)
         )
         is_cut = turn.finish_reason == "length"
@@ -615,10 +625,6 @@ def _retrieve_error(task: asyncio.Task[Answer]) -> None:
     """Retrieve the error of a task, because asyncio logs errors that nobody retrieves."""
     if not task.cancelled():
         task.exception()
-
-
-def _belongs_to(turn: Turn, conversation: _Conversation) -> bool:
-    return turn.thread == conversation.episode.conversation
 
 
 def _episode_over(why: str) -> Refusal:

@@ -19,7 +19,7 @@ from agentrl.agent_loops import Episode
 from agentrl.agent_loops.attempt import Attempt, Runtime
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
-from agentrl.gateway.requests import Answer, ChatMessage, Refusal, Request
+from agentrl.gateway.requests import Answer, ChatMessage, ChatRequest, Refusal
 from agentrl.gateway.session import Session, canonical
 from agentrl.trajectory import Message, Sample
 
@@ -58,7 +58,7 @@ class StatelessSession:
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
         self._default = Sampling(temperature=temperature)
 
-    async def answer(self, request: Request) -> Answer:
+    async def answer(self, request: ChatRequest) -> Answer:
         """Return the model's next message in the conversation of a request.
 
         Raises:
@@ -91,7 +91,7 @@ class StatelessSession:
                 known[id(message)] = self._turns[digest]
         return known
 
-    def _keep(self, request: Request, answer: Answer, turn: _Turn) -> None:
+    def _keep(self, request: ChatRequest, answer: Answer, turn: _Turn) -> None:
         """Keep an answer for requests that contain it."""
         answered = ChatMessage("assistant", answer.text, answer.calls)
         *_, digest = _digests([*request.messages, answered])
@@ -124,7 +124,7 @@ class _RecallingSession(Session):
         if id(message) not in self._known:
             return super()._foreign(message)
         sampled, ids = self._known[id(message)]
-        self._episode.recall(sampled, ids)
+        self._control.recall(sampled, ids)
         return sampled
 
 

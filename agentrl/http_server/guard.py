@@ -64,10 +64,10 @@ class Guard:
                         headers.get(b"content-type", b"").split(b";")[0].strip()
                         != b"application/json"
                     ):
-                        raise RequestRefused(415, "content-type must be application/json")
+                        raise HttpRefused(415, "content-type must be application/json")
                     limit = self._limits.get(scope["path"], MAX_BODY)
                     receive = _replay(await read_body(receive, headers, limit), receive)
-            except RequestRefused as e:
+            except HttpRefused as e:
                 await e.response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -76,10 +76,10 @@ class Guard:
         refuse_web_pages(headers, self._hosts)
         actual, expected = headers.get(b"authorization", b""), self._authorization
         if expected and path not in self._public and not hmac.compare_digest(actual, expected):
-            raise RequestRefused(401, "the bearer token is missing or wrong")
+            raise HttpRefused(401, "the bearer token is missing or wrong")
 
 
-class RequestRefused(Exception):
+class HttpRefused(Exception):
     """The request is refused with this status; `response` is the answer."""
 
     def __init__(self, status: int, message: str, *, hang_up: bool = False):
@@ -113,25 +113,25 @@ def refuse_web_pages(headers: Mapping[bytes, bytes], hosts: frozenset[str]) -> N
         hosts: the host names of the server; an empty set allows all.
 
     Raises:
-        RequestRefused: the Host header has another name, or there is an Origin header.
+        HttpRefused: the Host header has another name, or there is an Origin header.
     """
     host = headers.get(b"host", b"").decode("latin-1").lower()
     name = host if host.endswith("]") else host.rpartition(":")[0] or host
     if hosts and name not in hosts:
-        raise RequestRefused(403, f"unknown host name {name!r}")
+        raise HttpRefused(403, f"unknown host name {name!r}")
     if b"origin" in headers:
-        raise RequestRefused(403, "requests of web pages are not allowed")
+        raise HttpRefused(403, "requests of web pages are not allowed")
 
 
 async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytes:
     """Return the whole body of a request.
 
     Raises:
-        RequestRefused: it is longer than `limit` bytes, incomplete, or not there in `BODY_SECONDS`.
+        HttpRefused: it is longer than `limit` bytes, incomplete, or not there in `BODY_SECONDS`.
     """
     too_long = f"the body is longer than {limit} bytes"
     if int(headers.get(b"content-length", b"0")) > limit:
-        raise RequestRefused(413, too_long)
+        raise HttpRefused(413, too_long)
     chunks: list[bytes] = []
     bytes_left = limit
     try:
@@ -139,11 +139,11 @@ async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int
             while True:
                 message = await receive()
                 if message["type"] != "http.request":
-                    raise RequestRefused(400, "the body is incomplete", hang_up=True)
+                    raise HttpRefused(400, "the body is incomplete", hang_up=True)
                 chunk = message.get("body", b"")
                 bytes_left -= len(chunk)
                 if bytes_left < 0:
-                    raise RequestRefused(413, too_long, hang_up=True)
+                    raise HttpRefused(413, too_long, hang_up=True)
                 if not chunks and not message.get("more_body", False):
                     return chunk
                 chunks.append(chunk)
@@ -151,7 +151,7 @@ async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int
                     return b"".join(chunks)
     except TimeoutError:
         too_slow = f"the body took more than {BODY_SECONDS:g} s"
-        raise RequestRefused(408, too_slow, hang_up=True) from None
+        raise HttpRefused(408, too_slow, hang_up=True) from None
 
 
 def _replay(body: bytes, rest: Receive) -> Receive:

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
-from agentrl.sandbox.box import Box, Driver, Slot
+from agentrl.sandbox.box import Box, DriverConnection, Slot
 from agentrl.sandbox.program import (
     MAX_BOXES,
     Completed,
@@ -120,7 +120,7 @@ class LocalSandbox(Sandbox):
 
     def __init__(self, config: SandboxConfig):
         super().__init__(config)
-        self.drivers: set[Driver] = set()
+        self.drivers: set[DriverConnection] = set()
         """The drivers of the open boxes."""
 
     async def open(
@@ -129,7 +129,7 @@ class LocalSandbox(Sandbox):
         limits = limits or self._limits
         initial_files = check_files(files, limits)
 
-        async def start() -> Driver:
+        async def start() -> DriverConnection:
             if len(self.drivers) >= MAX_BOXES:
                 raise SandboxError(f"this process has {MAX_BOXES} open boxes, which is the maximum")
             try:
@@ -143,10 +143,10 @@ class LocalSandbox(Sandbox):
         await asyncio.gather(*(box.aclose() for box in list(self.drivers)))
 
     @abstractmethod
-    def _start(self, files: Mapping[str, bytes], limits: Limits, slot: Slot) -> Driver:
+    def _start(self, files: Mapping[str, bytes], limits: Limits, slot: Slot) -> DriverConnection:
         """Start a driver with these files in its folder."""
 
-    async def _begin(self, driver: Driver) -> Driver:
+    async def _begin(self, driver: DriverConnection) -> DriverConnection:
         """Wait until a driver answers. It is in `_boxes` until it is closed."""
         self.drivers.add(driver)
         driver.resources.callback(self.drivers.discard, driver)

@@ -1,7 +1,7 @@
 """A box: a sandbox that stays open for an episode. A driver inside executes requests.
 
-Box     the interface for tools; it starts a new driver if a driver is lost
-Driver  the connection to one driver
+Box               the interface for tools; it starts a new driver if a driver is lost
+DriverConnection  the connection to one driver
 """
 
 from __future__ import annotations
@@ -130,7 +130,9 @@ class Box:
     learn to drop rollouts with a low reward.
     """
 
-    def __init__(self, driver: Driver, restart: Callable[[], Awaitable[Driver]]):
+    def __init__(
+        self, driver: DriverConnection, restart: Callable[[], Awaitable[DriverConnection]]
+    ):
         """Create a box with a driver that runs.
 
         Args:
@@ -202,7 +204,7 @@ class Box:
         self._closed = True
         await self.driver.aclose()
 
-    async def _with_driver(self, send: Callable[[Driver], Awaitable[T]]) -> T:
+    async def _with_driver(self, send: Callable[[DriverConnection], Awaitable[T]]) -> T:
         """Send a request to a running driver, and return its answer.
 
         Raises:
@@ -215,7 +217,7 @@ class Box:
                 continue
         return await send(await self._live_driver())
 
-    async def _live_driver(self) -> Driver:
+    async def _live_driver(self) -> DriverConnection:
         async with self._lock:
             if self.driver.lost and not self._closed:
                 await self.driver.aclose()
@@ -225,7 +227,7 @@ class Box:
         return self.driver
 
 
-class Driver:
+class DriverConnection:
     """The connection to a driver. Programs run one after another, each in a slot."""
 
     lost = False

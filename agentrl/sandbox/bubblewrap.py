@@ -25,7 +25,7 @@ from agentrl.sandbox.base import LocalSandbox
 from agentrl.sandbox.box import (
     PROGRAMS,
     Capture,
-    Driver,
+    DriverConnection,
     Slot,
     driver_command,
 )
@@ -70,7 +70,7 @@ class Bubblewrap(LocalSandbox):
             )
             return await _run([options, command], inherited, stdin_fd, limits, cgroup)
 
-    def _start(self, files: Mapping[str, bytes], limits: Limits, slot: Slot) -> Driver:
+    def _start(self, files: Mapping[str, bytes], limits: Limits, slot: Slot) -> DriverConnection:
         python, programs = (
             self._config.python,
             {f"{PROGRAMS_FOLDER}/{n}": c for n, c in PROGRAMS.items()},
@@ -83,9 +83,9 @@ class Bubblewrap(LocalSandbox):
                 python, limits, FOLDER, PROGRAMS_FOLDER, ENVIRONMENT, count_processes=True
             )
             child = Child([options, command], inherited, subprocess.PIPE, cgroup, lambda: None)
-            return Driver(child, limits, FOLDER, slot, resources.pop_all())
+            return DriverConnection(child, limits, FOLDER, slot, resources.pop_all())
 
-    async def _begin(self, driver: Driver) -> Driver:
+    async def _begin(self, driver: DriverConnection) -> DriverConnection:
         try:
             return await super()._begin(driver)
         except SandboxError as e:

@@ -20,7 +20,7 @@ from pathlib import Path
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
 from agentrl.sandbox.base import LocalSandbox
-from agentrl.sandbox.box import INSIDE, Driver, Slot, driver_command
+from agentrl.sandbox.box import INSIDE, DriverConnection, Slot, driver_command
 from agentrl.sandbox.namespace import ENVIRONMENT
 from agentrl.sandbox.program import Completed, Limits, Program, clean_input
 
@@ -64,7 +64,7 @@ class UnsafeSubprocess(LocalSandbox):
         finally:
             await driver.aclose()
 
-    def _start(self, files: Mapping[str, bytes], limits: Limits, slot: Slot) -> Driver:
+    def _start(self, files: Mapping[str, bytes], limits: Limits, slot: Slot) -> DriverConnection:
         python = self._config.python
         if not os.access(python, os.X_OK):
             raise SandboxError(f"sandbox.python={python} is not an executable file")
@@ -89,7 +89,7 @@ class UnsafeSubprocess(LocalSandbox):
                     remove=temporary.name,
                 )
             )
-            return Driver(process, limits, folder, slot, resources.pop_all())
+            return DriverConnection(process, limits, folder, slot, resources.pop_all())
 
 
 def _remove(folder: tempfile.TemporaryDirectory[str]) -> None:

@@ -5,9 +5,10 @@ cases, no tool receives NaN, an infinity, a lone surrogate, an integer beyond 64
 that is nested a thousand levels deep. Such values break HTTP, a tokenizer or a database later, so
 `encode_arguments` refuses them with a message for the model.
 
-The JSON schema that the model sees decides which arguments are valid (`Parameters.check`). A fast
-check accepts simple arguments, and `validation.Validator` checks all others. The pydantic model of
-the signature then converts valid arguments to the annotated types, such as an Enum.
+The JSON schema that the model sees decides which arguments are valid (`Parameters.check`). The
+pydantic model of a signature checks plain parameters, such as texts and numbers, and converts valid
+arguments to the annotated types, such as an Enum. `validation.Validator` checks all others and
+schemas that the user wrote, and explains what is wrong.
 
 The return value or exception of a tool becomes the text that the model reads. This text can be
 encoded, stored and sent: it has no lone surrogates, no NUL and at most `MAX_CHARACTERS` characters.
@@ -15,6 +16,7 @@ encoded, stored and sent: it has no lone surrogates, no NUL and at most `MAX_CHA
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import re
@@ -30,7 +32,7 @@ from collections.abc import (
 from dataclasses import dataclass, replace
 from numbers import Real
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 from jsonschema.exceptions import ValidationError
@@ -71,7 +73,6 @@ _BOUNDS = {
 }
 ANNOTATIONS = {"title", "description", "default", "examples"}
 """Keywords that describe a value and do not restrict it."""
-_OBJECT = {"type", "properties", "required", "additionalProperties"} | ANNOTATIONS
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 
 
@@ -195,11 +196,11 @@ class Parameters:
     `$ref`."""
     usage: str
     """The signature in one line, for error messages: `search(query: string, k: integer = 3)`."""
-    fast_validate: Callable[[Mapping[str, Any]], bool]
-    """Returns True only if arguments are valid; see `make_fast_validator`."""
     validator: Validator
     model: type[BaseModel] | None
     """Converts valid arguments to the annotated types. None if the user wrote the schema."""
+    is_plain: bool = False
+    """Whether all arguments that `model` accepts in pydantic's strict mode are valid."""
     omitted: frozenset[str] = frozenset()
     """Parameters with the default None and a type without null. If the model passes null, they are
     left out."""
@@ -213,8 +214,9 @@ class Parameters:
             InvalidArguments: they do not match the schema.
             SlowCheck: validation takes too long for the event loop. Run `check_in_thread` instead.
         """
-        if self.fast_validate(arguments):
-            return self._convert(arguments)
+        if self.is_plain and self.model:
+            with contextlib.suppress(CoercionError):
+                return _keywords(self.model.model_validate(arguments, strict=True))
         if len(orjson.dumps(arguments)) > LOOP_BYTES:
             raise SlowCheck
         return self._validate(arguments, LOOP_SECONDS)
@@ -260,15 +262,19 @@ class Parameters:
             nulls = {name for name in self.omitted if arguments.get(name) is None}
             arguments = {k: v for k, v in arguments.items() if k not in nulls}
         try:
-            instance = self.model.model_validate(arguments)
+            return _keywords(self.model.model_validate(arguments))
         except CoercionError as e:
             faults = [
                 _with_path(_format_path(f["loc"]), f["msg"].removeprefix("Value error, "))
                 for f in e.errors(include_url=False)
             ]
             raise self._invalid(faults) from None
-        fields = self.model.model_fields
-        return {str(fields[f].alias): getattr(instance, f) for f in instance.model_fields_set}
+
+
+def _keywords(instance: BaseModel) -> dict[str, Any]:
+    """Return the keyword arguments for the function, from an instance of its model."""
+    fields = type(instance).model_fields
+    return {str(fields[f].alias): getattr(instance, f) for f in instance.model_fields_set}
 
 
 def _describe_fault(error: ValidationError) -> str:
@@ -324,65 +330,6 @@ def _format_path(path: Iterable[str | int]) -> str:
 
 def _with_path(path: str, message: str) -> str:
     return f"{path!r}: {message}" if path else message
-
-
-def make_fast_validator(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bool]:
-    """Return a function that is True only for arguments that match the schema.
-
-    Most calls pass the strings, numbers and booleans that the function declares. A general
-    validator would take longer than the rest of the call. The fast check supports only a few types.
-    If it returns False, the arguments may still be valid: the validator decides.
-
-    Args:
-        schema: a valid JSON schema of an object.
-    """
-    if not schema.keys() <= _OBJECT or schema.get("type", "object") != "object":
-        return lambda arguments: False
-    rules = {name: _fast_rule(s) for name, s in schema.get("properties", {}).items()}
-    required = frozenset(schema.get("required", ()))
-
-    def fast_validate(arguments: Mapping[str, Any]) -> bool:
-        for name, value in arguments.items():
-            types, words, items = rules.get(name, _NO_VALUE)
-            kind = type(value)
-            if not (
-                kind in types
-                or (kind is str and value in words)
-                or (kind is list and items and items.issuperset(map(type, value)))
-            ):
-                return False
-        return required <= arguments.keys()
-
-    return fast_validate
-
-
-class _FastRule(NamedTuple):
-    """Values that are known to match a schema."""
-
-    types: frozenset[type] = frozenset()
-    """All values of exactly these types match."""
-    words: frozenset[str] = frozenset()
-    """These strings match."""
-    items: frozenset[type] = frozenset()
-    """Lists match if all their items have exactly these types. No list matches if this is empty."""
-
-
-_NO_VALUE = _FastRule()
-
-
-def _fast_rule(schema: Any) -> _FastRule:
-    if not isinstance(schema, Mapping):
-        return _NO_VALUE
-    match {k: v for k, v in schema.items() if k not in ANNOTATIONS}:
-        case {"type": str(name), **other} if not other:
-            return _FastRule(types=_TYPES.get(name, frozenset()))
-        case {"anyOf": choices, **other} if not other:
-            return _FastRule(types=frozenset().union(*(_fast_rule(c).types for c in choices)))
-        case {"enum": choices, **other} if other in ({}, {"type": "string"}):
-            return _FastRule(words=frozenset(c for c in choices if type(c) is str))
-        case {"type": "array", "items": items, **other} if not other:
-            return _FastRule(items=_fast_rule(items).types)
-    return _NO_VALUE
 
 
 # -- results --------------------------------------------------------------------------------------

@@ -24,14 +24,14 @@ import logging
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
 from typing import Annotated, Any, Literal
 
 import docstring_parser
 import orjson
-from pydantic import BaseModel, BeforeValidator, Field, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
@@ -41,7 +41,7 @@ from typing_extensions import is_typeddict
 from agentrl.errors import UserError
 from agentrl.sandbox import Sandbox
 from agentrl.signatures import KEYWORD, locate
-from agentrl.tools.payloads import ANNOTATIONS, Parameters, make_fast_validator, shorten
+from agentrl.tools.payloads import ANNOTATIONS, Parameters, shorten
 from agentrl.tools.validation import DATA_KEYWORDS, LOOP_SECONDS, NAMED_KEYWORDS, Validator
 from agentrl.trajectory import Message, Sample
 
@@ -113,7 +113,7 @@ def describe_function(
         field = Field(default, alias=parameter.name, **field_options)
         fields[f"p{len(fields)}"] = (annotation, field)
     try:
-        model = create_model("Arguments", **fields)
+        model = create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)
         raw = model.model_json_schema(schema_generator=_SchemaGenerator)
     except PydanticUserError as e:
         problem = str(e).splitlines()[0]
@@ -154,6 +154,11 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     return re.sub(r"\n{3,}", "\n\n", rest).strip(), descriptions
 
 
+class _FailFast(FailFast):
+    __hash__ = object.__hash__  # type: ignore  # Types in a union are hashed.
+
+
+_FAIL_FAST = _FailFast()
 _CONTAINERS: Collection[Any] = (list, set, frozenset, tuple, dict, abc.Sequence, abc.Mapping)
 
 
@@ -161,7 +166,8 @@ def _with_json_values(annotation: Any) -> Any:
     """Return a type that accepts what its JSON schema describes.
 
     pydantic accepts the enum members in a `Literal` only as objects, and makes a generator of an
-    `Iterable`, which has no length and can be read once.
+    `Iterable`, which has no length and can be read once. To list all errors of a long list would
+    block the event loop.
     """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Literal:
@@ -174,6 +180,8 @@ def _with_json_values(annotation: Any) -> Any:
         return Annotated[_with_json_values(args[0]), *annotation.__metadata__]
     if origin in (typing.Union, types.UnionType):
         return typing.Union[*map(_with_json_values, args)]
+    if args and origin is list:
+        return Annotated[list[_with_json_values(args[0])], _FAIL_FAST]
     if args and origin in _CONTAINERS:
         return origin[*map(_with_json_values, args)]
     return annotation
@@ -217,7 +225,45 @@ def _parameters(
         validator = Validator(schema)
     except ValueError as e:
         raise UserError(f"{where}: its schema cannot be used: {e}") from e
-    return Parameters(schema, _usage(name, schema), make_fast_validator(schema), validator, model)
+    core: Any = model and model.__pydantic_core_schema__
+    is_plain = core is not None and _is_plain(core["schema"])
+    return Parameters(schema, _usage(name, schema), validator, model, is_plain)
+
+
+_PLAIN = {"model-fields", "model-field", "default", "nullable", "union", "list", "any"}
+_PLAIN |= {"str", "int", "float", "bool", "none"}
+
+
+def _is_plain(core: Any) -> bool:
+    """Return whether pydantic's strict mode accepts only what the JSON schema accepts.
+
+    This is not so for types with code of the user, for other objects, which may have more keys, and
+    for a JSON schema that the user has changed.
+
+    Args:
+        core: a schema of pydantic-core.
+    """
+    changed = {"pydantic_js_extra", "pydantic_js_functions", "pydantic_js_annotation_functions"}
+    return not any(
+        # True is equal to 1.
+        any(type(value) is not str for value in node["expected"])
+        if node.get("type") == "literal"
+        else node.get("type", "any") not in _PLAIN or changed & node.get("metadata", {}).keys()
+        for node, _ in _core_nodes(core)
+    )
+
+
+def _core_nodes(core: Any, engine: str = "rust-regex") -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the dictionaries in a schema of pydantic-core, each with its `regex_engine`."""
+    if isinstance(core, list | tuple):
+        for part in core:
+            yield from _core_nodes(part, engine)
+    elif isinstance(core, dict):
+        engine = (core.get("config") or {}).get("regex_engine", engine)
+        yield core, core.get("regex_engine", engine)
+        for key, part in core.items():
+            if key not in ("metadata", "serialization", "default", "expected"):
+                yield from _core_nodes(part, engine)
 
 
 def _is_json(value: Any) -> bool:
@@ -240,37 +286,26 @@ def _explain_schema_error(error: SchemaError) -> str:
     )
 
 
-def _refuse_python_patterns(core: Any, where: str, engine: str = "rust-regex") -> None:
+def _refuse_python_patterns(core: Any, where: str) -> None:
     """Refuse patterns that pydantic matches with Python's `re`, which cannot be interrupted.
 
     Args:
-        core: a schema of pydantic-core, or a part of one.
+        core: a schema of pydantic-core.
         where: the location of the function, for the message.
-        engine: the `regex_engine` of this part.
 
     Raises:
         UserError: there is such a pattern.
     """
-    if isinstance(core, list | tuple):
-        for part in core:
-            _refuse_python_patterns(part, where, engine)
-    if not isinstance(core, dict):
-        return
-    engine = (core.get("config") or {}).get("regex_engine", engine)
-    pattern = core.get("pattern") if core.get("type") == "str" else None
-    if isinstance(pattern, re.Pattern) or (
-        pattern is not None and core.get("regex_engine", engine) == "python-re"
-    ):
-        text = getattr(pattern, "pattern", pattern)
-        raise UserError(
-            f"{where}: the pattern {text!r} would be matched by Python's `re`, which cannot be"
-            " interrupted. Write the pattern as text, without"
-            " regex_engine='python-re'. If it needs look-around, write"
-            f" Field(json_schema_extra={{'pattern': {text!r}}})"
-        )
-    for key, part in core.items():
-        if key not in ("metadata", "serialization"):
-            _refuse_python_patterns(part, where, engine)
+    for node, engine in _core_nodes(core):
+        pattern = node.get("pattern") if node.get("type") == "str" else None
+        if isinstance(pattern, re.Pattern) or (pattern is not None and engine == "python-re"):
+            text = getattr(pattern, "pattern", pattern)
+            raise UserError(
+                f"{where}: the pattern {text!r} would be matched by Python's `re`, which cannot be"
+                " interrupted. Write the pattern as text, without"
+                " regex_engine='python-re'. If it needs look-around, write"
+                f" Field(json_schema_extra={{'pattern': {text!r}}})"
+            )
 
 
 class _SchemaGenerator(GenerateJsonSchema):

@@ -293,7 +293,7 @@ class HttpToolbox(Toolbox):
         self._episodes[episode_id] = _OpenEpisode(
             serial_groups_of(specs), self._request_seconds + longest, message_readers
         )
-        return [Message(**m) for m in answer.get("opening", ())]  # Earlier servers send none.
+        return [Message(**m) for m in answer["opening"]]
 
     async def close(self, episode_id: str) -> float:
         path = f"/sessions/{quote(episode_id, safe='')}"
@@ -379,11 +379,8 @@ class HttpToolbox(Toolbox):
         try:
             for fields in answer["tools"]:
                 specs.add(fields["name"], ToolSpec(**fields))
-            ports = [int(port) for port in answer.get("workers", ())]
-            # Servers of earlier versions do not say how many connections a client may open.
-            limit = answer.get("max_client_connections")
-            if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-                limit = MAX_CONNECTIONS_TO_SERVER
+            ports = [int(port) for port in answer["workers"]]
+            limit = int(answer["max_client_connections"])
         except (TypeError, KeyError, ValueError):
             raise ToolServerError(
                 f"{self.url} did not answer with a list of tools: {answer!r}"

@@ -422,6 +422,18 @@ def test_the_row_is_what_the_engine_saw_for_any_sampled_tokens(seed):
     assert sum(s.response_mask) == t.sampled_tokens
 
 
+def test_a_loop_sees_ten_members_of_an_episode_and_its_turns():
+    calls = "generate observe call_tools interact reward branch spawn foreign"
+
+    @agent_loop("looks")
+    async def looks(ep):
+        await ep.generate()
+        ep.observe(Message("user", " ".join(n for n in dir(ep) if not n.startswith("_"))))
+
+    t = play(sample("looks"), Scripted(["one"], TOKENIZER), TOKENIZER)
+    assert t.messages[-1].content.split() == sorted([*calls.split(), "messages", "sample", "turns"])
+
+
 def test_an_engine_that_lost_the_prefix_is_caught():
     with pytest.raises(EngineError, match="continued"):
         play(sample(), Babbler(random.Random(0), off_by_one=True), TOKENIZER)
@@ -447,14 +459,15 @@ def test_an_episode_that_changes_its_row_changes_it_for_nobody_else():
         async def respond(self, messages):
             return Reply(self.words.pop() + self.sample.ground_truth["all"].pop())
 
-    @agent_loop("takes")
+    def opening(sample, schemas):
+        schemas[0]["function"]["description"] += "!"
+        return [Message("user", schemas[0]["function"]["description"])], schemas
+
+    @agent_loop("takes", opening=opening)
     async def takes(ep):
         await ep.generate()
         await ep.call_tools()
         ep.sample.tools_kwargs["stock"].clear()
-        ep.schemas[0]["function"]["description"] += "!"
-        ep.observe(Message("user", ep.schemas[0]["function"]["description"]))
-        await ep.generate()
         await ep.interact()
 
     def make() -> Sample:
@@ -470,7 +483,7 @@ def test_an_episode_that_changes_its_row_changes_it_for_nobody_else():
 
     row = make()
     for _ in range(2):
-        t = play(row, Scripted([call("take"), "done"], TOKENIZER), TOKENIZER)
+        t = play(row, Scripted([call("take")], TOKENIZER), TOKENIZER)
         said = [m.content for m in t.messages if m.role in ("user", "tool")]
-        assert said == [row.prompt[0].content, "by", "Take one.!", "wB"]
+        assert said == ["Take one.!", "by", "wB"]
         assert t.sample is row == make()

@@ -3,6 +3,7 @@
 import pytest
 
 from agentrl.agent_loops import agent_loop
+from agentrl.agent_loops.control import EpisodeControl
 from agentrl.agent_loops.play import play
 from agentrl.config import Config, RolloutConfig
 from agentrl.engine.scripted import Scripted
@@ -90,7 +91,9 @@ def test_the_budget_of_a_turn_ends_the_episode_also_below_the_limit():
 def test_results_of_calls_that_a_loop_ran_itself():
     async def loop(ep):
         await ep.generate()
-        ep.record_results(ep.turns[0], [ToolResult("12"), ToolResult("no", ok=False)], 1.5)
+        EpisodeControl(ep).record_results(
+            ep.turns[0], [ToolResult("12"), ToolResult("no", ok=False)], 1.5
+        )
         ep.observe(Message("tool", "12"), Message("tool", "no"))
         await ep.generate()
 
@@ -107,9 +110,10 @@ def test_the_main_conversation_and_the_outcome():
         await ep.generate()
         sub = ep.spawn("Q")
         await sub.generate()
-        ep.make_main(sub)
-        ep.set_outcome(0.5)
-        ep.count("gateway/clean", 2)
+        control = EpisodeControl(ep)
+        control.make_main(sub)
+        control.set_outcome(0.5)
+        control.attempt.counts["gateway/clean"] += 2
 
     t = run(loop, ["one", "two"])
     assert t.final_text == "two" and [x.thread for x in t.turns] == [1, 0]
@@ -120,7 +124,7 @@ def test_the_main_conversation_and_the_outcome():
 def test_an_outcome_must_be_a_number(reward):
     async def loop(ep):
         await ep.generate()
-        ep.set_outcome(reward)
+        EpisodeControl(ep).set_outcome(reward)
 
     with pytest.raises(UserCodeError, match="must be a finite number"):
         run(loop, ["a"])

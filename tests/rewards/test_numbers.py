@@ -20,6 +20,7 @@ from agentrl import (
     play,
     tool,
 )
+from agentrl.agent_loops.control import EpisodeControl
 from agentrl.compat.verl.adapters import convert_result
 from agentrl.errors import UserCodeError
 from agentrl.rewards.base import parse_score
@@ -50,7 +51,7 @@ def play_with(**numbers):
         await ep.generate()
         await ep.call_tools()
         ep.reward(numbers.get("turn", 0))
-        ep.set_outcome(numbers.get("outcome", 0))
+        EpisodeControl(ep).set_outcome(numbers.get("outcome", 0))
         await ep.generate()
         await ep.interact()
 

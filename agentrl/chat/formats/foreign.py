@@ -26,7 +26,7 @@ Parse = Callable[[str, list[dict[str, Any]]], tuple[list[dict[str, Any]], str]]
 be lost or ""."""
 
 
-class UserError(Exception):
+class ParserError(Exception):
     """The parser is not known, or cannot be used with this tokenizer or environment."""
 
 
@@ -43,7 +43,7 @@ def main() -> None:
                     parse = _load(request)
                     answer = {}
                 except Exception as e:
-                    error = str(e) if isinstance(e, UserError) else f"{type(e).__name__}: {e}"
+                    error = str(e) if isinstance(e, ParserError) else f"{type(e).__name__}: {e}"
                     answer = {"user_error": error}
             else:
                 answer = _answer(parse, **request)
@@ -93,11 +93,11 @@ def _sglang(name: str) -> Parse:
         )
     except Exception as e:
         why = f"{type(e).__name__}: {e}"
-        raise UserError(f"{sys.executable} cannot import SGLang's parsers: {why}") from e
+        raise ParserError(f"{sys.executable} cannot import SGLang's parsers: {why}") from e
 
     choices = sorted(FunctionCallParser.ToolCallParserEnum)
     if name not in choices:
-        raise UserError(f"sglang has no parser {name!r}; it has: {', '.join(choices)}")
+        raise ParserError(f"sglang has no parser {name!r}; it has: {', '.join(choices)}")
 
     def parse(text: str, schemas: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
         parser = FunctionCallParser([Tool.model_validate(s) for s in schemas], name)
@@ -124,7 +124,7 @@ def _transformers(attribute: str, template: dict[str, Any]) -> Parse:
     setattr(tokenizer, attribute, template)
     parameters = inspect.signature(tokenizer.parse_response).parameters
     if attribute == "response_schema" and "prefix" in parameters:
-        raise UserError(
+        raise ParserError(
             "this version of transformers reads `tokenizer.response_template`, but the tokenizer"
             " has only the older `response_schema`"
         )

@@ -27,7 +27,7 @@ from agentrl.engine.base import Sampling
 from agentrl.engine.local.graphs import LENGTHS, DecodeGraphs
 from agentrl.engine.local.load import max_row_length
 from agentrl.engine.local.rounding import MAX_ROUNDINGS, rounded_again
-from agentrl.engine.local.rows import RowCache, Rows
+from agentrl.engine.local.rows import CachedRows, RowCache
 from agentrl.engine.local.windows import (
     LONG,
     NoSmallCopy,
@@ -86,7 +86,7 @@ class Decoder:
         self.device = model.device
         self.vocabulary: int = config.vocab_size
         self.max_length = max_row_length(config)
-        self.rows = Rows()
+        self.rows = CachedRows()
         self._cache = RowCache()
         # transformers 5.24 renamed the argument.
         renamed = "cache" in inspect.signature(model.forward).parameters

@@ -1,4 +1,4 @@
-"""The rows of the engine: `Rows`, a struct of arrays, and `RowCache`, their keys and values."""
+"""The rows of the engine: `CachedRows`, a struct of arrays, and `RowCache`, keys and values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROWTH = 128
 """The capacity of rows is a multiple of this number of tokens."""
 
 
-class Rows:
+class CachedRows:
     """R rows of up to C tokens. The first axis of every attribute is the row.
 
     The keys and values of the first `cached` tokens of a row are in the cache. Decoding feeds the
