@@ -1,4 +1,4 @@
-"""The table of parsers in docs/tokens.md is true for agentrl and for other projects."""
+"""The table of parsers in benchmarks/templates.md is true for agentrl and for other projects."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Parts of docs/tokens.md that a program writes."""
+"""Parts of benchmarks/templates.md that a program writes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "tokens.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "templates.md"
 
 
 def with_text_between(page: str, begin: str, end: str, text: str) -> str:

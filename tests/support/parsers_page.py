@@ -1,4 +1,4 @@
-"""Writes the table of parsers in docs/tokens.md: `make docs`."""
+"""Writes the table of parsers in benchmarks/templates.md: `make docs`."""
 
 from __future__ import annotations
 
