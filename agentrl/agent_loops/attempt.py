@@ -9,7 +9,8 @@ import time
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from inspect import isawaitable
@@ -293,6 +294,19 @@ class Attempt:
             where: the place where the work is done, for the watchdog.
         """
         return _Wait(self, name, conversation, f"{name} {where}" if where else name)
+
+    @contextmanager
+    def turn_in_flight(self, tokens: int) -> Iterator[None]:
+        """Reserve the tokens that a turn may use, while it is sampled in the block."""
+        self.reserved_tokens += tokens
+        self.turns_in_flight += 1
+        try:
+            yield
+        finally:
+            self.reserved_tokens -= tokens
+            self.turns_in_flight -= 1
+            self.turn_ended.set()
+            self.turn_ended = asyncio.Event()
 
     def record(self, name: str, start: float, end: float, conversation: int = 0) -> None:
         """Add a span; start and end are `time.monotonic()` seconds."""

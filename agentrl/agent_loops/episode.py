@@ -19,9 +19,9 @@ are trained in their own rows only.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +35,7 @@ from agentrl.config import RolloutConfig
 from agentrl.errors import UserCodeError
 from agentrl.interactions import Interaction, respond
 from agentrl.trajectory import (
+    Generation,
     Message,
     ToolCall,
     ToolResult,
@@ -185,20 +186,7 @@ class Episode:
     ) -> Message:
         attempt, template = self._attempt, self._runtime.template
         row, delta = self._context.next_row(strip=rollout.history_thinking == "strip")
-        # Turns in flight may use up the budgets that this one needs, or may not.
-        wanted = min(rollout.max_turn_tokens, requested or rollout.max_turn_tokens)
-        while attempt.turns_in_flight and (
-            len(attempt.turns) + attempt.turns_in_flight >= rollout.max_turns
-            or attempt.remaining_tokens(row, len(delta)) < wanted
-        ):
-            with attempt.waiting_for("queue", self._conversation):
-                await attempt.turn_ended.wait()
-            attempt.check()
-        if len(attempt.turns) >= rollout.max_turns:
-            raise attempt.end_with("turns")
-        remaining = attempt.remaining_tokens(row, len(delta))
-        if remaining < 1:
-            raise attempt.end_with("trajectory_tokens")
+        remaining = await self._wait_for_room(rollout, row, len(delta), requested)
         budget, prompt = min(remaining, rollout.max_turn_tokens), row.ids + delta
         max_tokens = min(budget, budget if requested is None else requested)
         sampling = attempt.sampling
@@ -206,16 +194,11 @@ class Episode:
             sampling = replace(sampling, max_tokens=max_tokens, stop=stop)
         seed = (self._n_turns, *([self._seed] if self._seed else []))
         start_time = time.monotonic()
-        attempt.reserved_tokens += len(delta) + max_tokens
-        attempt.turns_in_flight += 1
-        try:
-            with attempt.waiting_for("generate", self._conversation):
-                generation, text = await attempt.sample_turn(prompt, sampling, seed)
-        finally:
-            attempt.reserved_tokens -= len(delta) + max_tokens
-            attempt.turns_in_flight -= 1
-            attempt.turn_ended.set()
-            attempt.turn_ended = asyncio.Event()
+        with (
+            attempt.turn_in_flight(len(delta) + max_tokens),
+            attempt.waiting_for("generate", self._conversation),
+        ):
+            generation, text = await attempt.sample_turn(prompt, sampling, seed)
         seconds = time.monotonic() - start_time
         # The prompt may end with an opened thinking tag, which belongs to the text for parsers.
         opening = "" if parse else template.thinking.opening(prompt)
@@ -226,12 +209,53 @@ class Episode:
         if opening:
             calls = _shift_spans(calls, -len(opening))
         # No `await` and no user code follows, so the turn is added completely or not at all.
-        start = len(row) + len(delta)
+        message = Message("assistant", text, tuple(calls))
+        self._add_turn(row, delta, generation, max_tokens, message, seconds)
+        if generation.finish_reason == "length" and max_tokens == budget:
+            raise attempt.end_with("turn_tokens" if max_tokens < remaining else "trajectory_tokens")
+        return message
+
+    async def _wait_for_room(
+        self, rollout: RolloutConfig, row: TokenRow, new: int, requested: int | None
+    ) -> int:
+        """Return the tokens that the next turn of `row`, after `new` tokens, may have.
+
+        Turns in flight may use up the budgets that this one needs, or may not: it waits for them.
+
+        Raises:
+            EpisodeOver: a budget is used up.
+        """
+        attempt = self._attempt
+        wanted = min(rollout.max_turn_tokens, requested or rollout.max_turn_tokens)
+        while attempt.turns_in_flight and (
+            len(attempt.turns) + attempt.turns_in_flight >= rollout.max_turns
+            or attempt.remaining_tokens(row, new) < wanted
+        ):
+            with attempt.waiting_for("queue", self._conversation):
+                await attempt.turn_ended.wait()
+            attempt.check()
+        if len(attempt.turns) >= rollout.max_turns:
+            raise attempt.end_with("turns")
+        remaining = attempt.remaining_tokens(row, new)
+        if remaining < 1:
+            raise attempt.end_with("trajectory_tokens")
+        return remaining
+
+    def _add_turn(
+        self,
+        row: TokenRow,
+        delta: array[int],
+        generation: Generation,
+        max_tokens: int,
+        message: Message,
+        seconds: float,
+    ) -> None:
+        """Append a sampled turn to its row, the conversation and the episode."""
+        attempt, start = self._attempt, len(row) + len(delta)
         row.extend(delta, generation, max_tokens)
         if row.index < 0:
             row.index = len(attempt.rows)
             attempt.rows.append(row)
-        message = Message("assistant", text, tuple(calls))
         self._context.add_turn(row, message, generation.token_ids)
         index = len(attempt.messages)
         attempt.messages.append(message)
@@ -250,9 +274,6 @@ class Episode:
                 message_index=index,
             )
         )
-        if generation.finish_reason == "length" and max_tokens == budget:
-            raise attempt.end_with("turn_tokens" if max_tokens < remaining else "trajectory_tokens")
-        return message
 
     def observe(self, *messages: Message) -> None:
         """Add messages that the policy did not write. The next turn sees them, with mask 0.

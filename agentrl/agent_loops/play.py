@@ -69,7 +69,7 @@ async def play_episode(
     interaction = None
     has_open_tools = False
     attempt: Attempt | None = None
-    stop_reason, tool_reward = "done", 0.0
+    tool_reward = 0.0
     observed: list[Message] = []
     try:
         attempt = Attempt(runtime, sample, episode_id, rollout, sampling, seed)
@@ -77,11 +77,7 @@ async def play_episode(
             watch(attempt)
         if sample.tools:
             has_open_tools = True
-            attempt.enter(f"opening tools {runtime.toolbox.where}")
-            with user_code(f"opening the tools of row {sample.id!r}"):
-                observed.extend(await runtime.toolbox.open(episode_id, sample))
-            attempt.start_clock()
-            attempt.record("open", attempt.created, attempt.started)
+            observed.extend(await _open_tools(attempt))
         # After the tools are open: a toolbox reads the tools of a server then.
         tool_schemas = copy_value(runtime.toolbox.schemas(sample.tools))
         with user_code(f"agent loop {loop.name!r}: its opening"):
@@ -91,22 +87,8 @@ async def play_episode(
         if interaction is not None:
             attempt.enter("opening the interaction")
             observed.extend(await _open(interaction, attempt))
-        attempt.enter("loop")
         episode = Episode(attempt, opening, schemas, interaction, observed=observed)
-        try:
-            async with attempt.limit:
-                with user_code(f"agent loop {loop.name!r}"):
-                    await loop.target(episode)
-        except EpisodeOver as over:
-            stop_reason = over.reason
-        except TimeoutError:  # The loop waited for something other than the episode.
-            stop_reason = "time"
-        stop_reason = attempt.end_reason or stop_reason
-        await attempt.end()
-        if not attempt.turns and stop_reason == "done":
-            raise UserCodeError(
-                f"agent loop {loop.name!r} returned without a turn: call `await ep.generate()`"
-            )
+        stop_reason = await _run_loop(loop, attempt, episode)
         if has_open_tools:
             has_open_tools = False
             tool_reward = await runtime.toolbox.close(episode_id)
@@ -123,6 +105,38 @@ async def play_episode(
         finally:
             if interaction is not None:
                 await _close(interaction, sample)
+
+
+async def _open_tools(attempt: Attempt) -> Sequence[Message]:
+    """Open the tools of the episode's row, and start its clock; return their opening messages."""
+    toolbox = attempt.runtime.toolbox
+    attempt.enter(f"opening tools {toolbox.where}")
+    with user_code(f"opening the tools of row {attempt.sample.id!r}"):
+        messages = await toolbox.open(attempt.episode_id, attempt.sample)
+    attempt.start_clock()
+    attempt.record("open", attempt.created, attempt.started)
+    return messages
+
+
+async def _run_loop(loop: AgentLoop, attempt: Attempt, episode: Episode) -> str:
+    """Run the agent loop within the time limit, end the attempt, and return the stop reason."""
+    stop_reason = "done"
+    attempt.enter("loop")
+    try:
+        async with attempt.limit:
+            with user_code(f"agent loop {loop.name!r}"):
+                await loop.target(episode)
+    except EpisodeOver as over:
+        stop_reason = over.reason
+    except TimeoutError:  # The loop waited for something other than the episode.
+        stop_reason = "time"
+    stop_reason = attempt.end_reason or stop_reason
+    await attempt.end()
+    if not attempt.turns and stop_reason == "done":
+        raise UserCodeError(
+            f"agent loop {loop.name!r} returned without a turn: call `await ep.generate()`"
+        )
+    return stop_reason
 
 
 async def _open(interaction: Interaction, attempt: Attempt) -> Sequence[Message]:
