@@ -36,7 +36,7 @@ from agentrl.record import METRICS, read_metrics
 from agentrl.report.rescore import rescore
 from agentrl.report.run import Run, load_run
 from agentrl.trainer.checkpoint import open_checkpoint
-from agentrl.trainer.replay import Replayer, replay
+from agentrl.replay.replay import Replayer, replay
 
 STEPS = 10
 """The number of steps that `add` stores."""

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Self, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console as Terminal
@@ -30,17 +29,12 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.callbacks import Event
+from agentrl.observers.console import Console, Metrics, format_cells, format_scores
+from agentrl.observers.curve import TRAINING
 from agentrl.plural import plural
 from agentrl.terminal import printable
-from agentrl.trainer.console import (
-    PHASE_SECONDS,
-    Activity,
-    Console,
-    Metrics,
-    format_cells,
-    format_scores,
-)
-from agentrl.trainer.curve import TRAINING
+from agentrl.trainer.display import PHASE_SECONDS, Activity
 
 if TYPE_CHECKING:
     from agentrl.rollout import Progress
@@ -125,18 +119,20 @@ class LiveConsole(Console):
 
     # Each list is replaced, not changed, because the thread of the display may read the old one.
 
-    def begin(self, folder: Path, step: int, total: int, activity: Callable[[], Activity]) -> None:
-        self._last, self._total = step, total
+    def follow(self, activity: Callable[[], Activity]) -> None:
         self._start, self._activity = time.monotonic(), activity
 
-    def step(self, step: int, total: int, metrics: Metrics) -> None:
-        self._steps = [*self._steps, (step, metrics, time.monotonic())][-MAX_STEPS:]
-        if TRAINING in metrics:
-            self._rewards = [*self._rewards, metrics[TRAINING]][-MAX_REWARDS:]
-        self._last, self._total = step, total
+    def on_begin(self, event: Event) -> None:
+        self._last, self._total = event.step, event.total_steps
 
-    def validation(self, step: int, metrics: Metrics) -> None:
-        shown = [*self._validations, (step, metrics)]
+    def on_step(self, event: Event) -> None:
+        self._steps = [*self._steps, (event.step, event.metrics, time.monotonic())][-MAX_STEPS:]
+        if TRAINING in event.metrics:
+            self._rewards = [*self._rewards, event.metrics[TRAINING]][-MAX_REWARDS:]
+        self._last, self._total = event.step, event.total_steps
+
+    def on_validation(self, event: Event) -> None:
+        shown = [*self._validations, (event.step, event.metrics)]
         self._validations = shown[:1] + shown[1:][-MAX_VALIDATIONS:]
 
     def note(self, text: str) -> None:
@@ -158,7 +154,7 @@ class LiveConsole(Console):
         self._activity, self._phases = None, []
         self._live.stop()
 
-    def __enter__(self) -> LiveConsole:
+    def __enter__(self) -> Self:
         self._live.start()
         return self
 
