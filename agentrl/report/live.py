@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 import orjson
 import pyarrow as pa
@@ -23,8 +22,6 @@ LIVE_STEPS = 20
 """The number of last steps whose episodes are read while the run trains."""
 FIRST_STEP = 3
 """The number of recorded steps before the diagnoses run: fewer show no problem."""
-MAX_NEW = 64
-"""The most steps whose metrics are kept as Python objects."""
 MAX_SHARE = 0.01
 """The largest share of the run's time that the diagnoses take while it trains."""
 
@@ -49,8 +46,6 @@ class LiveDiagnosis(Observer):
             clock: returns the seconds.
         """
         self._found, self._clock = found, clock
-        self._new: list[tuple[int, Mapping[str, Any]]] = []
-        """The steps that are not in `_metrics` yet, which is smaller than Python's numbers."""
         self._behaviour: dict[int, pa.Table] = {}
         self._next = -math.inf
 
@@ -66,23 +61,15 @@ class LiveDiagnosis(Observer):
         self._known = self._read_known()
 
     def on_step(self, event: Event) -> None:
-        self._new.append((event.step, event.metrics))
+        tables = [self._metrics, metrics_table([(event.step, event.metrics)])]
+        self._metrics = pa.concat_tables(tables, promote_options="default").combine_chunks()
         self._last = event.step
-        is_due = self._clock() >= self._next
-        if len(self._new) >= MAX_NEW or is_due:
-            self._collect()
-        if is_due and self._metrics.num_rows >= FIRST_STEP:
+        if self._metrics.num_rows >= FIRST_STEP and self._clock() >= self._next:
             self._run()
 
     def on_end(self, event: Event) -> None:
         if event.error is None and self._diagnosed < self._last:
-            self._collect()
             self._run()
-
-    def _collect(self) -> None:
-        tables = [self._metrics, metrics_table(self._new)]
-        self._metrics = pa.concat_tables(tables, promote_options="default").combine_chunks()
-        self._new.clear()
 
     def _run(self) -> None:
         """Diagnose the run until now, and measure the time."""
