@@ -62,6 +62,10 @@ class Observer:
 
     name = "an observer"
     """Names the observer in messages."""
+    is_dropped = False
+    """True: after an error the observer is not called again."""
+    after_error = "The run goes on; later errors of it are not printed"
+    """The end of the warning about an error."""
 
     def on_begin(self, event: Event) -> None:
         """Called before the first step of this process."""
@@ -136,10 +140,10 @@ class Notifier:
 
     def __init__(self, observers: Sequence[Observer], folder: Path, total_steps: int):
         """Prepare to call the observers of the run in `folder`."""
-        self._observers, self._folder, self._total_steps = observers, folder, total_steps
+        self._observers, self._folder, self._total_steps = [*observers], folder, total_steps
         self._metrics: Mapping[str, float] = MappingProxyType({})
-        self._failed: set[int] = set()
-        """The indices of the observers whose first error was printed."""
+        self._failed: list[Observer] = []
+        """The observers whose first error was printed."""
 
     def notify(
         self,
@@ -162,7 +166,7 @@ class Notifier:
         if metrics is not None:
             self._metrics = MappingProxyType(dict(metrics))
         event = Event(step, self._total_steps, self._metrics, self._folder, **fields)
-        for i, observer in enumerate(self._observers):
+        for observer in [*self._observers]:
             try:
                 getattr(observer, name)(event)
             except (KeyboardInterrupt, Terminated):
@@ -170,7 +174,9 @@ class Notifier:
             except BaseException as e:  # a SystemExit too
                 if isinstance(e, RunStopped) and name != "on_end":
                     raise RunStopped(f"{observer.name} stops the run: {e}") from e
-                if i not in self._failed:
-                    self._failed.add(i)
+                if observer not in self._failed:
+                    self._failed.append(observer)
                     error = UserCodeError.of(observer.name, e)
-                    log.warning("%s. The run goes on; later errors of it are not printed", error)
+                    log.warning("%s. %s", error, observer.after_error)
+                if observer.is_dropped:
+                    self._observers.remove(observer)

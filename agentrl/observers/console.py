@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Self
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from agentrl.callbacks import Event, Observer
 from agentrl.observers.curve import TRAINING, validation_series
@@ -33,7 +34,7 @@ COLUMNS = (
 """Header, metric and format. A metric that a run does not have gets no column."""
 
 
-class Console(Display, Observer):
+class Console(Display, Observer, AbstractContextManager):
     """Prints the progress of a run to a stream, as lines. Use it in a `with`."""
 
     name = "the console"
@@ -57,9 +58,6 @@ class Console(Display, Observer):
         """Print the results of a run that has finished, below its display."""
         self.close()
         self._print(text)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close()

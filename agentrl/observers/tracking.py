@@ -6,12 +6,10 @@ A tracker is accelerate's, or that of an installed package. If it fails, trainin
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
@@ -28,8 +26,6 @@ from agentrl.record import METRICS, read_metrics
 from agentrl.trainer.resume import flatten_config
 from agentrl.trajectory import Scored
 
-log = logging.getLogger("agentrl")
-
 MAX_TRACES = 8
 """The largest number of episodes of a step that trackers get: those of its first group."""
 Data = Mapping[str, float]
@@ -41,64 +37,51 @@ class Tracker(Observer):
     A tracker that fails prints one warning and is not used again.
     """
 
-    def __init__(self, name: str, config: Config):
+    is_dropped = True
+    after_error = f"It gets no more metrics; {METRICS} has them all"
+
+    def __init__(self, logger: str, config: Config):
         """Check that the tracker is installed. It opens when the run begins.
 
         Args:
-            name: one of `trainer.logger`.
+            logger: one of `trainer.logger`.
             config: the config that the tracker shows. It has the names of project and run, and the
                 tags, in its section `trainer`.
 
         Raises:
             ConfigError: it is not installed; the message has the command that installs it.
         """
-        self.name, self._config = name, config
+        self.name, self._logger, self._config = f"the tracker {logger}", logger, config
         self._sink: Sink | None = None
         self._last = -1
-        if name in TRACKERS:
-            spec = importlib.util.find_spec(name)
+        if logger in TRACKERS:
+            spec = importlib.util.find_spec(logger)
             # A spec without origin is a plain folder: wandb creates one named wandb where it runs.
             if spec is None or spec.origin is None:
-                command = install_command(name)
-                raise ConfigError(f"trainer.logger: {name} is not installed: {command}")
+                command = install_command(logger)
+                raise ConfigError(f"trainer.logger: {logger} is not installed: {command}")
 
     def on_begin(self, event: Event) -> None:
         arguments = event.folder, self._config.model_dump(), event.recorded
-        with self._stop_on_error(event):
-            if self.name in TRACKERS:
-                self._sink = _AccelerateSink(self.name, *arguments, event.is_rewound)
-            else:
-                self._sink = other_trackers()[self.name].load()(*arguments)
+        if self._logger in TRACKERS:
+            self._sink = _AccelerateSink(self._logger, *arguments, event.is_rewound)
+        else:
+            self._sink = other_trackers()[self._logger].load()(*arguments)
 
     def on_step(self, event: Event) -> None:
+        assert self._sink
         self._last = event.step
-        with self._stop_on_error(event):
-            if self._sink is not None:
-                self._sink.log(event.step, event.metrics)
-            if isinstance(self._sink, TraceSink) and event.episodes:
-                self._sink.trace(event.step, event.episodes[:MAX_TRACES])
+        self._sink.log(event.step, event.metrics)
+        if isinstance(self._sink, TraceSink) and event.episodes:
+            self._sink.trace(event.step, event.episodes[:MAX_TRACES])
 
     def on_validation(self, event: Event) -> None:
         if event.step != self._last:  # the validation before training, which is no step
             self.on_step(event)
 
     def on_end(self, event: Event) -> None:
-        with self._stop_on_error(event):
-            if self._sink is not None:
-                self._sink.close()
-        self._sink = None
-
-    @contextmanager
-    def _stop_on_error(self, event: Event) -> Iterator[None]:
-        """Warn if the tracker fails in the block, and stop using it."""
-        try:
-            yield
-        except Exception as e:
-            self._sink = None
-            log.warning(
-                f"{self.name} failed and gets no more metrics ({type(e).__name__}: {e});"
-                f" {event.folder / METRICS} has them all"
-            )
+        if self._sink:
+            self._sink.close()
 
 
 class Sink(Protocol):

@@ -11,7 +11,8 @@ import gc
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from agentrl.callbacks import Notifier
 from agentrl.errors import RunStopped, Terminated
@@ -70,23 +71,17 @@ def validate(parts: Parts, step: int, best: Best) -> dict[str, float]:
     return dict(result.metrics)
 
 
+@dataclass(slots=True)
 class Run:
     """A training run whose parts are open."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        state: RunState,
-        record: Record,
-        best: Best,
-        observers: Notifier,
-        spare: ExitStack,
-    ):
-        """Prepare the run; `Saver` describes `spare`."""
-        self.parts, self.state, self.record = parts, state, record
-        self.best, self.observers = best, observers
-        self.saver = Saver(parts, state, best, observers, spare)
-        self._profile_failed = False
+    parts: Parts
+    state: RunState
+    record: Record
+    best: Best
+    observers: Notifier
+    saver: Saver
+    _profile_failed: bool = False
 
     def run(self) -> Mapping[str, float]:
         """Make all steps, and write the model.

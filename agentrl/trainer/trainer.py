@@ -31,6 +31,7 @@ from agentrl.trainer.parts import RunState
 from agentrl.trainer.profile import check_profile_steps
 from agentrl.trainer.resume import find_start, write_fork
 from agentrl.trainer.run import Run, open_record, validate
+from agentrl.trainer.saving import Saver
 
 
 class Trainer:
@@ -48,6 +49,7 @@ class Trainer:
         plan: the run's rows and rewards, checked.
         folder: the run's folder.
         total_steps: the number of steps of the whole run.
+        state: the number of steps and rows until now, and the weight of the KL penalty.
     """
 
     def __init__(
@@ -88,22 +90,7 @@ class Trainer:
         self.folder = Path(config.trainer.output)
         Sampling(temperature=config.rollout.temperature).check_trainable()
         self.total_steps = self.plan.total_steps
-        self._state = RunState(KLController(config.algorithm))
-
-    @property
-    def global_step(self) -> int:
-        """The number of steps that are done."""
-        return self._state.step
-
-    @property
-    def position(self) -> int:
-        """The number of rows taken so far. It includes rows whose groups were filtered out."""
-        return self._state.position
-
-    @property
-    def kl(self) -> KLController:
-        """The weight of the KL penalty, which may change during the run."""
-        return self._state.kl
+        self.state = RunState(KLController(config.algorithm))
 
     def run(self) -> Mapping[str, float]:
         """Train to the end. Resume from a checkpoint if there is one.
@@ -114,7 +101,7 @@ class Trainer:
         Raises:
             AgentRLError: the run could not start or continue. The message says what was saved.
         """
-        config, state = self.config, self._state
+        config, state = self.config, self.state
         with ExitStack() as stack:
             spare = stack.enter_context(spare_files())
             stack.enter_context(run_lock(self.folder))
@@ -145,7 +132,8 @@ class Trainer:
                 notifier.notify("on_validation", state.step, metrics)
                 return metrics
             record = stack.enter_context(closing(open_record(parts, state)))
-            return Run(parts, state, record, best, notifier, spare).run()
+            saver = Saver(parts, state, best, notifier, spare)
+            return Run(parts, state, record, best, notifier, saver).run()
 
 
 def _check_engine_is_apart(config: Config) -> None:

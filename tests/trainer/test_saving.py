@@ -444,7 +444,7 @@ def test_a_run_on_a_disk_that_is_too_small(arguments, start, tmp_path, room):
         return
     assert saved and "saved after step" in done.stderr
     trainer = start(kept, *keys)
-    assert trainer.global_step == 60
+    assert trainer.state.step == 60
     metrics, _, weights = record(kept)
     expected, _, expected_weights = record(straight)
     assert (metrics, weights) == (expected, expected_weights)
