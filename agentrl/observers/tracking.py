@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from agentrl.callbacks import Event, Observer
@@ -62,11 +61,11 @@ class Tracker(Observer):
                 raise ConfigError(f"trainer.logger: {logger} is not installed: {command}")
 
     def on_begin(self, event: Event) -> None:
-        arguments = event.folder, self._config.model_dump(), event.recorded
         if self._logger in TRACKERS:
-            self._sink = _AccelerateSink(self._logger, *arguments, event.is_rewound)
+            self._sink = _AccelerateSink(self._logger, self._config, event)
         else:
-            self._sink = other_trackers()[self._logger].load()(*arguments)
+            open_sink = other_trackers()[self._logger].load()
+            self._sink = open_sink(event.folder, self._config.model_dump(), event.recorded)
 
     def on_step(self, event: Event) -> None:
         assert self._sink
@@ -118,43 +117,39 @@ MAX_METRICS, MAX_TEXT = 1000, 6000
 class _AccelerateSink:
     """One of accelerate's trackers. A run that resumes continues the tracker's run."""
 
-    def __init__(
-        self, name: str, folder: Path, config: Mapping[str, Any], resumed: int, is_rewound: bool
-    ):
+    def __init__(self, name: str, config: Config, begin: Event):
         """Open the tracker.
 
         Args:
             name: one of `TRACKERS`.
-            folder: the run's folder. It has the id of the tracker's run.
             config: the run's config.
-            resumed: the step that the run resumes from; -1: from the beginning.
-            is_rewound: whether the run has logged later steps before.
+            begin: the event `on_begin`. The run's folder has the id of the tracker's run.
         """
         from accelerate.state import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         with without_launcher_variables():
             PartialState(cpu=True)  # accelerate's log needs it
-        self._name = name
-        trainer = config.get("trainer", {})
+        self._name, folder, first = name, begin.folder, begin.recorded + 1
+        keys = config.model_dump()
         variable = PROJECT_VARIABLES.get(name, f"{name.upper()}_PROJECT")
-        project = trainer.get("project_name") or os.environ.get(variable, "agentrl")
-        run, tags = trainer.get("experiment_name") or folder.name, trainer.get("tags") or []
+        project = config.trainer.project_name or os.environ.get(variable, "agentrl")
+        run, tags = config.trainer.experiment_name or folder.name, config.trainer.tags
         id_file = folder / f"{name}_run_id.txt"
-        known = id_file.read_text() if resumed >= 0 and id_file.exists() else None
+        known = id_file.read_text() if first and id_file.exists() else None
         run_id = known or uuid.uuid4().hex
         # MLflow cannot remove steps, so a run that has later ones is replaced.
-        replaced = known if is_rewound and name == "mlflow" else None
+        replaced = known if begin.is_rewound and name == "mlflow" else None
         known = None if replaced else known
-        texts = {key: str(value)[:MAX_TEXT] for key, value in flatten_config(config)}
+        texts = {key: str(value)[:MAX_TEXT] for key, value in flatten_config(keys)}
         shown = {"run_name": project, "name": run, "config": texts}
         arguments: dict[str, dict[str, Any]] = {
-            "tensorboard": {"run_name": name, "logging_dir": folder, "purge_step": resumed + 1},
-            "wandb": {**shown, "tags": tags, "config": dict(config), "dir": str(folder),
+            "tensorboard": {"run_name": name, "logging_dir": folder, "purge_step": first},
+            "wandb": {**shown, "tags": tags, "config": keys, "dir": str(folder),
                 "id": run_id, "resume": "allow"},
             "mlflow": {"experiment_name": project, "run_name": run, "run_id": known,
                 "tags": dict.fromkeys(tags, "true")},
-            "trackio": {**shown, "embed": False, "resume": "never" if resumed < 0 else "allow"},
+            "trackio": {**shown, "embed": False, "resume": "allow" if first else "never"},
             "swanlab": {**shown, "tags": tags, "log_dir": str(folder / name), "id": run_id,
                 "resume": "allow"},
             # With an offset of 0, steps keep their numbers.
