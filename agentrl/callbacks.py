@@ -30,7 +30,7 @@ EVENTS = ("on_step", "on_validation", "on_checkpoint", "on_end")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """The argument of a callback.
+    """The argument of callbacks and of the methods of observers.
 
     Attributes:
         step: the number of steps that the run has made; 0 for the validation before training.
@@ -68,7 +68,7 @@ class Observer:
     """The end of the warning about an error."""
 
     def on_begin(self, event: Event) -> None:
-        """Called before the first step of this process."""
+        """Called before the first step; with `trainer.val_only` not at all."""
 
     def on_step(self, event: Event) -> None:
         """Called when a step is recorded."""

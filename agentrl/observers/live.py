@@ -182,8 +182,9 @@ class LiveConsole(Console):
             lines += [*_table("step", steps[-rows:], width), *gap]
         if number:
             # The first validation stays visible, to compare with.
-            first = validations[: number > 1]
-            shown = [*first, *validations[len(first) :][len(first) - number :]]
+            shown = validations[-number:]
+            if number > 1:
+                shown[0] = validations[0]
             lines += [*_table("validation", shown, width), *gap]
         return lines
 

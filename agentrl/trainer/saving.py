@@ -56,22 +56,25 @@ class Saver:
         freq = self._trainer.save_freq
         if freq == "never":
             return
-        # A run that resumes does not play these steps again, so their trajectories are complete.
-        if is_last or (freq != "auto" and (is_best or is_due(self._state.step, freq))):
-            self._parts.store.wait()
-            self._notify(self._write())
-        elif freq == "auto" and (
-            validated or time.monotonic() - self._last_save + step_seconds >= AUTO_SAVE_S
-        ):
+        if freq == "auto":
+            seconds = time.monotonic() - self._last_save + step_seconds
+            due = validated or seconds >= AUTO_SAVE_S
+        else:
+            due = is_best or is_due(self._state.step, freq)
+        if not (due or is_last):
+            return
+        # A run that resumes does not play these steps again, so it needs their trajectories.
+        self._parts.store.wait()
+        try:
+            checkpoint = self._write()
+        except RunStopped as e:
+            if is_last or freq != "auto":
+                raise
             self._last_save = time.monotonic()
-            self._parts.store.wait()
-            try:
-                checkpoint = self._write()
-            except RunStopped as e:
-                text = f"warning: {e} The run goes on (trainer.save_freq=auto)."
-                self._parts.display.warning(text)
-            else:
-                self._notify(checkpoint)
+            text = f"warning: {e} The run goes on (trainer.save_freq=auto)."
+            self._parts.display.warning(text)
+        else:
+            self._notify(checkpoint)
 
     def save_after_error(self, cause: BaseException) -> str:
         """Save a checkpoint of a run that stops, and return what was saved.
