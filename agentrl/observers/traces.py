@@ -7,7 +7,6 @@ generated turn and each tool call.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -89,8 +88,3 @@ def _take(spans: list[Span], begin: float, start: float, seconds: float) -> tupl
         return start, start + seconds
     span = spans.pop(0)
     return begin + span.start, begin + span.end
-
-
-def reply_messages(trajectory: Trajectory) -> Sequence[Message]:
-    """Return the messages after the prompt."""
-    return trajectory.messages[len(trajectory.sample.prompt) :]

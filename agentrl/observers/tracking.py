@@ -20,7 +20,7 @@ from agentrl.config.sections import TRACKERS, other_trackers
 from agentrl.engine.local.load import without_launcher_variables
 from agentrl.errors import ConfigError
 from agentrl.installation import install_command
-from agentrl.observers.traces import as_message, operations, reply_messages
+from agentrl.observers.traces import as_message, operations
 from agentrl.record import METRICS, read_metrics
 from agentrl.trainer.resume import flatten_config
 from agentrl.trajectory import Scored
@@ -230,7 +230,8 @@ def _trace_mlflow(run: Any, step: int, episodes: Sequence[Scored]) -> None:
                 span.set_attribute("error", part.error)
             span.set_status("ERROR" if part.error else "OK")
             span.end(end_time_ns=int(part.end * 1e9))
-        root.set_outputs({"messages": [as_message(m) for m in reply_messages(trajectory)]})
+        replies = trajectory.messages[len(trajectory.sample.prompt) :]
+        root.set_outputs({"messages": [as_message(message) for message in replies]})
         root.end(end_time_ns=int(trajectory.ended * 1e9))
 
 
