@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.file_loaders import file_loaders
 from agentrl.terminal import escape_warnings
+from agentrl.trainer import default_observers
 
 if TYPE_CHECKING:
     from agentrl.agent_loops import Episode, agent_loop
@@ -57,6 +58,9 @@ __all__ = [
 
 file_loaders["mcp"] = lambda: importlib.import_module("agentrl.tools.mcp.source")
 file_loaders["verl"] = lambda: importlib.import_module("agentrl.compat.verl")
+default_observers.append(
+    lambda config: importlib.import_module("agentrl.observers").open_observers(config)
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,21 +1,24 @@
-"""Functions of the user that a run calls: after steps, validations and checkpoints, at the end.
+"""Observers of a run: objects that see each step, validation, checkpoint and the end.
 
-A callback observes: it gets one read-only `Event`, and its return value is not used. An error in it
-is a warning, because a notification that fails must not end a run of days.
+The console, the trackers and the learning curve are observers, and so is each function of the user
+that `callback` registers. An observer changes nothing: it gets one read-only `Event`, and its
+return value is not used. An error in it is a warning, because a notification that fails must not
+end a run of days.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 from agentrl.errors import RegistryError, RunStopped, Terminated, UserCodeError
 from agentrl.registry import callbacks, did_you_mean
+from agentrl.trajectory import Scored
 
 log = logging.getLogger("agentrl")
 
@@ -27,7 +30,7 @@ EVENTS = ("on_step", "on_validation", "on_checkpoint", "on_end")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """The argument of a callback.
+    """The argument of callbacks and of the methods of observers.
 
     Attributes:
         step: the number of steps that the run has made; 0 for the validation before training.
@@ -38,6 +41,9 @@ class Event:
         checkpoint: the folder of the checkpoint; None except in `on_checkpoint`.
         error: in `on_end` the exception that ends the run, which is a KeyboardInterrupt after
             Ctrl-C; None if the run has finished.
+        episodes: in `on_step` the episodes of the step's first group.
+        recorded: in `on_begin` the last step that `metrics.jsonl` has; -1 if it has none.
+        is_rewound: in `on_begin` whether it had later steps, which the run makes again.
     """
 
     step: int
@@ -46,6 +52,35 @@ class Event:
     folder: Path
     checkpoint: Path | None = None
     error: BaseException | None = None
+    episodes: Sequence[Scored] = ()
+    recorded: int = -1
+    is_rewound: bool = False
+
+
+class Observer:
+    """Follows a run. A class overrides the methods that it needs; here they do nothing."""
+
+    name = "an observer"
+    """Names the observer in messages."""
+    is_dropped = False
+    """True: after an error the observer is not called again."""
+    after_error = "The run goes on; later errors of it are not printed"
+    """The end of the warning about an error."""
+
+    def on_begin(self, event: Event) -> None:
+        """Called before the first step; with `trainer.val_only` not at all."""
+
+    def on_step(self, event: Event) -> None:
+        """Called when a step is recorded."""
+
+    def on_validation(self, event: Event) -> None:
+        """Called when a validation is recorded, after `on_step` of its step."""
+
+    def on_checkpoint(self, event: Event) -> None:
+        """Called when a checkpoint is complete."""
+
+    def on_end(self, event: Event) -> None:
+        """Called once when the run ends, also after an error."""
 
 
 def callback(function: C) -> C:
@@ -89,68 +124,59 @@ def callback(function: C) -> C:
     return function
 
 
-class Callbacks:
-    """Calls the registered callbacks of a run, in the order of their registration."""
+def user_callbacks() -> list[Observer]:
+    """Return an observer for each function that `callback` has registered, in their order."""
+    observers = []
+    for key, function in callbacks.items():
+        observer = Observer()
+        observer.name = f"the callback {key}"
+        setattr(observer, key.rpartition(".")[2], function)
+        observers.append(observer)
+    return observers
 
-    def __init__(self, folder: Path, total_steps: int):
-        """Prepare the callbacks of the run in `folder`."""
-        self._folder, self._total_steps = folder, total_steps
+
+class Notifier:
+    """Calls the observers of a run, in their order."""
+
+    def __init__(self, observers: Sequence[Observer], folder: Path, total_steps: int):
+        """Prepare to call the observers of the run in `folder`."""
+        self._observers, self._folder, self._total_steps = [*observers], folder, total_steps
         self._metrics: Mapping[str, float] = MappingProxyType({})
-        self._failed: set[str] = set()
-        """The callbacks whose error was printed."""
+        self._failed: list[Observer] = []
+        """The observers whose first error was printed."""
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Call `on_step`.
-
-        Raises:
-            RunStopped: a callback stops the run.
-        """
-        self._call("on_step", self._event(step, metrics))
-
-    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Call `on_validation`.
-
-        Raises:
-            RunStopped: a callback stops the run.
-        """
-        self._call("on_validation", self._event(step, metrics))
-
-    def checkpoint(self, step: int, checkpoint: Path) -> None:
-        """Call `on_checkpoint`.
-
-        Raises:
-            RunStopped: a callback stops the run.
-        """
-        self._call("on_checkpoint", self._event(step, checkpoint=checkpoint))
-
-    def end(self, step: int, error: BaseException | None) -> None:
-        """Call `on_end`. It cannot stop the run, which ends anyway."""
-        event = self._event(step, error=error)
-        self._call("on_end", event)
-
-    def _event(
+    def notify(
         self,
+        name: Literal["on_begin", "on_step", "on_validation", "on_checkpoint", "on_end"],
         step: int,
         metrics: Mapping[str, float] | None = None,
-        checkpoint: Path | None = None,
-        error: BaseException | None = None,
-    ) -> Event:
+        **fields: Any,
+    ) -> None:
+        """Call a method of all observers. An error is a warning, once for each observer.
+
+        Args:
+            name: the method.
+            step: the number of steps that the run has made.
+            metrics: the numbers of the step; None: the last ones.
+            **fields: other attributes of the `Event`.
+
+        Raises:
+            RunStopped: an observer stops the run. In `on_end` that is a warning, too.
+        """
         if metrics is not None:
             self._metrics = MappingProxyType(dict(metrics))
-        return Event(step, self._total_steps, self._metrics, self._folder, checkpoint, error)
-
-    def _call(self, name: str, event: Event) -> None:
-        for key, function in callbacks.items():
-            if not key.endswith(f".{name}"):
-                continue
+        event = Event(step, self._total_steps, self._metrics, self._folder, **fields)
+        for observer in [*self._observers]:
             try:
-                function(event)
+                getattr(observer, name)(event)
             except (KeyboardInterrupt, Terminated):
                 raise
             except BaseException as e:  # a SystemExit too
                 if isinstance(e, RunStopped) and name != "on_end":
-                    raise RunStopped(f"the callback {key} stops the run: {e}") from e
-                if key not in self._failed:
-                    self._failed.add(key)
-                    error = UserCodeError.of(f"the callback {key}", e)
-                    log.warning("%s. The run goes on; later errors of it are not printed", error)
+                    raise RunStopped(f"{observer.name} stops the run: {e}") from e
+                if observer not in self._failed:
+                    self._failed.append(observer)
+                    error = UserCodeError.of(observer.name, e)
+                    log.warning("%s. %s", error, observer.after_error)
+                if observer.is_dropped:
+                    self._observers.remove(observer)

@@ -407,6 +407,11 @@ class Trajectory:
         """The number of tokens that the policy sampled: the sum of the masks."""
         return sum(sum(s.response_mask) for s in self.segments)
 
+    @property
+    def ended(self) -> float:
+        """When the attempt and its reward ended, in seconds since 1970."""
+        return self.started + max([self.seconds, *(span.end for span in self.spans)])
+
     def turn_rewards(self, source: str) -> float:
         """Return the sum of one reward source over all turns.
 
@@ -435,6 +440,17 @@ class Scored:
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     masked: bool = False
+
+    def summary(self) -> dict[str, Any]:
+        """Return the ids of the episode, its reward and its stop reason."""
+        return {
+            "episode_id": self.trajectory.episode_id,
+            "sample_id": self.trajectory.sample.id,
+            "rollout": self.trajectory.rollout,
+            "agent_name": self.trajectory.sample.agent_name,
+            "reward": float(self.reward),
+            "stop_reason": self.trajectory.stop_reason,
+        }
 
 
 @dataclass(frozen=True, slots=True)

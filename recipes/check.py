@@ -33,10 +33,10 @@ from agentrl.learner.batch import collate
 from agentrl.learner.sharding import full_tensor
 from agentrl.learner.state import read_state, shapes_in
 from agentrl.record import METRICS, read_metrics
+from agentrl.replay.replay import Replayer, replay
 from agentrl.report.rescore import rescore
 from agentrl.report.run import Run, load_run
 from agentrl.trainer.checkpoint import open_checkpoint
-from agentrl.trainer.replay import Replayer, replay
 
 STEPS = 10
 """The number of steps that `add` stores."""

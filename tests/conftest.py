@@ -126,7 +126,7 @@ LONG_FILES = (
     "test_open_files.py",
     "engine/test_local.py",
     "trainer/test_trainer.py",
-    "trainer/test_replay.py",
+    "replay/test_replay.py",
     "trainer/test_staleness.py",
     "trainer/test_served_policy.py",
     "rewards/test_graders_code_cheats.py",

@@ -38,10 +38,11 @@ LAYERS = (
     ("watchdog",),
     ("rollout",),
     ("evaluate", "plan"),
-    ("capacity", "report", "servers"),
-    ("view",),
+    ("capacity", "servers"),
     ("trainer",),
     ("cluster",),
+    ("report",),
+    ("observers", "replay", "view"),
     ("compat", "testing"),
     ("demo", "pretrained"),
     ("cli",),
@@ -50,8 +51,8 @@ LAYERS = (
 LAYER_OF = {room: i for i, layer in enumerate(LAYERS) for room in layer}
 
 HEAVY = {
-    "torch": ("learner/", "trainer/", "cluster/", "engine/local/", "engine/remote/"),
-    "accelerate": ("learner/", "trainer/"),
+    "torch": ("learner/", "trainer/", "replay/", "cluster/", "engine/local/", "engine/remote/"),
+    "accelerate": ("learner/", "observers/tracking.py"),
     "peft": ("learner/", "engine/local/"),
     "ray": ("cluster/",),
     "fastapi": ("tools/serving/", "view/"),

@@ -12,11 +12,12 @@ from support.recorded import HOSTILE
 from typer.testing import CliRunner
 
 import agentrl
+from agentrl.callbacks import Event
 from agentrl.cli import app, main
+from agentrl.observers.console import Console
+from agentrl.observers.json_log import JsonConsole
+from agentrl.observers.live import LiveConsole
 from agentrl.terminal import echo
-from agentrl.trainer.console import Console
-from agentrl.trainer.json_log import JsonConsole
-from agentrl.trainer.live import LiveConsole
 
 PACKAGE = Path(agentrl.__file__).parent
 PRINTING = ("terminal.py", "watchdog.py", "config/page.py", "demo/__main__.py")
@@ -60,7 +61,7 @@ def test_the_output_of_a_run_is_escaped():
         out = io.StringIO()
         with kind(out) as console:
             console.note(HOSTILE)
-            console.validation(1, metrics)
+            console.on_validation(Event(1, 1, metrics, Path()))
         assert "\\x1b[31mred" in out.getvalue() and is_clean(out.getvalue()), kind
 
 

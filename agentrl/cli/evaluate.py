@@ -77,11 +77,12 @@ def eval_(
         )
         _score_stored(settings, str(responses), response_key, reward_model_key, output)
         return
+    from agentrl.callbacks import Event
     from agentrl.cli.session import open_session
     from agentrl.config import file_names
     from agentrl.evaluate import evaluate
+    from agentrl.observers import open_console
     from agentrl.store import TrajectoryStore
-    from agentrl.trainer.console import open_console
 
     with open_console(log_format) as console:
         settings = read_config_to_play(config, overrides, dataset, model, file)
@@ -95,7 +96,7 @@ def eval_(
             with console.phase("validation", rollouts.progress):
                 result = evaluate(rollouts, plan.train, val)
         if log_format == "json":
-            console.validation(0, result.metrics)
+            console.on_validation(Event(0, 0, result.metrics, Path()))
         else:
             console.close()
             agents = sorted({kind.sample.agent_name for kind in plan.kinds})
@@ -260,8 +261,8 @@ def compare(
     """
     from agentrl.evaluate import accuracy, merge_seeds, read_validation
     from agentrl.metrics import mean, standard_error
+    from agentrl.observers.curve import validation_points, write_comparison
     from agentrl.record import METRICS
-    from agentrl.trainer.curve import validation_points, write_comparison
 
     if len(runs) < 2:
         raise UserError(f"compare needs two or more folders, and got only {runs[0]}")

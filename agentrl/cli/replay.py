@@ -18,7 +18,7 @@ from agentrl.plural import plural
 from agentrl.terminal import echo
 
 if TYPE_CHECKING:
-    from agentrl.trainer.replay import Replayer
+    from agentrl.replay.replay import Replayer
 
 MAX_LISTED = 10
 """The number of episodes that a command lists."""
@@ -90,9 +90,9 @@ def replay(
     if asks and tolerance is not None:
         raise UserError("--tolerance is for a replay without keys, --reward and --gradient")
     from agentrl.registry import load_file
+    from agentrl.replay.replay import Replayer
+    from agentrl.replay.replay import replay as run_replay
     from agentrl.report.run import load_run
-    from agentrl.trainer.replay import Replayer
-    from agentrl.trainer.replay import replay as run_replay
 
     for name in file or []:
         load_file(name)
@@ -110,8 +110,8 @@ def _ask(replayer: Replayer, step: int, overrides: list[str], reward: str, gradi
     """Print what another config would have done in a step."""
     from contextlib import nullcontext
 
+    from agentrl.replay.what_if import ADVANTAGE_KEYS, CLIP_KEYS, LOSS_KEYS, what_if
     from agentrl.report.rescore import change_config, changes_outcome, open_rescoring
-    from agentrl.trainer.what_if import ADVANTAGE_KEYS, CLIP_KEYS, LOSS_KEYS, what_if
 
     recorded = replayer.config_at(step)
     reasons: dict[str, str] = dict.fromkeys(

@@ -69,8 +69,8 @@ def _draw_curve(run: Path) -> str:
     """Return the learning curve as SVG, to be part of a page."""
     import tempfile
 
+    from agentrl.observers.curve import write_curve
     from agentrl.record import METRICS
-    from agentrl.trainer.curve import write_curve
 
     with tempfile.TemporaryDirectory() as folder:
         picture = Path(folder) / "curve.svg"

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from agentrl.config import Config
     from agentrl.plan import Plan
     from agentrl.rollout import Rollouts
-    from agentrl.trainer.console import Console
+    from agentrl.trainer.display import Display
 
 log = logging.getLogger("agentrl")
 
 
 @contextlib.contextmanager
-def open_session(config: Config, console: Console | None = None) -> Iterator[tuple[Plan, Rollouts]]:
+def open_session(config: Config, console: Display | None = None) -> Iterator[tuple[Plan, Rollouts]]:
     """Check the rows, then load the model and start the tools.
 
     Args:

@@ -30,7 +30,7 @@ from agentrl.errors import UserError
 
 if TYPE_CHECKING:
     from agentrl.config import Config
-    from agentrl.trainer.console import Console
+    from agentrl.observers.console import Console
 
 
 def train(
@@ -67,7 +67,7 @@ def train(
 
         agentrl train -c run.yaml --log-format json
     """
-    from agentrl.trainer.console import open_console
+    from agentrl.observers import open_console
 
     if dry_run and log_format == "json":
         raise UserError("--dry-run prints text: leave out --log-format json")
@@ -108,6 +108,7 @@ def _train(settings: Config, console: Console) -> None:
         plan = replace(plan, config=with_model_folder(settings))
     with console.phase("load the libraries"):
         from agentrl.cluster import open_placement
+        from agentrl.observers import make_observers
         from agentrl.trainer import Trainer
 
     if settings.model.path == TINY:
@@ -116,5 +117,6 @@ def _train(settings: Config, console: Console) -> None:
         if note := describe_preset(settings):
             console.warning(f"note: {note}")
     print_notes(plan, console.warning)
+    observers = make_observers(plan.config, console)
     with open_placement(plan.config) if plan.config.trainer.spread else nullcontext() as placement:
-        Trainer(plan.config, plan, placement, console).run()
+        Trainer(plan.config, plan, placement, observers, console).run()

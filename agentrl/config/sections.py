@@ -550,7 +550,7 @@ def other_trackers() -> dict[str, EntryPoint]:
     """Return the trackers of installed packages: the entry points of the group `agentrl.trackers`.
 
     Each refers to a function (folder, config, resumed_step) that returns a
-    `agentrl.trainer.tracking.Sink`. A name of `TRACKERS` is not replaced.
+    `agentrl.observers.tracking.Sink`. A name of `TRACKERS` is not replaced.
     """
     points = entry_points(group="agentrl.trackers")
     return {point.name: point for point in points if point.name not in TRACKERS}

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import orjson
 import pyarrow as pa
 
+from agentrl.callbacks import Event, Observer
 from agentrl.record import METRICS, read_metrics
 from agentrl.report.behaviour import BEHAVIOUR_SCHEMA, read_behaviour
-from agentrl.report.finding import ALARMS, Finding, describe
+from agentrl.report.finding import ALARMS, Finding
 from agentrl.report.run import Run, diagnose, metrics_table
-
-log = logging.getLogger("agentrl")
 
 WARNED = "findings.jsonl"
 """The file of a run with the findings that were printed while it trained, one in a line."""
@@ -26,13 +22,11 @@ LIVE_STEPS = 20
 """The number of last steps whose episodes are read while the run trains."""
 FIRST_STEP = 3
 """The number of recorded steps before the diagnoses run: fewer show no problem."""
-MAX_NEW = 64
-"""The most steps whose metrics are kept as Python objects."""
 MAX_SHARE = 0.01
 """The largest share of the run's time that the diagnoses take while it trains."""
 
 
-class LiveDiagnosis:
+class LiveDiagnosis(Observer):
     """Warns once about each finding while a run trains.
 
     After a step, the diagnoses see the metrics of all steps and the episodes of the last ones. They
@@ -40,74 +34,56 @@ class LiveDiagnosis:
     seconds run none, so they take that share of the time at most.
     """
 
+    name = "the diagnosis of the run"
+
     def __init__(
-        self,
-        folder: Path,
-        *,
-        warn: Callable[[str], None] = log.warning,
-        found: Callable[[Finding], None] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        self, found: Callable[[Finding], None], clock: Callable[[], float] = time.perf_counter
     ):
-        """Read what the run has recorded, so that no warning is repeated.
+        """Prepare the diagnoses.
 
         Args:
-            folder: the run's folder. Warnings of steps that its `metrics.jsonl` does not have are
-                removed: a resumed run repeats these steps.
-            warn: prints a warning.
-            found: called with each new finding; None: `warn` prints it.
+            found: called with each new finding.
             clock: returns the seconds.
         """
-        self.folder, self._warn, self._clock = folder, warn, clock
-        self._found = found or (lambda finding: warn(describe(finding)))
-        record = read_metrics(folder / METRICS)
-        self._metrics = metrics_table(record)
-        self._new: list[tuple[int, Mapping[str, Any]]] = []
-        """The steps that are not in `_metrics` yet, which is smaller than Python's numbers."""
-        self._config = Run(folder).config
+        self._found, self._clock = found, clock
         self._behaviour: dict[int, pa.Table] = {}
         self._next = -math.inf
-        self._has_failed = False
-        self._last = record[-1][0] if record else -1
-        self._diagnosed = self._last
+
+    def on_begin(self, event: Event) -> None:
+        """Read what the run has recorded, so that no warning is repeated.
+
+        Warnings of steps that its `metrics.jsonl` does not have are removed: a resumed run repeats
+        these steps.
+        """
+        self._folder, self._config = event.folder, Run(event.folder).config
+        self._metrics = metrics_table(read_metrics(event.folder / METRICS))
+        self._last = self._diagnosed = event.recorded
         self._known = self._read_known()
 
-    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add a step, and warn about new findings if the diagnoses are due."""
-        self._new.append((step, dict(metrics)))
-        self._last = step
-        is_due = self._clock() >= self._next
-        if len(self._new) >= MAX_NEW or is_due:
-            self._collect()
-        if is_due and self._metrics.num_rows >= FIRST_STEP:
-            self._run()
-
-    def finish(self) -> None:
-        """Run the diagnoses once more if steps have followed. Call it at the end of a run."""
-        if self._diagnosed < self._last:
-            self._collect()
-            self._run()
-
-    def _collect(self) -> None:
-        tables = [self._metrics, metrics_table(self._new)]
+    def on_step(self, event: Event) -> None:
+        tables = [self._metrics, metrics_table([(event.step, event.metrics)])]
         self._metrics = pa.concat_tables(tables, promote_options="default").combine_chunks()
-        self._new.clear()
+        self._last = event.step
+        if self._metrics.num_rows >= FIRST_STEP and self._clock() >= self._next:
+            self._run()
+
+    def on_end(self, event: Event) -> None:
+        if event.error is None and self._diagnosed < self._last:
+            self._run()
 
     def _run(self) -> None:
-        """Diagnose the run until now. An error here is a warning: it must not stop the run."""
+        """Diagnose the run until now, and measure the time."""
         start = self._clock()
         self._diagnosed = self._last
         try:
             self._print_new()
-        except Exception as e:
-            if not self._has_failed:
-                self._warn(f"warning: cannot diagnose {self.folder}: {e or type(e).__name__}")
-            self._has_failed = True
-        end = self._clock()
-        self._next = end + (end - start) / MAX_SHARE
+        finally:
+            end = self._clock()
+            self._next = end + (end - start) / MAX_SHARE
 
     def _print_new(self) -> None:
         steps = range(self._last - LIVE_STEPS + 1, self._last + 1)
-        run = Run(self.folder, steps)
+        run = Run(self._folder, steps)
         # The properties that are cached: metrics of all steps, and what was parsed already.
         run.__dict__.update(
             metrics=self._metrics, behaviour=self._read_episodes(), config=self._config
@@ -121,7 +97,7 @@ class LiveDiagnosis:
 
     def _read_episodes(self) -> pa.Table:
         """Return the behaviour of the last steps; each file is parsed once."""
-        store = Run(self.folder).store
+        store = Run(self._folder).store
         steps = [s for s in store.all_steps() if self._last - LIVE_STEPS < s <= self._last]
         # The last step's files may still be written.
         known = {s: t for s, t in self._behaviour.items() if s in steps and s < self._last}
@@ -133,7 +109,7 @@ class LiveDiagnosis:
 
     def _read_known(self) -> set[tuple[str, str]]:
         """Return what the run warned about until its last step; remove later warnings."""
-        path = self.folder / WARNED
+        path = self._folder / WARNED
         if not path.exists():
             return set()
         lines = [line for line in path.read_bytes().splitlines() if line.endswith(b"}")]
@@ -142,10 +118,7 @@ class LiveDiagnosis:
         return {(f["name"], f["subject"]) for f in map(orjson.loads, kept)}
 
     def _write(self, finding: Finding) -> None:
-        """Record a finding that was printed. A full disk must not stop the run."""
+        """Record a finding that was printed."""
         line = asdict(finding) | {"printed": self._last}
-        try:
-            with (self.folder / WARNED).open("ab") as file:
-                file.write(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
-        except OSError as e:
-            self._warn(f"warning: cannot write {self.folder / WARNED}: {e}")
+        with (self._folder / WARNED).open("ab") as file:
+            file.write(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")

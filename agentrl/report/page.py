@@ -227,7 +227,7 @@ def to_html(report: Report, curve: str = "") -> str:
 
     Args:
         report: the content.
-        curve: the learning curve as SVG, which `agentrl.trainer.curve` draws.
+        curve: the learning curve as SVG, which `agentrl.observers.curve` draws.
     """
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",

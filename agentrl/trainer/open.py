@@ -38,11 +38,12 @@ from agentrl.plan import (
     encode_prompts,
     make_canary_row,
 )
+from agentrl.record import TRAJECTORIES
 from agentrl.rollout import open_rollouts
 from agentrl.store import TrajectoryStore, TrajectoryWriter
 from agentrl.torch_threads import choose_threads
 from agentrl.trainer.clock import StepClock
-from agentrl.trainer.console import TRAJECTORIES, Console
+from agentrl.trainer.display import Display
 from agentrl.trainer.interrupt import Interrupt
 from agentrl.trainer.parts import Parts, RunState
 from agentrl.trainer.publisher import ROW_TOKENS_PER_SAMPLE, SAMPLED_SECONDS, Publisher
@@ -57,7 +58,7 @@ def open_run(
     plan: Plan,
     start: Start,
     state: RunState,
-    console: Console,
+    display: Display,
     placement: Placement | None = None,
 ) -> Iterator[Parts]:
     """Load the model and the checkpoint, start the engine and the tools; close them at the end.
@@ -70,22 +71,22 @@ def open_run(
         plan: its rows and rewards.
         start: the state that the run starts from.
         state: the state of a new run; becomes that of the checkpoint.
-        console: shows the progress.
+        display: shows the progress.
         placement: where the ranks and the servers run. None: the learner runs in this process.
     """
     with ExitStack() as stack:
         logging.disable_progress_bar()  # one bar per model folder is noise
-        console.note(describe_run(plan))
+        display.note(describe_run(plan))
         template = load_template(config)
         tokenizer = template.tokenizer
         if config.rollout.name != "local":
-            console.note(describe_engine(config))
+            display.note(describe_engine(config))
         slots = placement.engine_slots() if placement else None
         opening = EngineStart(config, tokenizer, slots)
         stack.callback(opening.close)
         load = partial(start_ranks, placement, config.model.path, config)
         starting = in_thread(load, "start-ranks") if placement else None
-        with console.phase("load the model"):
+        with display.phase("load the model"):
             check_template_fits(plan, template)
             # A rank in this process belongs to this thread, as all its later work does.
             group = load() if starting is None else opening.wait_for(starting)
@@ -94,18 +95,18 @@ def open_run(
                 stack.callback(learner.ranks.close)
         mode, reason = learner.ranks.mode()
         if mode is not Mode.PACKED:
-            console.note(describe_mode(mode, reason, config.rollout.n))
+            display.note(describe_mode(mode, reason, config.rollout.n))
         if config.model.lora_rank and (line := describe_targets(config.model)):
-            console.note(line)
-        with console.phase("load the checkpoint"):
-            canary = _load(learner, start, state, console)
+            display.note(line)
+        with display.phase("load the checkpoint"):
+            canary = _load(learner, start, state, display)
         # A server that starts on the learner's GPU measures its free memory meanwhile.
         if config.trainer.placement == "separate":
-            with console.phase("compile the layers"):
+            with display.phase("compile the layers"):
                 learner.ranks.compile()
-        with console.phase("start the engine"):
+        with display.phase("start the engine"):
             engine = opening.finish()
-        console.note(f"threads: {_describe_threads(engine, placement)}")
+        display.note(f"threads: {_describe_threads(engine, placement)}")
         check_rows_fit(plan, template, engine.max_length)
         pad_id = tokenizer.pad_token_id
         pad_id = tokenizer.eos_token_id if pad_id is None else pad_id
@@ -124,7 +125,7 @@ def open_run(
                 engine.continue_row(ids, -(-len(ids) // ROW_TOKENS_PER_SAMPLE), SAMPLED_SECONDS)
             ),
         )
-        with console.phase("send the weights and compare the engine"):
+        with display.phase("send the weights and compare the engine"):
             publisher.publish(state.step)
         on_gpu = resolve_device(config.trainer.device) != "cpu"
         if on_gpu and isinstance(engine, LocalEngine) and plan.train:
@@ -133,12 +134,16 @@ def open_run(
             prompts = [*encode_prompts(samples, template)]
             with suppress(EngineError):  # A slow engine is no reason to end the run.
                 speed = rollouts.run(measure_sampling(engine, prompts, rows))
-                console.note(describe_local_speed(speed, config.rollout.python))
+                display.note(describe_local_speed(speed, config.rollout.python))
         trajectories = TrajectoryStore(Path(config.trainer.output) / TRAJECTORIES)
-        store = TrajectoryWriter(trajectories, config.trainer.keep_trajectories, console.warning)
+        store = TrajectoryWriter(trajectories, config.trainer.keep_trajectories, display.warning)
         stack.callback(store.close)
         yield Parts(
             config=config,
+            plan=plan,
+            start=start,
+            display=display,
+            placement=placement,
             tokenizer=tokenizer,
             pad_id=pad_id,
             stream=stream,
@@ -172,7 +177,7 @@ def _describe_threads(engine: Engine, placement: Placement | None) -> str:
 
 
 def _load(
-    learner: Learner, start: Start, state: RunState, console: Console
+    learner: Learner, start: Start, state: RunState, display: Display
 ) -> Mapping[str, Any] | None:
     """Load the state that the run starts from.
 
@@ -188,7 +193,7 @@ def _load(
     if "algorithm.kl_reward_coef" not in {change.key for change in start.new_changes}:
         state.kl.load(meta["kl"])
     for line in start.describe():
-        console.note(line)
+        display.note(line)
     if start.is_new_fork:  # the other run records its last step itself
         return None
     state.unfinished = meta["unfinished"]

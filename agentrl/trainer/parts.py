@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
@@ -11,13 +12,17 @@ from transformers import PreTrainedTokenizerBase
 from agentrl.config import Config
 from agentrl.engine.base import Engine
 from agentrl.learner.algorithms import KLController
+from agentrl.learner.dispatch import Placement
 from agentrl.learner.learner import Learner
 from agentrl.learner.mismatch import MismatchGuard
+from agentrl.plan import Plan
 from agentrl.rollout import Rollouts
 from agentrl.store import TrajectoryWriter
 from agentrl.trainer.clock import StepClock
+from agentrl.trainer.display import Display
 from agentrl.trainer.interrupt import Interrupt
 from agentrl.trainer.publisher import Publisher
+from agentrl.trainer.resume import Start
 from agentrl.trainer.stream import RolloutStream
 from agentrl.trajectory import Scored
 
@@ -27,6 +32,13 @@ class Parts:
     """The parts of a run, which `agentrl.trainer.open.open_run` makes and closes."""
 
     config: Config
+    plan: Plan
+    """The rows and rewards of the run."""
+    start: Start
+    """The state that the run starts from."""
+    display: Display
+    placement: Placement | None
+    """Where the ranks and the servers run; None: the learner runs in this process."""
     tokenizer: PreTrainedTokenizerBase
     pad_id: int
     """The padding token of batches. No forward pass reads it."""
@@ -43,6 +55,11 @@ class Parts:
     store: TrajectoryWriter
     clock: StepClock
     interrupt: Interrupt
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.config.trainer.output)
 
 
 @dataclass(slots=True)

@@ -25,7 +25,6 @@ from agentrl.errors import ConfigError
 from agentrl.learner.dispatch import Placement
 from agentrl.learner.profile import recorders, write_trace
 from agentrl.learner.rank import LearnerRanks
-from agentrl.trainer.traces import summary, times
 from agentrl.trajectory import Group, Scored
 
 PROFILE = "profile"
@@ -172,9 +171,9 @@ def _episode_slices(pid: int, episodes: Sequence[Scored]) -> Iterator[Event]:
     free: list[tuple[float, int]] = []
     """The tracks, with the time from which each is free, as a heap."""
     tracks = 0
-    for scored in sorted(episodes, key=lambda e: times(e.trajectory)):
+    for scored in sorted(episodes, key=lambda e: (e.trajectory.started, e.trajectory.ended)):
         trajectory = scored.trajectory
-        start, end = times(trajectory)
+        start, end = trajectory.started, trajectory.ended
         for thread in sorted({0, *(span.thread for span in trajectory.spans)}):
             if free and free[0][0] <= start:
                 tid = heapq.heappop(free)[1]
@@ -183,7 +182,7 @@ def _episode_slices(pid: int, episodes: Sequence[Scored]) -> Iterator[Event]:
             heapq.heappush(free, (end, tid))
             name = f"row {trajectory.sample.id}, rollout {trajectory.rollout}"
             name += f", conversation {thread}" if thread else ""
-            yield _slice(pid, tid, name, start, end, **summary(scored))
+            yield _slice(pid, tid, name, start, end, **scored.summary())
             for span in trajectory.spans:
                 if span.thread == thread:
                     yield _slice(pid, tid, span.name, start + span.start, start + span.end)

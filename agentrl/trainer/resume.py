@@ -27,9 +27,8 @@ from pydantic import ValidationError
 
 from agentrl.config import Config
 from agentrl.errors import ConfigError, RunStopped
-from agentrl.record import METRICS, read_metrics
+from agentrl.record import FINAL, METRICS, read_metrics
 from agentrl.trainer.checkpoint import BEST, META, Checkpoint, find_checkpoint, replace_file
-from agentrl.trainer.console import FINAL
 
 CHANGES = "changes.jsonl"
 CONFIG = "config.yaml"

@@ -3,7 +3,7 @@
     rows ─► groups of scored trajectories ─► Batch ─► Targets ─► new weights
 
 `Run` commits the step, publishes the weights, validates, records and saves. A replay
-(`agentrl.trainer.replay`) calls `compute_targets` and `learn` with recorded rollouts. So it runs
+(`agentrl.replay.replay`) calls `compute_targets` and `learn` with recorded rollouts. So it runs
 the code of the training.
 """
 

@@ -8,11 +8,11 @@ step. So a checkpoint is small, and a killed run continues exactly where it was.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
-from agentrl.callbacks import Callbacks
+from agentrl.callbacks import Notifier, Observer
 from agentrl.capacity import check_open_files
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
@@ -22,15 +22,16 @@ from agentrl.learner.algorithms import KLController
 from agentrl.learner.dispatch import Placement, check_single_controller
 from agentrl.open_files import spare_files
 from agentrl.plan import Plan, check_policy_learns, make_plan
-from agentrl.report.live import LiveDiagnosis
+from agentrl.trainer import default_observers
+from agentrl.trainer.best import Best
 from agentrl.trainer.checkpoint import recover, run_lock
-from agentrl.trainer.console import Console, open_console
+from agentrl.trainer.display import Display
 from agentrl.trainer.open import open_run
 from agentrl.trainer.parts import RunState
 from agentrl.trainer.profile import check_profile_steps
 from agentrl.trainer.resume import find_start, write_fork
-from agentrl.trainer.run import Run, open_tracker, validate
-from agentrl.trainer.tracking import Best, check_loggers
+from agentrl.trainer.run import Run, open_record, validate
+from agentrl.trainer.saving import Saver
 
 
 class Trainer:
@@ -48,6 +49,7 @@ class Trainer:
         plan: the run's rows and rewards, checked.
         folder: the run's folder.
         total_steps: the number of steps of the whole run.
+        state: the number of steps and rows until now, and the weight of the KL penalty.
     """
 
     def __init__(
@@ -55,7 +57,8 @@ class Trainer:
         config: Config,
         plan: Plan | None = None,
         placement: Placement | None = None,
-        console: Console | None = None,
+        observers: Sequence[Observer] | None = None,
+        display: Display | None = None,
     ):
         """Check everything that can be checked without loading a model.
 
@@ -63,19 +66,21 @@ class Trainer:
             config: the run's config.
             plan: the run's plan, if its rows were loaded already.
             placement: where the ranks and the servers run. None: the learner runs in this process.
-            console: shows the progress; the caller closes it. None: one for standard output.
+            observers: follow the run, in this order. None: those of `agentrl train`, which are the
+                console, trackers, learning curve, diagnoses and the user's callbacks.
+            display: shows what takes long; the caller closes it. None: lines on standard output.
 
         Raises:
             UserError: the config, the files or the rows have mistakes; the message lists all.
         """
         check_single_controller(config, placement)
-        check_loggers(config.trainer.logger)
         if config.model.path == "tiny":
             raise ConfigError(
                 "model.path=tiny is a preset of the command line. In Python:"
                 " `from agentrl.demo import tiny_config; Trainer(tiny_config(overrides=[...]))`"
             )
-        self.config, self.placement, self._console = config, placement, console
+        self.config, self.placement = config, placement
+        self._display, self._observers = display, observers
         self.plan = plan or make_plan(config)
         check_policy_learns(self.plan)
         _check_engine_is_apart(config)
@@ -85,22 +90,7 @@ class Trainer:
         self.folder = Path(config.trainer.output)
         Sampling(temperature=config.rollout.temperature).check_trainable()
         self.total_steps = self.plan.total_steps
-        self._state = RunState(KLController(config.algorithm))
-
-    @property
-    def global_step(self) -> int:
-        """The number of steps that are done."""
-        return self._state.step
-
-    @property
-    def position(self) -> int:
-        """The number of rows taken so far. It includes rows whose groups were filtered out."""
-        return self._state.position
-
-    @property
-    def kl(self) -> KLController:
-        """The weight of the KL penalty, which may change during the run."""
-        return self._state.kl
+        self.state = RunState(KLController(config.algorithm))
 
     def run(self) -> Mapping[str, float]:
         """Train to the end. Resume from a checkpoint if there is one.
@@ -111,49 +101,39 @@ class Trainer:
         Raises:
             AgentRLError: the run could not start or continue. The message says what was saved.
         """
-        config, state = self.config, self._state
+        config, state = self.config, self.state
         with ExitStack() as stack:
             spare = stack.enter_context(spare_files())
             stack.enter_context(run_lock(self.folder))
             recover(self.folder)
-            console = self._console or stack.enter_context(open_console())
-            with console.phase("look for a checkpoint"):
+            display, observers = self._display or Display(), self._observers
+            if observers is None:
+                display, observers = stack.enter_context(default_observers[0](config))
+            with display.phase("look for a checkpoint"):
                 start = find_start(config, self.plan.fingerprint, self.plan.total_steps)
             self.total_steps = start.total_steps
             check_profile_steps(config.trainer.profile_steps, self.total_steps)
             if not config.trainer.val_only:
                 write_fork(self.folder, start)
             parts = stack.enter_context(
-                open_run(config, self.plan, start, state, console, self.placement)
+                open_run(config, self.plan, start, state, display, self.placement)
             )
             best = Best(config.trainer.keep_best, config.trainer.patience, config.val.n)
-            callbacks = Callbacks(self.folder, self.total_steps)
+            notifier = Notifier(observers, self.folder, self.total_steps)
 
-            def call_on_end(_: object, error: BaseException | None, __: object) -> None:
+            def notify_end(_: object, error: BaseException | None, __: object) -> None:
                 if not parts.interrupt.is_urgent:
-                    callbacks.end(state.step, error)
+                    notifier.notify("on_end", state.step, error=error)
 
-            stack.push(call_on_end)
+            stack.push(notify_end)
             if config.trainer.val_only:
-                metrics = validate(parts, self.plan, state.step, best, console)
+                metrics = validate(parts, state.step, best)
                 parts.store.wait()
-                callbacks.validation(state.step, metrics)
+                notifier.notify("on_validation", state.step, metrics)
                 return metrics
-            tracker = open_tracker(parts, state, start, console)
-            stack.callback(tracker.close)
-            return Run(
-                plan=self.plan,
-                parts=parts,
-                state=state,
-                start=start,
-                console=console,
-                tracker=tracker,
-                diagnosis=LiveDiagnosis(self.folder, warn=console.warning, found=console.finding),
-                callbacks=callbacks,
-                best=best,
-                placement=self.placement,
-                spare=spare,
-            ).run()
+            record = stack.enter_context(closing(open_record(parts, state)))
+            saver = Saver(parts, state, best, notifier, spare)
+            return Run(parts, state, record, best, notifier, saver).run()
 
 
 def _check_engine_is_apart(config: Config) -> None:

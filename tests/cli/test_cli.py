@@ -22,8 +22,8 @@ from agentrl.cli.session import silence_training_warnings
 from agentrl.config import FIELDS
 from agentrl.config.load import flag_of
 from agentrl.config.sources import ALIASES
+from agentrl.observers.results import next_commands
 from agentrl.testing import byte_tokenizer
-from agentrl.trainer.console import next_commands
 from agentrl.trajectory import Scored
 
 ROW = {

@@ -243,9 +243,9 @@ ELSEWHERE = {
     "agent.env": "gateway/test_external.py::test_the_environment_of_an_agent_is_an_allow_list",
     "agent.extra_info": "gateway/test_external.py::test_an_agent_sees_only_the_named_keys",
     "agent.slots": "gateway/test_external.py::test_agents_wait_for_free_slots",
-    "trainer.project_name": "trainer/test_tracking.py::test_the_tracker_of_another_package",
-    "trainer.experiment_name": "trainer/test_tracking.py::test_the_tracker_of_another_package",
-    "trainer.tags": "trainer/test_tracking.py::test_the_tracker_of_another_package",
+    "trainer.project_name": "observers/test_tracking.py::test_the_tracker_of_another_package",
+    "trainer.experiment_name": "observers/test_tracking.py::test_the_tracker_of_another_package",
+    "trainer.tags": "observers/test_tracking.py::test_the_tracker_of_another_package",
     "tools.workers": "tools/test_workers.py::test_the_config_sets_the_number_of_workers",
     "trainer.max_restarts": "cli/test_restarts.py::test_a_killed_run_makes_every_step_once",
     "trainer.keep_best": "trainer/test_saving.py::test_the_best_is_kept_and_the_run_ends_early",
@@ -383,7 +383,7 @@ def base_traces():
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
     """Do not draw `curve.svg` in 200 runs: its numbers are those of `metrics.jsonl`."""
-    monkeypatch.setattr("agentrl.trainer.run.write_curve", lambda metrics, svg: None)
+    monkeypatch.setattr("agentrl.observers.curve.write_curve", lambda metrics, svg: None)
 
 
 @pytest.mark.slow

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from agentrl import load_run
+from agentrl.callbacks import Notifier
+from agentrl.record import read_metrics
 from agentrl.report import Finding, diagnose, diagnosis
-from agentrl.report.finding import findings_table
+from agentrl.report.finding import describe, findings_table
 from agentrl.report.live import LiveDiagnosis
 from agentrl.report.run import diagnoses
 
@@ -146,9 +149,28 @@ def fifth():
         yield
 
 
-def live(folder: Path, **options) -> tuple[LiveDiagnosis, list[str]]:
-    printed: list[str] = []
-    return LiveDiagnosis(folder, warn=printed.append, **options), printed
+class Watch:
+    """Follows a run with the diagnoses; `printed` has their warnings."""
+
+    def __init__(self, folder: Path, clock=time.perf_counter):
+        self.printed: list[str] = []
+        diagnosis = LiveDiagnosis(lambda finding: self.printed.append(describe(finding)), clock)
+        self.observers = Notifier([diagnosis], folder, 9)
+        record = read_metrics(folder / "metrics.jsonl")
+        self.last = record[-1][0] if record else -1
+        self.observers.notify("on_begin", 0, recorded=self.last)
+
+    def add(self, step, metrics):
+        self.last = step
+        self.observers.notify("on_step", step, metrics)
+
+    def finish(self):
+        self.observers.notify("on_end", self.last)
+
+
+def live(folder: Path, **options) -> tuple[Watch, list[str]]:
+    watch = Watch(folder, **options)
+    return watch, watch.printed
 
 
 def test_a_finding_is_printed_once(fifth, tmp_path):
@@ -193,10 +215,13 @@ def test_diagnoses_take_a_hundredth_of_the_time(tmp_path):
     assert 4 <= len(runs) <= 7  # the last one at the end
 
 
-def test_a_diagnosis_of_a_file_that_is_damaged_does_not_stop_the_run(fifth, tmp_path):
+def test_a_diagnosis_of_a_file_that_is_damaged_does_not_stop_the_run(fifth, tmp_path, caplog):
     (tmp_path / "trajectories").mkdir()
     (tmp_path / "trajectories" / "train-00000001.parquet").write_bytes(b"PAR1")
     watch, printed = live(tmp_path, clock=lambda: 0.0)
     watch.add(1, {})
     watch.finish()
-    assert "train-00000001.parquet" in printed[0]
+    assert not printed
+    (warning,) = caplog.messages
+    assert warning.startswith("the diagnosis of the run raised")
+    assert "train-00000001.parquet" in warning

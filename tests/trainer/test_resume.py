@@ -452,7 +452,7 @@ def test_a_fork_with_other_rows_begins_with_the_first(run, parent, tmp_path, cap
     run(tmp_path / "fresh", "rollout.n=3", rows="other")
     fresh = [(step + 2, *rest) for step, *rest in trained_rows(tmp_path / "fresh")]
     assert trained_rows(tmp_path / "fork") == fresh, "the rows of steps 1 and 2"
-    assert trainer.position == 4 and rates(tmp_path / "fork") == {3: 0.03, 4: 0.03}
+    assert trainer.state.position == 4 and rates(tmp_path / "fork") == {3: 0.03, 4: 0.03}
     keys = [line["key"] for line in lines(tmp_path / "fork/changes.jsonl")]
     assert keys == ["data.train", "optim.lr", "rollout.n", "rows", "trainer.total_steps"]
 
@@ -491,7 +491,7 @@ def test_a_refused_command_changes_no_file(run, parent, tmp_path):
 def test_a_fork_sets_a_new_weight_of_the_kl(run, tmp_path):
     kl = ["algorithm.kl_target=0.1", "algorithm.kl_horizon=100"]
     trainer = run(tmp_path / "a", *kl, "algorithm.kl_reward_coef=0.5")
-    adapted = trainer.kl.coef
+    adapted = trainer.state.kl.coef
     assert adapted != 0.5
     run_on = [*kl, f"trainer.resume={tmp_path / 'a'}", "trainer.total_steps=3", "optim.lr=0.03"]
     weights = []

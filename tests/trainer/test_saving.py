@@ -28,14 +28,16 @@ from agentrl.config import load_config
 from agentrl.engine.local import LocalEngine
 from agentrl.errors import ConfigError, EngineError, RunStopped
 from agentrl.learner.learner import Learner
+from agentrl.observers import curve as curve_module
 from agentrl.record import read_metrics
 from agentrl.store import TrajectoryStore
 from agentrl.trainer import Trainer
 from agentrl.trainer import checkpoint as checkpoint_module
 from agentrl.trainer import clock as clock_module
 from agentrl.trainer import run as run_module
+from agentrl.trainer import saving as saving_module
+from agentrl.trainer.best import Best
 from agentrl.trainer.checkpoint import find_steps
-from agentrl.trainer.tracking import Best
 
 ENV = """
 from agentrl import reward
@@ -77,7 +79,7 @@ def start(arguments):
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
     """Draw no pictures, which most of these tests do not look at."""
-    monkeypatch.setattr(run_module, "write_curve", lambda metrics, svg: None)
+    monkeypatch.setattr(curve_module, "write_curve", lambda metrics, svg: None)
 
 
 def timeless(output: Path) -> list[tuple[int, dict[str, float]]]:
@@ -109,7 +111,7 @@ def shards(output: Path) -> list[str]:
 
 def test_a_checkpoint_is_saved_at_each_validation(start, tmp_path, monkeypatch, capsys):
     """A large one is announced. Without checkpoints, the model is still the same."""
-    monkeypatch.setattr(run_module, "LARGE_CHECKPOINT", 10**5)
+    monkeypatch.setattr(saving_module, "LARGE_CHECKPOINT", 10**5)
     start(tmp_path / "auto", "trainer.keep=0")
     assert find_steps(tmp_path / "auto") == [2, 4]
     start(tmp_path / "end", "trainer.keep=0", "trainer.save_freq=0")
@@ -132,7 +134,7 @@ def test_a_checkpoint_is_saved_every_thirty_minutes(start, tmp_path, monkeypatch
     """Steps of 700 s: two of them fit into 30 minutes, the third does not."""
     now, real = [0.0], Learner.update
     clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0])
-    monkeypatch.setattr(run_module, "time", clock)
+    monkeypatch.setattr(saving_module, "time", clock)
     monkeypatch.setattr(clock_module, "time", clock)
 
     def update(self, *args, **kwargs):
@@ -300,7 +302,7 @@ def test_trajectories_are_written_during_the_update_and_before_the_checkpoint(
     """A file is written only when the update of its step has begun; a checkpoint waits for it."""
     updating = {step: threading.Event() for step in range(1, 5)}
     real_write, real_update = TrajectoryStore.write, Learner.update
-    real_save, saved = run_module.save_checkpoint, []
+    real_save, saved = saving_module.save_checkpoint, []
 
     def write(self, step, groups, split="train"):
         if split == "train":
@@ -318,7 +320,7 @@ def test_trajectories_are_written_during_the_update_and_before_the_checkpoint(
 
     monkeypatch.setattr(TrajectoryStore, "write", write)
     monkeypatch.setattr(Learner, "update", update)
-    monkeypatch.setattr(run_module, "save_checkpoint", save)
+    monkeypatch.setattr(saving_module, "save_checkpoint", save)
     start(tmp_path, "trainer.save_freq=2", "trainer.test_freq=0")
     assert saved == [["train-1", "train-2"], [f"train-{step}" for step in range(1, 5)]]
 
@@ -382,7 +384,7 @@ def test_the_first_cause_is_not_hidden(start, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LocalEngine, "generate", generate)
-    monkeypatch.setattr(run_module, "save_checkpoint", save)
+    monkeypatch.setattr(saving_module, "save_checkpoint", save)
     fill_disk_at(monkeypatch, "train-2", down.wait)
     with pytest.raises(RunStopped) as error:
         start(tmp_path, "trainer.save_freq=0", "trainer.test_freq=0")
@@ -394,13 +396,14 @@ def test_the_first_cause_is_not_hidden(start, tmp_path, monkeypatch):
     assert rest[-1] == "nothing was saved; the same command starts from the beginning"
 
 
-def test_a_picture_that_cannot_be_written_is_a_warning(start, tmp_path, monkeypatch, capsys):
+def test_a_picture_that_cannot_be_written_is_a_warning(start, tmp_path, monkeypatch, caplog):
     def write_curve(metrics, svg):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(run_module, "write_curve", write_curve)
+    monkeypatch.setattr(curve_module, "write_curve", write_curve)
     start(tmp_path, "trainer.total_steps=1")
-    assert "curve.svg: [Errno 28] No space left on device" in capsys.readouterr().err
+    (warning,) = [r.getMessage() for r in caplog.records if "curve.svg" in r.getMessage()]
+    assert "curve.svg raised OSError: [Errno 28] No space left on device" in warning
 
 
 # --- a real disk, real kills, a long run ---------------------------------------------------------
@@ -441,7 +444,7 @@ def test_a_run_on_a_disk_that_is_too_small(arguments, start, tmp_path, room):
         return
     assert saved and "saved after step" in done.stderr
     trainer = start(kept, *keys)
-    assert trainer.global_step == 60
+    assert trainer.state.step == 60
     metrics, _, weights = record(kept)
     expected, _, expected_weights = record(straight)
     assert (metrics, weights) == (expected, expected_weights)
@@ -479,8 +482,8 @@ def test_a_long_run_grows_by_nothing(start, tmp_path, monkeypatch):
     seen = {}
     real = run_module.Run._complete
 
-    def complete(self, metrics):
-        real(self, metrics)
+    def complete(self, *args):
+        real(self, *args)
         if self.state.step % 100 == 0:
             pages = int(Path("/proc/self/statm").read_text().split()[1])  # resident
             megabytes = pages * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -11,7 +11,7 @@ from agentrl.config import load_config
 from agentrl.engine.local import LocalEngine
 from agentrl.learner.learner import Learner
 from agentrl.learner.mismatch import MismatchGuard
-from agentrl.record import read_metrics
+from agentrl.record import Record, read_metrics
 from agentrl.store import TrajectoryWriter
 from agentrl.trainer import Trainer
 from agentrl.trainer import run as run_module
@@ -19,7 +19,6 @@ from agentrl.trainer import step as step_module
 from agentrl.trainer.checkpoint import find_steps
 from agentrl.trainer.publisher import Publisher
 from agentrl.trainer.stream import RolloutStream
-from agentrl.trainer.tracking import Tracker
 
 ENV = """
 from agentrl import reward
@@ -41,7 +40,7 @@ FAULTS = {
     "the KL penalty after the update": (step_module, "rollout_kl", None),
     "what the update used": (TrajectoryWriter, "write_learned", 3),
     "publish": (Publisher, "publish", 3),
-    "record": (Tracker, "log", 3),
+    "record": (Record, "write", 3),
 }
 """The functions of the third step that raise, and the step whose checkpoint is written then. None:
 the state is that of no step, so nothing is saved."""

@@ -137,7 +137,7 @@ def test_with_every_group_dead_nothing_is_learned(start, tmp_path, random_model)
         tmp_path, *FILTER, "reward.kwargs={letters: ''}", "trainer.total_steps=2",
         "optim.weight_decay=0.5",
     )  # fmt: skip
-    assert trainer.position == 2 * 3 * 3
+    assert trainer.state.position == 2 * 3 * 3
     assert series(tmp_path, "training/filter_groups/live") == [0, 0]
     assert series(tmp_path, "training/filter_groups/dead") == [9, 9]
     assert series(tmp_path, "training/filter_groups/evicted_samples") == [14, 14]

@@ -21,11 +21,11 @@ from agentrl.cli import main
 from agentrl.config import load_config
 from agentrl.errors import UserError
 from agentrl.learner.algorithms import make_targets
+from agentrl.replay.replay import Replayer, replay
+from agentrl.replay.what_if import ADVANTAGE_KEYS, LOSS_KEYS, what_if
 from agentrl.report.rescore import change_config, changes_outcome, open_rescoring
 from agentrl.report.run import Run
 from agentrl.trainer import Trainer
-from agentrl.trainer.replay import Replayer, replay
-from agentrl.trainer.what_if import ADVANTAGE_KEYS, LOSS_KEYS, what_if
 from agentrl.trajectory import Scored
 
 ENV = """

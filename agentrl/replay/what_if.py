@@ -20,9 +20,9 @@ from agentrl.learner.algorithms import KLController, dead_groups, estimate, make
 from agentrl.learner.batch import Batch, Targets, collate
 from agentrl.learner.learner import Learner
 from agentrl.plural import format_steps
+from agentrl.replay.replay import Replay, Replayer, load_names
 from agentrl.report.rescore import REWARD_KEYS, Rescoring, recompute
 from agentrl.report.run import StepGroups
-from agentrl.trainer.replay import Replay, Replayer, load_names
 from agentrl.trainer.step import compute_targets
 from agentrl.trajectory import Group
 

@@ -15,32 +15,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Self, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console as Terminal
-from rich.console import ConsoleOptions, ConsoleRenderable, Group, RenderResult
+from rich.console import ConsoleRenderable, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.segment import ControlType, Segment
-from rich.style import Style
+from rich.segment import ControlType, Segment, SegmentLines, Segments
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.callbacks import Event
+from agentrl.observers.console import Console, Metrics, format_cells, format_scores
+from agentrl.observers.curve import TRAINING
 from agentrl.plural import plural
 from agentrl.terminal import printable
-from agentrl.trainer.console import (
-    PHASE_SECONDS,
-    Activity,
-    Console,
-    Metrics,
-    format_cells,
-    format_scores,
-)
-from agentrl.trainer.curve import TRAINING
+from agentrl.trainer.display import PHASE_SECONDS, Activity
 
 if TYPE_CHECKING:
     from agentrl.rollout import Progress
@@ -82,17 +74,7 @@ DOING = {
     "publish": "sending the weights",
 }
 """The names that the line `now` shows for the parts of a step."""
-BOLD, CYAN, STRONG = Style(bold=True), Style(color="cyan"), Style(bold=True, color="green")
 STYLES = ("green", "yellow", "blue", "magenta", "cyan", "red", "bright_black")
-
-
-@dataclass(slots=True)
-class _Phase:
-    """A phase that runs."""
-
-    name: str
-    start: float
-    progress: Callable[[], Progress | None] | None
 
 
 class LiveConsole(Console):
@@ -114,10 +96,9 @@ class LiveConsole(Console):
         self._last = self._total = 0
         self._start = time.monotonic()
         self._activity: Callable[[], Activity] | None = None
-        self._phases: list[_Phase] = []
-        self._tables: tuple[object, list[list[Segment]]] = (None, [])
-        """The inputs of the tables that were drawn last, and their lines."""
-        self._drawn = self._terminal.size, _Lines([])
+        self._phases: list[tuple[str, float, Callable[[], Progress | None] | None]] = []
+        """The phases that run: name, `time.monotonic()` of the start, and progress."""
+        self._drawn = self._terminal.size, SegmentLines([])
         """The display as it was drawn last, and the size of the terminal then."""
         self._live = _Display(self)
 
@@ -125,18 +106,20 @@ class LiveConsole(Console):
 
     # Each list is replaced, not changed, because the thread of the display may read the old one.
 
-    def begin(self, folder: Path, step: int, total: int, activity: Callable[[], Activity]) -> None:
-        self._last, self._total = step, total
+    def follow(self, activity: Callable[[], Activity]) -> None:
         self._start, self._activity = time.monotonic(), activity
 
-    def step(self, step: int, total: int, metrics: Metrics) -> None:
-        self._steps = [*self._steps, (step, metrics, time.monotonic())][-MAX_STEPS:]
-        if TRAINING in metrics:
-            self._rewards = [*self._rewards, metrics[TRAINING]][-MAX_REWARDS:]
-        self._last, self._total = step, total
+    def on_begin(self, event: Event) -> None:
+        self._last, self._total = event.step, event.total_steps
 
-    def validation(self, step: int, metrics: Metrics) -> None:
-        shown = [*self._validations, (step, metrics)]
+    def on_step(self, event: Event) -> None:
+        self._steps = [*self._steps, (event.step, event.metrics, time.monotonic())][-MAX_STEPS:]
+        if TRAINING in event.metrics:
+            self._rewards = [*self._rewards, event.metrics[TRAINING]][-MAX_REWARDS:]
+        self._last, self._total = event.step, event.total_steps
+
+    def on_validation(self, event: Event) -> None:
+        shown = [*self._validations, (event.step, event.metrics)]
         self._validations = shown[:1] + shown[1:][-MAX_VALIDATIONS:]
 
     def note(self, text: str) -> None:
@@ -146,7 +129,7 @@ class LiveConsole(Console):
     def phase(
         self, name: str, progress: Callable[[], Progress | None] | None = None
     ) -> Iterator[None]:
-        phase = _Phase(name, time.monotonic(), progress)
+        phase = name, time.monotonic(), progress
         self._phases = [*self._phases, phase]
         try:
             yield
@@ -158,13 +141,13 @@ class LiveConsole(Console):
         self._activity, self._phases = None, []
         self._live.stop()
 
-    def __enter__(self) -> LiveConsole:
+    def __enter__(self) -> Self:
         self._live.start()
         return self
 
     # -- the thread of the display ----------------------------------------------------------------
 
-    def render(self) -> _Lines:
+    def render(self) -> SegmentLines:
         """Return the display.
 
         It has at most `MAX_WIDTH` columns and half the lines of the terminal. So it still fits the
@@ -173,41 +156,36 @@ class LiveConsole(Console):
         """
         width, height = self._terminal.size
         width, height = min(width, MAX_WIDTH), max(height // 2, min(height - 1, MIN_LINES))
-        lines = self._summary(width, time.monotonic())
-        tables = self._draw_tables(width, height - 1 - len(lines))
-        lines = [*tables, *(self._terminal.render_lines(line, pad=False)[0] for line in lines)]
-        drawn = _Lines([[], *lines][:height] if lines else [])
-        self._drawn = self._terminal.size, drawn
-        return drawn
+        summary = self._summary(width, time.monotonic())
+        lines = [*self._tables(width, height - 1 - len(summary)), *summary]
+        drawn = self._terminal.render_lines(Group("", *lines), pad=False) if lines else []
+        self._drawn = self._terminal.size, SegmentLines(drawn[:height], new_lines=True)
+        return self._drawn[1]
 
-    def latest(self) -> _Lines:
+    def latest(self) -> SegmentLines:
         """Return the display as it was drawn last, unless the terminal has another size now."""
         size, drawn = self._drawn
         return drawn if size == self._terminal.size else self.render()
 
-    def _draw_tables(self, width: int, height: int) -> list[list[Segment]]:
-        """Return the lines of the tables, at most `height`. They change once per step only."""
-        key = width, height, self._steps, self._validations
-        if self._tables[0] == key:
-            return self._tables[1]
+    def _tables(self, width: int, height: int) -> list[Text]:
+        """Return the lines of the tables, at most `height`."""
         steps = [(step, format_cells(metrics)) for step, metrics, _ in self._steps]
         validations = [(step, format_scores(metrics)) for step, metrics in self._validations]
-        gap = [[]] * (height >= SPACIOUS)  # a blank line behind each table
+        gap = [Text()] * (height >= SPACIOUS)  # a blank line behind each table
         header = 1 + len(gap)
         rows = height - header * bool(steps)
         number = max(0, min(len(validations), max(1, rows // 3), rows - header - 1))
-        lines: list[list[Segment]] = []
-        if validations and number:
+        lines: list[Text] = []
+        if number:
             rows -= header + number
         if steps and rows > 0:
-            table = _table("step", steps[-rows:], width)
-            lines += [*table, *gap]
-        if validations and number:
+            lines += [*_table("step", steps[-rows:], width), *gap]
+        if number:
             # The first validation stays visible, to compare with.
-            shown = [*validations[:1], *validations[1:][-(number - 1) :]] if number > 1 else []
-            table = _table("validation", shown or validations[-1:], width)
-            lines += [*table, *gap]
-        self._tables = key, lines
+            shown = validations[-number:]
+            if number > 1:
+                shown[0] = validations[0]
+            lines += [*_table("validation", shown, width), *gap]
         return lines
 
     def _summary(self, width: int, now: float) -> list[ConsoleRenderable]:
@@ -217,10 +195,9 @@ class LiveConsole(Console):
             lines.append(_line("reward", [self._sparkline(width)], width))
         if self._steps:
             lines.append(_line("time", _shares([metrics for _, metrics, _ in self._steps]), width))
-        phases = [phase for phase in self._phases if now - phase.start >= PHASE_SECONDS]
-        for phase in phases:
-            progress = phase.progress() if phase.progress else None
-            lines += _doing(phase.name, now - phase.start, progress, width)
+        phases = [phase for phase in self._phases if now - phase[1] >= PHASE_SECONDS]
+        for name, start, progress in phases:
+            lines += _doing(name, now - start, progress and progress(), width)
         if not phases and self._activity is not None:
             activity = self._activity()
             part = DOING.get(activity.part, activity.part)
@@ -247,15 +224,13 @@ class LiveConsole(Console):
             left = spent / len(self._steps) * (self._total - self._last) - (now - last[2])
             elapsed += f", about {format_duration(max(0.0, left))} left"
         text = f"{self._last}/{self._total}  {elapsed}"
-        line = Table.grid(padding=(0, 1))
-        bar = min(40, width - len(text) - 2)
-        if bar < 5:
+        columns = min(40, width - len(text) - 2)
+        if columns < 5:
             return Text(text[:width])
-        style = "green"
-        line.add_row(
-            ProgressBar(self._total, self._last, bar, complete_style=style, finished_style=style),
-            text,
-        )
+        bar = ProgressBar(self._total, self._last, columns, complete_style="green")
+        bar.finished_style = "green"
+        line = Table.grid(padding=(0, 1))
+        line.add_row(bar, text)
         return line
 
 
@@ -284,46 +259,36 @@ class _Display(Live):
             printed = self.console.render_lines(Group(*renderables), pad=False)
             printed = [line for line in printed if any(not segment.control for segment in line)]
             display = self._source.latest().lines
-            if self.is_started:
-                return [_Redraw(printed, display)]
-            return [_Redraw([*printed, *display], [])]  # the last state stays
+            if not self.is_started:  # the last state stays
+                printed, display = [*printed, *display], []
+            return [Segments(_redraw(printed, display))]
 
 
-class _Redraw:
-    """Writes lines that stay, and a display on the last lines of the terminal.
+def _redraw(
+    printed: Sequence[list[Segment]], display: Sequence[list[Segment]]
+) -> Iterator[Segment]:
+    """Write lines that stay, and a display on the last lines of the terminal.
 
-    Lines do not end in spaces, because a terminal that becomes narrower would break a line of
-    spaces into several. Lines are erased one by one, because tmux keeps a screen that is erased as
-    a whole in its history.
+    Lines are erased one by one, because tmux keeps a screen that is erased as a whole in its
+    history.
+
+    Args:
+        printed: the lines that stay.
+        display: the lines of the display; none: the old display is erased.
     """
-
-    def __init__(self, printed: Sequence[list[Segment]], display: Sequence[list[Segment]]):
-        """Create the output.
-
-        Args:
-            printed: the lines that stay.
-            display: the lines of the display; none: the old display is erased.
-        """
-        self._printed, self._display = printed, display
-
-    def __rich_console__(self, console: Terminal, options: ConsoleOptions) -> RenderResult:
-        for line in self._printed:
-            yield _control(f"\r{ERASE_LINE}")
-            yield from _without_spaces_at_end(line)
-            yield Segment.line()
-        if not self._display:
-            yield _control(f"\r{ERASE_BELOW}")
-            return
-        rest = len(self._display) - 1
-        up = f"\x1b[{rest}A" * bool(rest)
-        # Line feeds make room for the display. Then the cursor returns to its line.
-        yield _control("\r" + f"{ERASE_LINE}\n" * rest + ERASE_BELOW + up + SAVE_CURSOR)
-        yield _control(f"{TO_LAST_LINE}{up}")
-        for i, line in enumerate(self._display):
-            yield from _without_spaces_at_end(line)
-            if i < rest:
-                yield Segment.line()
-        yield _control(RESTORE_CURSOR)
+    for line in printed:
+        yield from [_control(f"\r{ERASE_LINE}"), *line, Segment.line()]
+    if not display:
+        yield _control(f"\r{ERASE_BELOW}")
+        return
+    rest = len(display) - 1
+    up = f"\x1b[{rest}A" * bool(rest)
+    # Line feeds make room for the display. Then the cursor returns to its line.
+    yield _control("\r" + f"{ERASE_LINE}\n" * rest + ERASE_BELOW + up + SAVE_CURSOR)
+    yield _control(f"{TO_LAST_LINE}{up}")
+    for i, line in enumerate(display):
+        yield from [*line, *[Segment.line()] * (i < rest)]
+    yield _control(RESTORE_CURSOR)
 
 
 ERASE_LINE, ERASE_BELOW = "\x1b[2K", "\x1b[J"
@@ -335,58 +300,26 @@ def _control(codes: str) -> Segment:
     return Segment(codes, None, [(ControlType.CARRIAGE_RETURN,)])
 
 
-def _without_spaces_at_end(line: Sequence[Segment]) -> Iterator[Segment]:
-    end = len(line)
-    while end and not line[end - 1].text.strip():
-        end -= 1
-    yield from line[: max(0, end - 1)]
-    if end:
-        yield Segment(line[end - 1].text.rstrip(), line[end - 1].style)
-
-
-class _Lines:
-    """Lines that were rendered already."""
-
-    def __init__(self, lines: Sequence[list[Segment]]):
-        self.lines = lines
-
-    def __rich_console__(self, console: Terminal, options: ConsoleOptions) -> RenderResult:
-        for i, line in enumerate(self.lines):
-            if i:
-                yield Segment.line()
-            yield from line
-
-
-def _table(
-    first: str, rows: Sequence[tuple[int, Mapping[str, str]]], width: int
-) -> list[list[Segment]]:
+def _table(first: str, rows: Sequence[tuple[int, Mapping[str, str]]], width: int) -> list[Text]:
     """Return the lines of a table of at most `width` columns.
 
     The last columns that do not fit are dropped, but never the first two. (A `rich.table.Table`
-    would take 10 ms for each step.)
+    would cut their digits, and take 10 ms for each step.)
     """
     names = list(dict.fromkeys(name for _, cells in rows for name in cells))
-    widths = [
-        max(map(cell_len, [name, *(cells.get(name, "-") for _, cells in rows)])) for name in names
-    ]
-    steps = max(len(first), *(len(str(step)) for step, _ in rows))
-    ends = accumulate(3 + width for width in widths)
-    fitting = sum(steps + end <= width for end in ends)
-    columns = list(zip(names, widths, strict=True))[: max(1, fitting)]
-    header = f"{first:>{steps}}" + "".join(f"   {_right(name, w)}" for name, w in columns)
-    lines = [[Segment(header, BOLD)]]
-    for step, cells in rows:
-        line = [Segment(f"{step:>{steps}}", CYAN)]
-        for name, w in columns:
-            style = STRONG if name in ("reward", "all") else None
-            line.append(Segment(f"   {_right(cells.get(name, '-'), w)}", style))
+    table = [[first, *names]]
+    table += [[str(step), *(cells.get(name, "-") for name in names)] for step, cells in rows]
+    widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
+    fitting = sum(end <= width for end in accumulate(widths, lambda end, w: end + 3 + w))
+    lines = []
+    for i, row in enumerate(table):
+        line = Text(style="" if i else "bold", no_wrap=True, overflow="crop")
+        for name, text, w in list(zip(table[0], row, widths, strict=True))[: max(2, fitting)]:
+            style = {first: "cyan", "reward": "bold green", "all": "bold green"}.get(name, "")
+            line.append("   " * bool(line))
+            line.append(" " * (w - cell_len(text)) + text, style * bool(i))
         lines.append(line)
     return lines
-
-
-def _right(text: str, width: int) -> str:
-    """Return a text with spaces before it, `width` columns wide."""
-    return " " * (width - cell_len(text)) + text
 
 
 def _shares(steps: Sequence[Metrics]) -> list[Text]:

@@ -19,7 +19,6 @@ import termios
 import time
 import weakref
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,14 +27,17 @@ import pytest
 from pyte.screens import StaticDefaultDict
 from support.forked_python import run_agentrl
 
+from agentrl.callbacks import Event
 from agentrl.config import Config
+from agentrl.observers.console import Console
+from agentrl.observers.json_log import JsonConsole
+from agentrl.observers.live import LiveConsole
+from agentrl.observers.results import Results
 from agentrl.record import METRICS
 from agentrl.report.finding import Finding
 from agentrl.rollout import Progress
-from agentrl.trainer import console as console_module
-from agentrl.trainer.console import Activity, Console
-from agentrl.trainer.json_log import JsonConsole
-from agentrl.trainer.live import LiveConsole
+from agentrl.trainer import display as display_module
+from agentrl.trainer.display import Activity
 
 STEP = {
     "critic/score/mean": 0.53125,
@@ -59,11 +61,20 @@ VALIDATION = {
 }
 
 
+def event(step, metrics=None, total=120, folder=Path("runs/a")):
+    return Event(step, total, metrics or {}, folder)
+
+
+def begin(console, step, total, activity):
+    console.follow(activity)
+    console.on_begin(event(step, total=total))
+
+
 def test_plain_lines_without_a_terminal():
     out = io.StringIO()
     with Console(out) as console:
-        console.validation(0, VALIDATION)
-        console.step(7, 120, STEP)
+        console.on_validation(event(0, VALIDATION))
+        console.on_step(event(7, STEP))
         console.note("a [bold]note[/bold]")
     assert out.getvalue().splitlines() == [
         "validation at step 0:  all 0.500  react 0.400 (98% call)  single_turn 0.600  greedy 0.700",
@@ -76,11 +87,11 @@ def test_a_live_table(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     out = io.StringIO()
     with LiveConsole(out) as console:
-        console.begin(Path("runs/a"), 0, 120, lambda: Activity("gen", 1.0, None))
+        begin(console, 0, 120, lambda: Activity("gen", 1.0, None))
         console.note("before")
-        console.validation(0, VALIDATION)
+        console.on_validation(event(0, VALIDATION))
         for step in range(1, 31):
-            console.step(step, 120, STEP)
+            console.on_step(event(step, STEP))
         console.note("a [bold]note[/bold]")
     console.close()
     shown = out.getvalue()
@@ -105,8 +116,8 @@ def test_a_narrow_table_drops_columns_and_no_digits(monkeypatch, width, columns)
     monkeypatch.setenv("COLUMNS", width)
     out = io.StringIO()
     with LiveConsole(out) as console:
-        console.validation(0, VALIDATION)
-        console.step(7, 120, STEP | {"actor/ppo_kl": 0.0012})
+        console.on_validation(event(0, VALIDATION))
+        console.on_step(event(7, STEP | {"actor/ppo_kl": 0.0012}))
     lines = out.getvalue().splitlines()
     start = max(i for i, line in enumerate(lines) if "reward" in line)
     assert lines[start].split() == columns
@@ -122,13 +133,10 @@ def test_the_console_keeps_only_the_metrics_that_it_shows():
 
     console, kept = LiveConsole(io.StringIO()), []
     for step in range(100):
-        for show, data in (
-            (partial(console.step, total=100), STEP),
-            (console.validation, VALIDATION),
-        ):
+        for show, data in ((console.on_step, STEP), (console.on_validation, VALIDATION)):
             metrics = Metrics(data)
             kept.append(weakref.ref(metrics))
-            show(step, metrics=metrics)
+            show(event(step, metrics))
     del metrics
     gc.collect()
     assert 8 <= sum(ref() is not None for ref in kept) <= 30
@@ -137,12 +145,13 @@ def test_the_console_keeps_only_the_metrics_that_it_shows():
 def test_the_end_prints_the_result_and_the_next_commands(tmp_path):
     folder = tmp_path / "runs" / "my demo"
     folder.mkdir(parents=True)
-    (folder / METRICS).write_text("")
+    history = [(0, VALIDATION), (1, STEP), (2, STEP | VALIDATION | {"val/reward/mean@2": 0.9})]
+    lines = [json.dumps({"step": step, "data": data}) for step, data in history]
+    (folder / METRICS).write_text("".join(f"{line}\n" for line in lines))
     (folder / "global_step_00000010").mkdir()
     config = Config.model_validate({"files": ["tools.py"], "data": {"val": "val.parquet"}})
-    history = [(0, VALIDATION), (1, STEP), (2, STEP | VALIDATION | {"val/reward/mean@2": 0.9})]
     out = io.StringIO()
-    Console(out).finish(folder, history, config)
+    Results(config, Console(out)).on_end(event(2, folder=folder))
     text = out.getvalue()
     assert "all          0.500 -> 0.900" in text
     assert f"{folder / 'global_step_00000010'}" in text
@@ -153,7 +162,7 @@ def test_the_end_prints_the_result_and_the_next_commands(tmp_path):
 
 
 def test_a_phase_that_takes_long_has_two_lines(monkeypatch):
-    monkeypatch.setattr(console_module, "PHASE_SECONDS", 0.1)
+    monkeypatch.setattr(display_module, "PHASE_SECONDS", 0.1)
     out = io.StringIO()
     with Console(out) as console:
         with console.phase("short"):
@@ -181,7 +190,7 @@ def test_the_display_says_what_runs_and_where_the_time_goes(monkeypatch):
     monkeypatch.setenv("LINES", "60")
     console = LiveConsole(io.StringIO())
     assert shown(console) == []
-    console.begin(Path("runs/a"), 0, 20, lambda: Activity("gen", 12.0, PROGRESS))
+    begin(console, 0, 20, lambda: Activity("gen", 12.0, PROGRESS))
     times = {
         "timing_s/step": 8.0,
         "timing_s/gen": 6.0,
@@ -193,7 +202,7 @@ def test_the_display_says_what_runs_and_where_the_time_goes(monkeypatch):
         "timing_s/testing": 2.0,
     }
     for step, reward in enumerate((0.0, 0.5, 1.0, 0.25), 1):
-        console.step(step, 20, {"critic/score/mean": reward} | times)
+        console.on_step(event(step, {"critic/score/mean": reward} | times, total=20))
     lines = shown(console)
     assert lines[-5].split("  ", 1)[1].strip() == "▁▅█▃  0.000 to 0.250 in 4 steps"
     assert lines[-4].split("  ", 1)[1].split("■ ")[1:] == [
@@ -208,11 +217,11 @@ def test_the_display_says_what_runs_and_where_the_time_goes(monkeypatch):
 
 
 def test_a_phase_is_shown_with_its_progress(monkeypatch):
-    from agentrl.trainer import live
+    from agentrl.observers import live
 
     monkeypatch.setattr(live, "PHASE_SECONDS", 0.0)
     console = LiveConsole(io.StringIO())
-    console.begin(Path("runs/a"), 3, 20, lambda: Activity("gen", 12.0, None))
+    begin(console, 3, 20, lambda: Activity("gen", 12.0, None))
     with console.phase("validation", lambda: Progress(5, 8)):
         assert shown(console)[1] == "now      validation  5/8 ended  3 in flight  0:00"
     assert shown(console)[1] == "now      step 4, episodes  0:12"
@@ -224,10 +233,10 @@ def test_the_display_fits_the_terminal(monkeypatch, width, height):
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("LINES", str(height))
     console = LiveConsole(io.StringIO())
-    console.begin(Path("runs/a"), 0, 120, lambda: Activity("gen", 12.0, PROGRESS))
+    begin(console, 0, 120, lambda: Activity("gen", 12.0, PROGRESS))
     for step in range(1, 40):
-        console.step(step, 120, STEP)
-        console.validation(step, VALIDATION)
+        console.on_step(event(step, STEP))
+        console.on_validation(event(step, VALIDATION))
     lines = shown(console)
     assert max(map(len, lines)) <= max(width, 25)
     assert len(lines) <= max(8, height // 2)
@@ -241,9 +250,10 @@ def test_the_display_fits_the_terminal(monkeypatch, width, height):
 DISPLAY = """
 import sys, time
 from pathlib import Path
-from agentrl.report.finding import Finding
+from agentrl.callbacks import Event
+from agentrl.observers import open_console
 from agentrl.rollout import Progress
-from agentrl.trainer.console import Activity, open_console
+from agentrl.trainer.display import Activity
 
 METRICS = {"tool_call_counts/mean": 1.25, "num_turns/mean": 2.5, "response_length/mean": 1234,
     "actor/ppo_kl": 0.0012, "actor/grad_norm": 0.7, "perf/throughput": 51234, "timing_s/step": 0.1,
@@ -253,11 +263,13 @@ SCORES = {"val/reward/mean@1": 0.5, "val/react/reward/mean@1": 0.5, "val/react/t
 progress = Progress(37, 64, "gsm8k-17", 3, "tools http://127.0.0.1:8000", 14.2)
 with open_console() as console:
     console.note("note 0: the first one")
-    console.begin(Path("runs/a"), 0, 1000, lambda: Activity("gen", 12.0, progress))
+    console.follow(lambda: Activity("gen", 12.0, progress))
+    console.on_begin(Event(0, 1000, {}, Path("runs/a")))
     for step in range(1, 1001):
-        console.step(step, 1000, {"critic/score/mean": step / 1000} | METRICS)
+        metrics = {"critic/score/mean": step / 1000} | METRICS
+        console.on_step(Event(step, 1000, metrics, Path("runs/a")))
         if step % 10 == 0:
-            console.validation(step, SCORES)
+            console.on_validation(Event(step, 1000, SCORES, Path("runs/a")))
             console.note(f"note {step}: {'long ' * 20}")
         if step == 15:
             print("printed by a tool")
@@ -463,7 +475,7 @@ def test_findings_and_warnings_as_json():
     out = io.StringIO()
     finding = Finding(3, "no rollout calls a tool", {"calls": 0.0}, name="no_tools")
     with pytest.raises(KeyboardInterrupt), JsonConsole(out) as console:
-        console.step(3, 9, {"a": float("nan"), "b": np.float32(0.5)})
+        console.on_step(event(3, {"a": float("nan"), "b": np.float32(0.5)}, total=9))
         console.finding(finding)
         logging.getLogger("agentrl.rewards").warning("a %s", "warning")
         console.warning("note: doubtful")

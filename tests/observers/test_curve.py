@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from agentrl.trainer.curve import (
+from agentrl.observers.curve import (
     MAX_POINTS,
     _smooth,
     _thin,

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from agentrl import callback, registry
+from agentrl.callbacks import Observer
 from agentrl.config import load_config
 from agentrl.errors import RegistryError, RunStopped
 from agentrl.record import METRICS, read_metrics
@@ -58,7 +59,7 @@ def run(tmp_path, random_model):
     rows = [{"prompt": f"Say {i}.", "ground_truth": "1"} for i in range(4)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
-    def run(stop: bool):
+    def run(stop: bool, **options):
         file = tmp_path / f"mine_{stop}.py"
         file.write_text(f"STOP = {stop}\n{FILE}")
         overrides = [
@@ -73,7 +74,7 @@ def run(tmp_path, random_model):
             "trainer.output": str(tmp_path / "run"),
             "files": [str(file)],
         }
-        Trainer(load_config(None, overrides, flags)).run()
+        Trainer(load_config(None, overrides, flags), **options).run()
 
     return run
 
@@ -116,6 +117,40 @@ def test_a_callback_stops_the_run_after_its_checkpoint_and_it_resumes(run, tmp_p
     assert [(e["name"], e["step"]) for e in seen] == [
         ("on_step", 2), ("on_validation", 2), ("on_checkpoint", 2), ("on_end", 2)
     ]  # fmt: skip
+
+
+class Mine(Observer):
+    """Notes the calls, and fails at each step."""
+
+    name = "mine"
+
+    def __init__(self):
+        self.seen: list[tuple] = []
+
+    def on_begin(self, event):
+        self.seen.append(("on_begin", event.step, event.recorded, event.is_rewound))
+
+    def on_step(self, event):
+        self.seen.append(("on_step", event.step, len(event.episodes)))
+        raise ValueError("no server")
+
+    def on_end(self, event):
+        self.seen.append(("on_end", event.step, event.error))
+
+
+def test_a_caller_chooses_the_observers(run, tmp_path, capsys, caplog):
+    mine = Mine()
+    run(stop=False, observers=[mine])
+    assert mine.seen == [
+        ("on_begin", 0, -1, False), ("on_step", 1, 2), ("on_step", 2, 2), ("on_end", 2, None),
+    ]  # fmt: skip
+    (warning,) = [message for message in caplog.messages if "no server" in message]
+    assert warning.startswith("mine raised ValueError: no server")
+    assert "later errors of it are not printed" in warning
+    # Neither the console nor the curve nor the callbacks of the user's file follow the run.
+    assert "step 1/2" not in (printed := capsys.readouterr().out) and "4 rows" in printed
+    assert not {"curve.svg", "events.jsonl"} & {f.name for f in (tmp_path / "run").iterdir()}
+    assert len(read_metrics(tmp_path / "run" / METRICS)) == 3
 
 
 def test_wrong_callbacks_are_refused_where_they_are_defined():

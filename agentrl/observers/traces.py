@@ -7,14 +7,10 @@ generated turn and each tool call.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from agentrl.trajectory import Message, Scored, Span, Trajectory
-
-MAX_TRACES = 8
-"""The largest number of episodes of a step that trackers get: those of its first group."""
+from agentrl.trajectory import Message, Span, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +53,6 @@ def as_message(message: Message) -> dict[str, Any]:
     return fields
 
 
-def summary(scored: Scored) -> dict[str, Any]:
-    """Return the ids of an episode, its reward and its stop reason."""
-    trajectory = scored.trajectory
-    return {
-        "episode_id": trajectory.episode_id,
-        "sample_id": trajectory.sample.id,
-        "rollout": trajectory.rollout,
-        "agent_name": trajectory.sample.agent_name,
-        "reward": float(scored.reward),
-        "stop_reason": trajectory.stop_reason,
-    }
-
-
 def operations(trajectory: Trajectory) -> list[Operation]:
     """Return the operations of an episode, in the order of its turns.
 
@@ -105,15 +88,3 @@ def _take(spans: list[Span], begin: float, start: float, seconds: float) -> tupl
         return start, start + seconds
     span = spans.pop(0)
     return begin + span.start, begin + span.end
-
-
-def times(trajectory: Trajectory) -> tuple[float, float]:
-    """Return start and end of an episode, in seconds since 1970."""
-    start = trajectory.started
-    ends = [start + trajectory.seconds, *(start + span.end for span in trajectory.spans)]
-    return start, max(ends)
-
-
-def reply_messages(trajectory: Trajectory) -> Sequence[Message]:
-    """Return the messages after the prompt."""
-    return trajectory.messages[len(trajectory.sample.prompt) :]

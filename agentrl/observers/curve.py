@@ -14,12 +14,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.record import read_metrics
+from agentrl.callbacks import Event, Observer
+from agentrl.record import METRICS, read_metrics
 from agentrl.regular_files import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+CURVE = "curve.svg"
 TRAINING = "critic/score/mean"
 _VALIDATION = re.compile(r"(val|val_greedy)/(?:([^/]+)/)?reward/mean@\d+")
 
@@ -59,6 +61,18 @@ METADATA = {
 }
 
 Points = list[tuple[float, float]]
+
+
+class Curve(Observer):
+    """Writes the learning curve into the run's folder, after validations and at the end."""
+
+    name = f"the picture {CURVE}"
+
+    def on_validation(self, event: Event) -> None:
+        write_curve(event.folder / METRICS, event.folder / CURVE)
+
+    def on_end(self, event: Event) -> None:
+        write_curve(event.folder / METRICS, event.folder / CURVE)
 
 
 def validation_series(keys: Iterable[str]) -> dict[str, str]:

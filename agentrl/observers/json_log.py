@@ -10,17 +10,16 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import orjson
 
-from agentrl.config import Config
+from agentrl.callbacks import Event
 from agentrl.errors import Terminated
-from agentrl.trainer.console import Activity, Console, Metrics
+from agentrl.observers.console import Console
 
 if TYPE_CHECKING:
     from agentrl.report.finding import Finding
@@ -35,24 +34,29 @@ class JsonConsole(Console):
     """
 
     def __init__(self, out: TextIO | None = None):
-        """Create a console; see `Console`."""
+        """Create a console; see `Display`."""
         super().__init__(out)
         self._resources = ExitStack()
         self._step = 0
 
-    def begin(self, folder: Path, step: int, total: int, activity: Callable[[], Activity]) -> None:
-        self._step = step
-        self._emit("begin", step=step, total_steps=total, folder=str(folder))
+    def on_begin(self, event: Event) -> None:
+        self._step = event.step
+        self._emit(
+            "begin", step=event.step, total_steps=event.total_steps, folder=str(event.folder)
+        )
 
-    def step(self, step: int, total: int, metrics: Metrics) -> None:
-        self._step = step
-        self._emit("step", step=step, total_steps=total, metrics=dict(metrics))
+    def on_step(self, event: Event) -> None:
+        self._step = event.step
+        self._emit(
+            "step", step=event.step, total_steps=event.total_steps, metrics=dict(event.metrics)
+        )
 
-    def validation(self, step: int, metrics: Metrics) -> None:
-        self._emit("validation", step=step, metrics=dict(metrics))
+    def on_validation(self, event: Event) -> None:
+        metrics = {key: value for key, value in event.metrics.items() if key.startswith("val")}
+        self._emit("validation", step=event.step, metrics=metrics)
 
-    def checkpoint(self, step: int, folder: Path) -> None:
-        self._emit("checkpoint", step=step, folder=str(folder))
+    def on_checkpoint(self, event: Event) -> None:
+        self._emit("checkpoint", step=event.step, folder=str(event.checkpoint))
 
     def finding(self, finding: Finding) -> None:
         self._emit("finding", **asdict(finding))
@@ -77,10 +81,10 @@ class JsonConsole(Console):
             seconds = round(time.monotonic() - start, 3)
             self._emit("phase", name=name, status=status, seconds=seconds)
 
-    def finish(self, folder: Path, history: Sequence[tuple[int, Metrics]], config: Config) -> None:
+    def results(self, text: str) -> None:
         """Print nothing: the object "end" follows."""
 
-    def __enter__(self) -> JsonConsole:
+    def __enter__(self) -> Self:
         if self._out is sys.stdout:
             self._out = self._resources.enter_context(_own_stdout())
         self._resources.enter_context(_logged_warnings(self.warning))

@@ -1,0 +1,1 @@
+"""A recorded step, repeated with the code of the training."""
