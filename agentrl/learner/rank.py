@@ -26,7 +26,6 @@ from agentrl.engine.remote.senders import (
     Route,
     Sent,
     WeightsSender,
-    share_adapter,
 )
 from agentrl.learner.dispatch import BROADCAST, SPLIT, Placement, RankGroup, dispatch
 from agentrl.learner.losses import (
@@ -384,8 +383,6 @@ class Rank:
     def send_weights(self, route: Route) -> Sent:
         """Send the policy: its weights (see `WeightsSender.send`), its LoRA adapter, or both.
 
-        An adapter in shared memory stays there until the next one.
-
         Raises:
             ConfigError: rank 0 does not see a folder of the route.
         """
@@ -399,11 +396,6 @@ class Rank:
                 sent = self._weights_sender.send(weights, route)
             if route.adapter_folder is not None:
                 self.policy.save_adapter(route.adapter_folder)
-            if route.adapter_readers:
-                config, tensors = self.policy.gather_adapter()
-                if is_rank_zero():
-                    memory, sent.adapter = share_adapter(config, tensors, route.adapter_readers)
-                    self._adapter_memory = memory
         return sent
 
     def close(self) -> None:

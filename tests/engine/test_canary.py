@@ -17,7 +17,6 @@ from support.trainer_fixtures import config
 from support.updates import publish, sent_of
 
 from agentrl.engine.remote.files import transfer_folder
-from agentrl.engine.remote.loaders import SGLangFileLoader
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import RunStopped
 from agentrl.learner.learner import Learner
@@ -221,13 +220,13 @@ ROW_IDS = array("i", range(20, 84))
 ONE = "model.layers.1.mlp.up_proj.weight"
 
 
-class Faulty(SGLangFileLoader):
-    """A loader that may load wrong weights. The server reports the right version nevertheless."""
+class Faulty(SGLangEngine):
+    """An engine that may load wrong weights. The server reports the right version nevertheless."""
 
     fault = ""
 
-    def __init__(self, admin):
-        super().__init__(admin)
+    def __init__(self, url, **options):
+        super().__init__(url, **options)
         self.loaded = {}
 
     def load(self, route, sent):
@@ -253,13 +252,12 @@ class Faulty(SGLangFileLoader):
 def world(sglang_server, tiny_model):
     """Yield a learner of the tiny model, its engine, and the publisher that connects them."""
     learner = Learner(tiny_model, config(), total_steps=1)
-    engine = SGLangEngine(
+    engine = Faulty(
         sglang_server.url,
         vocabulary=learner.rank.policy.model.config.vocab_size,
         key=sglang_server.token,
         admin_key=sglang_server.admin_token,
         process=sglang_server,
-        loader=Faulty,
     )
     with asyncio.Runner() as runner:
         pool = SimpleNamespace(publish=partial(publish, engine))
@@ -301,10 +299,10 @@ def test_an_update_that_did_not_arrive_stops_the_run(world, fault):
     learn(learner, 1)
     publisher.publish(1)
     learn(learner, 2)
-    engine.loader.fault = fault
+    engine.fault = fault
     with pytest.raises(RunStopped, match=r"version 2 .* still samples from an earlier version"):
         publisher.publish(2)
-    engine.loader.fault = ""
+    engine.fault = ""
     assert publisher.publish(3)["canary/drift"] > 100 * publisher.noise
 
 
@@ -326,7 +324,7 @@ def test_noise_in_one_tensor_stops_the_run(world):
     learner, engine, publisher = world
     publisher.publish(0)
     learn(learner, 1)
-    engine.loader.fault = "noise"
+    engine.fault = "noise"
     with pytest.raises(RunStopped, match=r"version 1 .* nats a token"):
         publisher.publish(1)
 
@@ -335,6 +333,6 @@ def test_noise_in_one_tensor_stops_the_run(world):
 def test_a_sender_that_sends_nothing_stops_the_run(world, monkeypatch):
     _, engine, publisher = world
     publisher.publish(0)
-    monkeypatch.setattr(engine.loader, "load", lambda *_: None)
+    monkeypatch.setattr(engine, "load", lambda *_: None)
     with pytest.raises(RunStopped, match=r"did not accept version 1 .* weights were '1' .* '0'"):
         publisher.publish(1)

@@ -355,11 +355,11 @@ def in_group(pid, group):
 
 
 def test_an_update_without_effect_is_noticed(engine, model, tmp_path):
-    flush, load = engine.flush_cache, engine.loader.load
+    flush, load = engine.flush_cache, engine.load
     engine.flush_cache = lambda: None
     with pytest.raises(EngineError, match="127 tokens of the old weights are still in the cache"):
         publish(engine, update(weights(model), 1))
-    engine.flush_cache, engine.loader.load = flush, lambda *_: None
+    engine.flush_cache, engine.load = flush, lambda *_: None
     with pytest.raises(EngineError, match=r"weights were '5' when .* and '1'"):
         publish(engine, update(weights(model), 5))
     with pytest.raises(EngineError, match="update_weights_from_disk: status 400"):

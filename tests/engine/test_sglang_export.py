@@ -2,7 +2,6 @@
 
 import asyncio
 from array import array
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.remote.launch import SGLangLaunch
-from agentrl.engine.remote.loaders import SGLangAdapterLoader, SharedAdapterLoader
+from agentrl.engine.remote.senders import Delivery
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.http import fetch_json
 from agentrl.learner.learner import Learner
@@ -86,10 +85,7 @@ def lora_server(sglang_python, tiny_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loader", [SharedAdapterLoader, SGLangAdapterLoader])
-async def test_adapters_come_through_memory_or_a_folder(
-    lora_server, tiny_model, tiny_tokenizer, loader
-):
+async def test_adapters_come_through_a_folder(lora_server, tiny_model, tiny_tokenizer):
     learner = Learner(tiny_model, config(model__lora_rank=4), total_steps=1)
     engine = SGLangEngine(
         lora_server.url,
@@ -97,7 +93,7 @@ async def test_adapters_come_through_memory_or_a_folder(
         key=lora_server.token,
         admin_key=lora_server.admin_token,
         process=None,
-        loader=loader,
+        delivery=Delivery("adapter"),
     )
     row = array("i", tiny_tokenizer("What is 12*13? It is 156.")["input_ids"])
     seen = []
@@ -113,9 +109,8 @@ async def test_adapters_come_through_memory_or_a_folder(
         torch.testing.assert_close(scores[-len(expected) :], expected, atol=1e-4, rtol=0)
         assert all((expected - other).abs().max() > 1e-2 for other in seen)
         seen.append(expected)
-    assert type(engine.loader) is loader, "it did not use the other one instead"
-    assert len(engine.loader._list_adapters()) == 2
-    engine.loader.close()
+    assert len(engine.adapters.listed()) == 2
+    engine.adapters.close()
 
 
 @pytest.mark.slow
@@ -127,7 +122,7 @@ async def test_turns_in_flight_end_with_the_adapter_that_they_named(lora_server,
         vocabulary=AutoModelForCausalLM.from_pretrained(tiny_model).config.vocab_size,
         key=lora_server.token,
         admin_key=lora_server.admin_token,
-        loader=partial(SGLangAdapterLoader, adapters=3),
+        delivery=Delivery("adapter", adapters=3),
     )
     parameters = [*learner.rank.optimizers["actor"].parameters.values()]
     prompts = [array("i", range(3 + i, 40 + i)) for i in range(6)]
@@ -154,4 +149,4 @@ async def test_turns_in_flight_end_with_the_adapter_that_they_named(lora_server,
             logprobs = torch.tensor(turn.logprobs.tolist())
             torch.testing.assert_close(logprobs, exact, atol=1e-4, rtol=0)
     assert engine.reprefill_tokens() == 0
-    engine.loader.close()
+    engine.adapters.close()

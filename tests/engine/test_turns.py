@@ -111,7 +111,7 @@ class SimulatedServer(RemoteEngine):
 
     name = url = "simulated"
     max_length, _vocabulary, _uses_seeds = 400, 10**9, True
-    loader = SimpleNamespace(in_use=lambda fields: nullcontext())
+    adapters = SimpleNamespace(in_use=lambda fields: nullcontext())
     _policy_version = SimpleNamespace(request_fields={})
 
     def __init__(self, seed: int):

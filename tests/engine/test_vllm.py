@@ -10,7 +10,6 @@ import os
 import signal
 import time
 from array import array
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,9 +23,8 @@ from agentrl.config import load_config
 from agentrl.demo import TINY_SETTINGS
 from agentrl.engine.base import Sampling, Update
 from agentrl.engine.remote.launch import VLLMLaunch
-from agentrl.engine.remote.loaders import VLLMAdapterLoader, VLLMFileLoader
 from agentrl.engine.remote.open import make_openers, parameter_names
-from agentrl.engine.remote.senders import Sent
+from agentrl.engine.remote.senders import Delivery, Sent
 from agentrl.engine.remote.vllm import Completions, Generate, VLLMEngine
 from agentrl.errors import ConfigError, EngineDead, EngineError, PromptTooLong, UserError
 from agentrl.http import fetch
@@ -96,11 +94,10 @@ def server(vllm_python, untied, tmp_path_factory):
     engine.close()
 
 
-def attached(server, model, loader, **options):
+def attached(server, model, **options):
     return VLLMEngine(
         server.url,
         vocabulary=model.config.vocab_size,
-        loader=loader,
         key=server.token,
         process=server,
         **options,
@@ -110,7 +107,7 @@ def attached(server, model, loader, **options):
 @pytest.fixture
 def engine(server, model, untied):
     """It takes weights, and has the tiny model's as version 0."""
-    engine = attached(server, model, partial(VLLMFileLoader, names=parameter_names(str(untied))))
+    engine = attached(server, model, names=parameter_names(str(untied)))
     publish(engine, update(weights(model), 0))
     return engine
 
@@ -283,7 +280,7 @@ def test_updates_that_would_leave_old_weights_are_refused(engine, model, server)
     with pytest.raises(ConfigError, match=r"26 of 27 are not published .*lora=adapter"):
         publish(engine, update(some, 1))
     engine.probe()  # goes on as it was
-    engine = attached(server, model, partial(VLLMFileLoader, names=frozenset(), stale_head=True))
+    engine = attached(server, model, stale_head=True)
     with pytest.raises(ConfigError, match="keep using the old head"):
         publish(engine, update(weights(model), 1))
 
@@ -336,7 +333,7 @@ def adapter_of(model, seed):
 
 async def test_adapters_by_name(server, engine, model, tiny_tokenizer):
     prompt = question(tiny_tokenizer)
-    lora = attached(server, model, VLLMAdapterLoader)
+    lora = attached(server, model, delivery=Delivery("adapter"))
     assert (await ask(lora, prompt, GREEDY)).token_ids == greedy_of(model, prompt, 24)
     for seed in (1, 2, 3, 4):
         tuned, published = adapter_of(model, seed)
@@ -347,8 +344,8 @@ async def test_adapters_by_name(server, engine, model, tiny_tokenizer):
         merged = tuned.merge_and_unload()
         close(turn.logprobs, logprobs_of(merged, prompt, turn.token_ids))
     listed = [m["id"] for m in lora.admin.ask("/v1/models")["data"]]
-    assert len(listed) == 3 and listed[-1] == lora.loader.request_fields()["model"]
-    lora.loader.close()
+    assert len(listed) == 3 and listed[-1] == lora.adapters.request_fields()["model"]
+    lora.adapters.close()
     with pytest.raises(EngineError, match="status 404"):
         lora.admin.ask(Generate.path, {"token_ids": [5], "model": listed[-1]} | NO_PARAMS)
     assert len(lora.admin.ask("/v1/models")["data"]) == 1
@@ -357,7 +354,7 @@ async def test_adapters_by_name(server, engine, model, tiny_tokenizer):
 
 
 async def test_seeds(server, engine, model):
-    seeded = attached(server, model, VLLMAdapterLoader, uses_seeds=True)
+    seeded = attached(server, model, uses_seeds=True)
     turn = Sampling(max_tokens=32)
     first, same, other = [
         await ask(seeded, array("i", [5, 6]), turn, seed=seed) for seed in (1, 1, 2)
@@ -373,7 +370,7 @@ def test_logprobs_before_the_temperature_are_noticed(server, model, monkeypatch)
 
     monkeypatch.setattr(Generate, "body", all_tokens)
     with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
-        attached(server, model, VLLMAdapterLoader)
+        attached(server, model)
 
 
 def test_the_server_requires_tokens_that_are_in_no_command_line(server):

@@ -5,7 +5,6 @@ import runpy
 from array import array
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
@@ -13,15 +12,15 @@ from support.updates import sent_of
 
 from agentrl.config import load_config
 from agentrl.engine.remote import guard
-from agentrl.engine.remote.admin import AdminClient, refusal
+from agentrl.engine.remote.admin import refusal
 from agentrl.engine.remote.client import PolicyVersion
 from agentrl.engine.remote.launch import VLLMLaunch
-from agentrl.engine.remote.loaders import VLLMAdapterLoader, VLLMFileLoader
-from agentrl.engine.remote.open import parameter_names, vllm_loader
-from agentrl.engine.remote.senders import Route
+from agentrl.engine.remote.open import vllm_delivery
+from agentrl.engine.remote.senders import Delivery, Route
 from agentrl.engine.remote.vllm import (
     Completions,
     Generate,
+    VLLMEngine,
     read_generation,
     read_scores,
 )
@@ -273,16 +272,13 @@ def test_lora_goes_as_an_adapter(random_model):
 
     base = str(random_model)
     settings = config("model.lora_rank=4", "trainer.max_staleness=2")
-    adapters = vllm_loader(settings, base, cpu=True)(cast(AdminClient, None))
-    assert isinstance(adapters, VLLMAdapterLoader)
-    assert (adapters.adapters, adapters.kept_folders) == (4, 8)
+    [delivery] = vllm_delivery(settings, base, cpu=True).values()
+    assert delivery == Delivery("adapter", adapters=4)
     with pytest.raises(ConfigError, match=r"rollout\.lora=adapter"):
-        vllm_loader(config("model.lora_rank=4", "rollout.lora=merge"), base, cpu=True)
-    whole = vllm_loader(config(), base, cpu=False)(cast(AdminClient, None))
-    assert "model.layers.0.self_attn.q_proj.weight" in parameter_names(base)
-    assert isinstance(whole, VLLMFileLoader) and not whole.stale_head
-    tied = vllm_loader(config(), base, cpu=True)(cast(AdminClient, None))
-    assert isinstance(tied, VLLMFileLoader) and tied.stale_head
+        vllm_delivery(config("model.lora_rank=4", "rollout.lora=merge"), base, cpu=True)
+    whole = vllm_delivery(config(), base, cpu=False)
+    assert "model.layers.0.self_attn.q_proj.weight" in whole["names"] and not whole["stale_head"]
+    assert vllm_delivery(config(), base, cpu=True)["stale_head"]
 
 
 # -- the guard ---------------------------------------------------------------------------------
@@ -347,8 +343,10 @@ def test_a_server_whose_weights_cannot_be_checked_is_logged_once(caplog, tmp_pat
         def send(self, path, body):
             return 404, b""
 
-    loader = VLLMFileLoader(Admin(), frozenset({"model.norm.weight"}))  # type: ignore[arg-type]
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.url, engine.admin, engine._names = Admin.url, Admin(), frozenset({"model.norm.weight"})
+    engine._checks_norms = True
     for version in (1, 2):
         sent = sent_of([("model.norm.weight", torch.ones(4))])
-        loader.load(Route(version, folder=tmp_path), sent)
+        engine.load(Route(version, folder=tmp_path), sent)
     assert caplog.text.count("http://server has no checksums of its weights") == 1

@@ -10,9 +10,11 @@ from threading import Thread
 from typing import Any, TypeVar
 
 import orjson
+from safetensors import SafetensorError
 
 from agentrl.engine.remote.launch import ServerHandle
 from agentrl.errors import (
+    AgentRLError,
     EngineError,
     EngineOverloaded,
     InvalidEngineResponse,
@@ -117,13 +119,20 @@ def _message(answer: Any) -> str:
 
 @contextmanager
 def reading(server: str, where: str) -> Iterator[None]:
-    """Raise exceptions that occur while an answer is read as `InvalidEngineResponse`.
+    """Raise other exceptions that occur while an answer is read as engine errors.
+
+    Otherwise they would stop the run.
 
     Raises:
         InvalidEngineResponse: the answer is not a valid one of `server`.
+        EngineError: a file or a socket failed.
     """
     try:
         yield
+    except AgentRLError:
+        raise
+    except (OSError, SafetensorError) as e:
+        raise EngineError(f"{where}: {type(e).__name__}: {e}") from e
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as e:
         raise InvalidEngineResponse(
             f"{where}: not a valid answer of {server}: {type(e).__name__}: {e}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import io
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -103,19 +103,11 @@ def serialize(bucket: Bucket) -> bytes:
         )
         for name, shape, (start, end) in zip(bucket.names, bucket.shapes, ranges, strict=True)
     ]
-    return pickle_shared({"flattened_tensor": bucket.bytes, "metadata": metadata})
-
-
-def pickle_shared(contents: Mapping[str, Any]) -> bytes:
-    """Return a pickle of a dict in which tensors are handles of their memory.
-
-    One process must read it exactly once, and the tensors must exist until then.
-    """
     buffer = io.BytesIO()
     pickler = ForkingPickler(buffer)
     pickler.dispatch_table[Tensor] = _reduce  # type: ignore[attr-defined]
     with _shared_by_name():
-        pickler.dump(dict(contents))
+        pickler.dump({"flattened_tensor": bucket.bytes, "metadata": metadata})
     return buffer.getvalue()
 
 

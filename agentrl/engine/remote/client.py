@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -18,11 +18,11 @@ import torch
 
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.engine.checks import check_sampling, validate_row
+from agentrl.engine.remote.adapters import Adapters
 from agentrl.engine.remote.admin import AdminClient, reading, refusal
 from agentrl.engine.remote.launch import ServerHandle, raise_if_dead
-from agentrl.engine.remote.loaders import Loader
 from agentrl.engine.remote.row_json import JsonIds, RowEncoder, as_json_array
-from agentrl.engine.remote.senders import Route, Sent
+from agentrl.engine.remote.senders import FROM_FILES, Delivery, Route, Sent, Target
 from agentrl.engine.remote.turns import TurnGate, join_parts, without_last_token
 from agentrl.errors import EngineError, InvalidEngineResponse
 from agentrl.http import HttpClient
@@ -62,10 +62,16 @@ class RemoteEngine(Sampler):
     probe_tokens: ClassVar[int]
     """The length of a probe's prompt. It exceeds a block of every cache of the server, since a
     shorter prompt is never cached."""
+    adapter_field: ClassVar[str]
+    """The field of a request that contains the name of a LoRA adapter."""
+    adapter_path: ClassVar[str]
+    """The path to load or unload an adapter, with {} for the verb."""
+    kept_folders: int = 0
+    """How many folders of adapters must exist after loading."""
     admin: AdminClient
     """The blocking client of the server."""
-    loader: Loader
-    """It makes the server load the policy."""
+    delivery: Delivery
+    """How the server gets the policy."""
     dtype: torch.dtype | None = None
     """The dtype of the server's weights, in which they are sent; None: do not cast."""
     process: ServerHandle | None
@@ -77,7 +83,7 @@ class RemoteEngine(Sampler):
         url: str,
         *,
         vocabulary: int,
-        loader: Callable[[AdminClient], Loader],
+        delivery: Delivery = FROM_FILES,
         key: str = "",
         admin_key: str = "",
         process: ServerHandle | None = None,
@@ -88,7 +94,7 @@ class RemoteEngine(Sampler):
             url: the URL of the server.
             vocabulary: the size of the model's vocabulary; token ids outside of it would crash the
                 server.
-            loader: returns the loader of the policy.
+            delivery: how the server gets the policy.
             key: the API key of the server.
             admin_key: the key of its management endpoints; "" if it is the same as `key`.
             process: the process of the server, if agentrl started it: `close` ends it.
@@ -103,7 +109,13 @@ class RemoteEngine(Sampler):
             url, token=admin_key or key, error=EngineError, reserved=True
         )
         self.admin = AdminClient(url, key=key, admin_key=admin_key, process=process)
-        self.loader = loader(self.admin)
+        self.delivery = delivery
+        self.adapters = Adapters(
+            self.admin, field=self.adapter_field, path=self.adapter_path, limit=delivery.adapters
+        )
+        self.has_received = False
+        """True once the server has received the policy. Until then, it gets files if that fails and
+        `delivery.may_use_files`."""
         self._gate = TurnGate()
         self._rows = RowEncoder()
         self.reprefilled = 0
@@ -197,7 +209,7 @@ class RemoteEngine(Sampler):
         ids = self._rows.encode(episode_id, row)
         body = self._body(ids, sampling, limit, seed % 2**63 if self._uses_seeds else None)
         policy_version = self._policy_version
-        with self.loader.in_use(policy_version.request_fields):
+        with self.adapters.in_use(policy_version.request_fields):
             body |= policy_version.request_fields
             answer = await self._ask(body, where, deadline, episode_id)
         generation = self._read_turn(answer, limit, policy_version, where)
@@ -225,7 +237,7 @@ class RemoteEngine(Sampler):
             raise EngineError(f"{self.name} scores rows only at temperature 1, not {temperature:g}")
         self._check_row(token_ids, "score")
         fields = self._policy_version.request_fields
-        with self.loader.in_use(fields):
+        with self.adapters.in_use(fields):
             body = self._score_body(as_json_array(token_ids)) | fields
             answer = await self._ask(body, "score", time.monotonic() + SCORE_SECONDS, "score")
         return self._read_scores(answer, token_ids, "score")
@@ -238,15 +250,18 @@ class RemoteEngine(Sampler):
     def sleep(self) -> None:
         """Release memory that the trainer needs, if the server shares it. Nothing by default."""
 
-    def begin_update(self) -> None:
-        """Prepare the server for an update.
-
-        Raises:
-            ConfigError: the policy cannot be sent to this server; nothing has changed.
-            EngineError: the server cannot load an update now.
-        """
-        self.loader.check()
-        self._prepare()
+    @property
+    def target(self) -> Target:
+        """Return the server as a target of weights in memory."""
+        admin, delivery = self.admin, self.delivery
+        return Target(
+            admin.url,
+            admin.key,
+            admin.admin_key,
+            delivery.processes,
+            delivery.ranks,
+            delivery.backend,
+        )
 
     def fail_update(self, error: EngineError) -> None:
         """Let the turns that wait for an update fail, because it did not succeed."""
@@ -266,12 +281,18 @@ class RemoteEngine(Sampler):
             ConfigError: the server cannot load this policy, and still has the one before.
             EngineError: the server does not load the policy, or does not sample from it.
         """
-        self._load(route, sent)
-        if self.loader.is_adapter:
-            self._policy_version = PolicyVersion(
-                self._policy_version.weights, route.version, self.loader.request_fields()
+        self.load(route, sent)
+        self.has_received = True
+        if self.delivery.source == "adapter":
+            self._policy_version = replace(
+                self._policy_version,
+                policy=route.version,
+                request_fields=self.adapters.request_fields(),
             )
             self.probe()
+        else:
+            self._policy_version = PolicyVersion(str(route.version), route.version)
+            self._use_weights(sent)
         self._gate.open()
 
     @property
@@ -296,7 +317,7 @@ class RemoteEngine(Sampler):
         # Stop the process first: nothing may wait for a server that hangs.
         if self.process is not None:
             self.process.stop()
-        self.loader.close()
+        self.adapters.close()
 
     def probe(self) -> Generation:
         """Let the server sample a token after a fixed prompt, which it then caches.
@@ -415,12 +436,24 @@ class RemoteEngine(Sampler):
         """Return the logprobs of a whole row; the first token's is 0."""
 
     @abstractmethod
-    def _prepare(self) -> None:
-        """Prepare the server for an update."""
+    def begin_update(self) -> None:
+        """Prepare the server for an update.
+
+        Raises:
+            ConfigError: the policy cannot be sent to this server; nothing has changed.
+            EngineError: the server cannot load an update now.
+        """
 
     @abstractmethod
-    def _load(self, route: Route, sent: Sent) -> None:
-        """Load an update. After new weights, also check that the server samples from them."""
+    def load(self, route: Route, sent: Sent) -> None:
+        """Load an update. Weights that came through memory are already loaded.
+
+        See `finish_update`.
+        """
+
+    @abstractmethod
+    def _use_weights(self, sent: Sent) -> None:
+        """Let the server sample from the weights of `version`, and check them."""
 
 
 def sampling_params(sampling: Sampling) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 import torch
@@ -42,7 +42,6 @@ from agentrl.engine.remote.buckets import (
     BUCKET_BYTES,
     Bucket,
     make_buckets,
-    pickle_shared,
     serialize,
 )
 from agentrl.errors import EngineError
@@ -52,14 +51,14 @@ FLATTENED = "flattened_bucket"
 """The server's name of the format in which a bucket is one tensor of bytes."""
 BASE_SECONDS, BYTES_PER_SECOND = 20.0, 1e9
 """A server must take N bytes within `BASE_SECONDS + N / BYTES_PER_SECOND`."""
+LOAD_SECONDS, FILE_BYTES_PER_SECOND = 60.0, 1e8
+"""A server must load N bytes of files within `LOAD_SECONDS + N / FILE_BYTES_PER_SECOND`."""
 JOIN_SECONDS = 120.0
 """The time limit for servers to join a group."""
 LEAVE_SECONDS = 10.0
 """The time limit for leaving a group, and for a server that left a broadcast to report why."""
 JOIN_VARIABLES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """By default, torch ends the whole process when a peer of a group is lost."""
-
-SHARED_MEMORY = "/dev/shm"
 
 COMPARED_TENSORS = 3
 """The number of tensors whose first rows a server is asked for."""
@@ -73,6 +72,27 @@ heads."""
 NORM = "norm.weight"
 """The end of the names of norms. vLLM holds them as they are in the files: not fused, not split."""
 DIGEST_WIDTH = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How one server gets the policy."""
+
+    source: Literal["memory", "files", "adapter"] = "files"
+    """Weights that it receives as a `Target`, files with weights, or a folder with a LoRA adapter.
+    Requests name an adapter, and the server's own weights stay."""
+    processes: int = 1
+    """See `Target`, as the next ones."""
+    ranks: tuple[int, ...] = ()
+    backend: str = "nccl"
+    may_use_files: bool = False
+    """True if the server gets files when the first weights do not come through memory: some
+    machines share no memory between processes, or have no network for NCCL."""
+    adapters: int = 2
+    """How many adapters the server keeps, see `Adapters`."""
+
+
+FROM_FILES = Delivery()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,51 +132,6 @@ class Route:
     bucket_bytes: int = BUCKET_BYTES
     adapter_folder: Path | None = None
     """An empty folder to write the LoRA adapter to, for servers that read it."""
-    adapter_readers: int = 0
-    """The number of processes that read the LoRA adapter from shared memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedAdapter:
-    """A LoRA adapter in the shared memory of a machine."""
-
-    machine: str
-    """The machine, see `this_machine`."""
-    config: dict[str, Any] = field(default_factory=dict)
-    """PEFT's config of the adapter, in JSON values."""
-    handles: list[str] = field(default_factory=list)
-    """Pickles of the tensors by name, in base64. Each is for one reader, which reads it once."""
-    size: int = 0
-    """The number of bytes of all tensors."""
-    error: str = ""
-    """Why the adapter is not in shared memory."""
-
-
-def share_adapter(
-    config: dict[str, Any], tensors: Mapping[str, Tensor], readers: int
-) -> tuple[Bucket | None, SharedAdapter]:
-    """Put a LoRA adapter into shared memory.
-
-    Returns:
-        The memory, which must exist until the last reader has read it.
-    """
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    try:
-        space = os.statvfs(SHARED_MEMORY)
-        if (free := space.f_bavail * space.f_frsize) < 2 * size:
-            # A process that writes to full shared memory is killed by SIGBUS.
-            raise OSError(f"{SHARED_MEMORY} has {free:,} bytes left, the adapter has {size:,}")
-        (bucket,) = make_buckets(tensors.items(), limit=size)
-        named = dict(bucket.tensors())
-        handles = [base64.b64encode(pickle_shared(named)).decode() for _ in range(readers)]
-    except (OSError, RuntimeError, ValueError) as e:
-        return None, SharedAdapter(this_machine(), error=f"{type(e).__name__}: {e}")
-    return bucket, SharedAdapter(this_machine(), config, handles, size)
-
-
-def this_machine() -> str:
-    """Return a name of this machine, or of this container: processes of one share memory."""
-    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
 @dataclass(slots=True)
@@ -176,8 +151,6 @@ class Sent:
     """The weights of the model's norms, on the CPU."""
     errors: dict[str, str] = field(default_factory=dict)
     """Why weights did not arrive, by the URL of the target, or by the folder."""
-    adapter: SharedAdapter | None = None
-    """The adapter, if servers read it from shared memory."""
 
 
 class Sender(Protocol):
@@ -316,6 +289,11 @@ def _call_all(calls: Mapping[str, Callable[[], object]]) -> dict[str, str]:
 
 def _describe(error: BaseException) -> str:
     return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+
+
+def load_seconds(sent: Sent) -> float:
+    """Return the time limit of a server for loading files with these weights."""
+    return LOAD_SECONDS + sent.size / FILE_BYTES_PER_SECOND
 
 
 def _time_limit(bucket: Bucket) -> float:

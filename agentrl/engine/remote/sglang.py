@@ -11,13 +11,13 @@ import math
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
 from agentrl.engine.base import Sampling
-from agentrl.engine.remote.admin import ADMIN_SECONDS, AdminClient, reading, refusal
+from agentrl.engine.remote.admin import ADMIN_SECONDS, reading, refusal
 from agentrl.engine.remote.client import (
     PolicyVersion,
     RemoteEngine,
@@ -25,9 +25,8 @@ from agentrl.engine.remote.client import (
     sampling_params,
     token_versions,
 )
-from agentrl.engine.remote.loaders import AdapterLoader, Loader, SGLangFileLoader
 from agentrl.engine.remote.row_json import JsonIds
-from agentrl.engine.remote.senders import Route, Sent
+from agentrl.engine.remote.senders import Route, Sent, load_seconds
 from agentrl.engine.remote.weights_check import WeightsChecker
 from agentrl.errors import EngineError
 from agentrl.trajectory import Generation, float_array, token_array
@@ -49,13 +48,13 @@ class SGLangEngine(RemoteEngine):
 
     name, health_path = "SGLang", "/health_generate"
     probe_tokens = 128
+    adapter_field, adapter_path = "lora_path", "/{}_lora_adapter"
 
     def __init__(
         self,
         url: str,
         *,
         dtype: torch.dtype | None = None,
-        loader: Callable[[AdminClient], Loader] = SGLangFileLoader,
         sleep: Literal["none", "kv_cache", "all"] = "none",
         **options: Any,
     ):
@@ -64,7 +63,6 @@ class SGLangEngine(RemoteEngine):
         Args:
             url: the URL of the server.
             dtype: the dtype of the server's weights, to which updates are cast; None: do not cast.
-            loader: returns the loader of the policy.
             sleep: the memory that the server releases while the trainer works.
             **options: see `RemoteEngine`. Without the admin key, SGLang aborts no request.
 
@@ -75,15 +73,15 @@ class SGLangEngine(RemoteEngine):
         self._memory, self._released = MEMORY_TAGS[sleep], set[str]()
         self._aborts: set[asyncio.Task[None]] = set()
         self._is_paused = False
-        super().__init__(url, loader=loader, **options)
+        super().__init__(url, **options)
 
     def _connect(self) -> None:
         self._weights_checker = WeightsChecker(self.admin)
         info, model = self.admin.ask("/server_info"), self.admin.ask("/model_info")
         self.max_length = int(info["max_req_input_len"])
         self._uses_seeds = bool(info.get("enable_deterministic_inference"))
-        if isinstance(self.loader, AdapterLoader):
-            self.loader.check_limit(info.get("max_loaded_loras"))
+        if self.delivery.source == "adapter":
+            self.adapters.check_limit(info.get("max_loaded_loras"))
         self._policy_version = PolicyVersion(str(model["weight_version"]), 0)
 
     # -- requests and answers ----------------------------------------------------------------------
@@ -181,20 +179,29 @@ class SGLangEngine(RemoteEngine):
         self._continue()
         return super().probe()
 
-    def _prepare(self) -> None:
+    def begin_update(self) -> None:
         self._resume_memory("weights")
-        if not self.loader.is_adapter:
+        if self.delivery.source != "adapter":
             self._pause()
 
-    def _load(self, route: Route, sent: Sent) -> None:
-        self.loader.load(route, sent)
+    def load(self, route: Route, sent: Sent) -> None:
+        if route.adapter_folder is not None and self.delivery.source == "adapter":
+            self.adapters.load(route.version, route.adapter_folder)
+        elif self.delivery.source == "files":
+            # Do not flush the cache with the update: SGLang crashes if the cache is in use then.
+            body = {
+                "model_path": str(route.folder),
+                "weight_version": str(route.version),
+                "flush_cache": False,
+            }
+            self.admin.manage("/update_weights_from_disk", body, seconds=load_seconds(sent))
         self._resume_memory("kv_cache")
-        if not self.loader.is_adapter:
-            self._policy_version = PolicyVersion(str(route.version), route.version)
-            self.flush_cache()
-            self._continue()
-            self._check_cache_is_empty()
-            self._weights_checker.check(route.version, sent)
+
+    def _use_weights(self, sent: Sent) -> None:
+        self.flush_cache()
+        self._continue()
+        self._check_cache_is_empty()
+        self._weights_checker.check(self.version, sent)
 
     def _pause(self) -> None:
         """Abort the turns in flight, and hold back later ones, until the server has new weights.

@@ -18,15 +18,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, as_completed, wait
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn
 
 from agentrl.engine.base import Update
-from agentrl.engine.remote.admin import in_thread
+from agentrl.engine.remote.admin import in_thread, reading
 from agentrl.engine.remote.client import RemoteEngine
-from agentrl.engine.remote.distributor import SLOW_SECONDS, Distributor, as_engine_errors
+from agentrl.engine.remote.distributor import (
+    Calls,
+    Distributor,
+    reporting_slow,
+    run_on_each,
+)
+from agentrl.engine.remote.senders import FROM_FILES
 from agentrl.errors import (
     EngineDead,
     EngineError,
@@ -266,19 +272,16 @@ class Supervisor:
         """Let all engines release memory; see also `weights_moving`."""
         with self._weights:
             self._asleep = self._moving = True
-            calls = {
-                in_thread(partial(self._put_to_sleep, replica)): replica.engine.url
+            engines = {
+                replica.engine: replica
                 for replica in self.replicas
                 if replica.awaits_weights or not replica.is_excluded
             }
-            if slow := wait(calls, timeout=SLOW_SECONDS).not_done:
-                log.warning(
-                    "engines are not asleep after %g s; waiting for %s",
-                    SLOW_SECONDS,
-                    ", ".join(sorted(calls[call] for call in slow)),
-                )
-            for call in calls:
-                call.result()
+            calls: Calls = {}
+            with reporting_slow("engines are not asleep", calls):
+                errors = run_on_each([*engines], lambda engine: engine.sleep(), calls)
+            for engine, error in errors.items():
+                self.exclude(engines[engine], engine, error, broken=True, stale=True)
 
     def send_update(self, update: Update) -> int:
         """Send the policy to all replicas that can load it, at the same time.
@@ -379,15 +382,6 @@ class Supervisor:
                 self._admit(replica)
         return {engines[engine] for engine in errors}
 
-    def _put_to_sleep(self, replica: Replica) -> None:
-        """Let an engine sleep; exclude it if that fails."""
-        engine = replica.engine
-        try:
-            with as_engine_errors(engine):
-                engine.sleep()
-        except EngineError as e:
-            self.exclude(replica, engine, e, broken=True, stale=True)
-
     # -- recovery ----------------------------------------------------------------------------------
 
     def _recover(self, replica: Replica) -> None:
@@ -439,7 +433,7 @@ class Supervisor:
             self._restart(replica)
             return
         try:
-            with as_engine_errors(replica.engine):
+            with reading("the server", replica.engine.url):
                 replica.engine.probe()
         except (EngineDead, EngineOverloaded):
             raise
@@ -481,8 +475,7 @@ class Supervisor:
             if self._asleep:  # The trainer began to work during the start: do not count it.
                 replica.restarts -= 1
             raise
-        if replica.engine.loader.files is None and engine.loader.files is not None:
-            engine.loader = engine.loader.files  # The one that ended could not use memory.
+        engine.delivery = replica.engine.delivery  # The one that ended may have got files.
         engine.reprefilled = replica.engine.reprefilled
         with self._lock:
             if not self._closing.is_set():
@@ -538,7 +531,7 @@ class Supervisor:
         if self._update is None or replica.sent_update is self._update:  # It needs no weights.
             return False
         return self._moving or (
-            replica.engine.loader.source == "memory" and any(map(self.is_usable, self.replicas))
+            replica.engine.delivery.source == "memory" and any(map(self.is_usable, self.replicas))
         )
 
     def _send(self, replica: Replica, update: Update) -> None:
@@ -547,15 +540,13 @@ class Supervisor:
         Raises:
             EngineError: it did not load the update.
         """
-        engine, loader = replica.engine, replica.engine.loader
-        files = loader.files if loader.source == "memory" else None
-        if files is not None:
-            engine.loader = files
+        engine, delivery = replica.engine, replica.engine.delivery
+        if delivery.may_use_files:
+            engine.delivery = FROM_FILES
         try:
             size, errors = self._distributor.send([engine], update)
         finally:
-            if files is not None:
-                engine.loader = loader
+            engine.delivery = delivery
         for error in errors.values():
             raise error
         self.sent += size

@@ -7,9 +7,10 @@ Both take and return token ids.
 
 from __future__ import annotations
 
+import logging
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from agentrl.engine.base import Sampling
@@ -23,9 +24,12 @@ from agentrl.engine.remote.client import (
 )
 from agentrl.engine.remote.launch import raise_if_dead
 from agentrl.engine.remote.row_json import JsonIds, as_json_array
-from agentrl.engine.remote.senders import Route, Sent
+from agentrl.engine.remote.senders import Route, Sent, load_seconds
+from agentrl.engine.remote.weights_check import check_norms
 from agentrl.errors import ConfigError, EngineError, UserError
 from agentrl.trajectory import Generation, float_array, token_array
+
+log = logging.getLogger("agentrl")
 
 LOGPROB_TOKENS = 4
 UNNAMED_VERSION = "default"
@@ -95,15 +99,27 @@ class VLLMEngine(RemoteEngine):
 
     name, health_path = "vLLM", "/health"
     probe_tokens = 300
+    adapter_field, adapter_path = "model", "/v1/{}_lora_adapter"
     endpoint: Generate | Completions
     """The endpoint of the requests: `Completions` if the server has no `Generate`."""
 
-    def __init__(self, url: str, *, uses_seeds: bool = False, **options: Any):
+    def __init__(
+        self,
+        url: str,
+        *,
+        uses_seeds: bool = False,
+        names: Collection[str] = (),
+        stale_head: bool = False,
+        **options: Any,
+    ):
         """Ask a running server for its properties, and let it sample a token.
 
         Args:
             url: the URL of the server.
             uses_seeds: whether to send the seeds of turns, which costs time for each row.
+            names: the names of all tensors of the model in transformers.
+            stale_head: whether the server runs on a CPU and ties the head to the embeddings. There,
+                vLLM keeps a packed copy of the head that an update does not change.
             **options: see `RemoteEngine`.
 
         Raises:
@@ -112,6 +128,11 @@ class VLLMEngine(RemoteEngine):
         """
         super().__init__(url, **options)
         self._uses_seeds = uses_seeds
+        self._names, self.stale_head = frozenset(names), stale_head
+        self._checks_norms = True
+        """False if the server has no checksums of its weights."""
+        # vLLM reads the folder of an unloaded adapter again.
+        self.kept_folders = 2 * self.adapters.limit
 
     def _connect(self) -> None:
         self.max_length = int(self.admin.ask("/v1/models")["data"][0]["max_model_len"])
@@ -198,26 +219,52 @@ class VLLMEngine(RemoteEngine):
 
     # -- updates -----------------------------------------------------------------------------------
 
-    def _prepare(self) -> None:
+    def begin_update(self) -> None:
         """Wait for the end of the turns in flight, if the weights will be replaced.
 
         If the server does not load them, it stays paused, because its weights are unknown then.
         """
-        if self.loader.source == "files":
-            self._manage("/pause?mode=wait", LONG_SECONDS)
-
-    def _load(self, route: Route, sent: Sent) -> None:
-        if self.loader.is_adapter:
-            self.loader.load(route, sent)
+        if self.delivery.source == "adapter":
             return
-        try:
-            self.loader.load(route, sent)
-        except ConfigError:  # Nothing was loaded.
+        if self.stale_head:
+            raise ConfigError(
+                "rollout.name=vllm on a CPU cannot train all weights of this model: its head is"
+                " tied to its embeddings, and vLLM would keep using the old head. Train LoRA"
+                " (model.lora_rank), or set rollout.name=sglang"
+            )
+        self._manage("/pause?mode=wait", LONG_SECONDS)
+
+    def load(self, route: Route, sent: Sent) -> None:
+        """Load an update. All weights must be sent.
+
+        vLLM loads whole layers (q, k and v are one layer): the parts of a layer that are not in the
+        files become uninitialized memory.
+        """
+        if route.adapter_folder is not None:
+            self.adapters.load(route.version, route.adapter_folder)
+            return
+        # The names in files may be others, and more: see `with_published_names`.
+        if len(sent.names) < len(self._names):
             self._manage("/resume")
-            raise
-        self._set_weight_version(str(route.version))
+            missing = sorted(self._names.difference(sent.names))
+            raise ConfigError(
+                f"vLLM needs all weights at once, but {len(missing)} of {len(self._names)} are"
+                f" not published ({missing[0]}, ...). Send LoRA as an adapter:"
+                " rollout.lora=adapter"
+            )
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(route.folder)}}
+        self.admin.manage("/collective_rpc", body, seconds=load_seconds(sent))
+        if self._checks_norms and not check_norms(self.admin, route.version, sent):
+            self._checks_norms = False
+            log.warning(
+                "%s has no checksums of its weights, so it is not checked that it holds those that"
+                " were sent",
+                self.url,
+            )
+
+    def _use_weights(self, sent: Sent) -> None:
+        self._set_weight_version(str(self.version))
         self._manage("/reset_prefix_cache")
-        self._policy_version = PolicyVersion(str(route.version), route.version)
         self._manage("/resume")
         self._check_cache_is_empty()
 
