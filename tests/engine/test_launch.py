@@ -1,7 +1,6 @@
 """The GPUs, options and senders of the servers of a run; no server is started."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,11 +29,10 @@ def starts(monkeypatch):
 
     def start(launch, *, host):
         assert host == "127.0.0.1"
-        launches.append({"launch": launch, "flags": launch.flags(Path("/nowhere"))})
+        launches.append({"launch": launch, "flags": launch.flags()})
         return SimpleNamespace(url=NOTHING.url, token="", admin_token="")
 
     monkeypatch.setattr(SGLangLaunch, "start", start)
-    monkeypatch.setattr(SGLangLaunch, "has_on_policy_option", lambda launch: True)
     monkeypatch.setattr(open, "SGLangEngine", Engine)
     return launches
 

@@ -57,6 +57,8 @@ class RemoteEngine(Sampler):
     is_concurrent = True
     name: ClassVar[str]
     """The name of the server, for messages."""
+    path: ClassVar[str]
+    """The path of requests for tokens."""
     health_path: ClassVar[str]
     """The path that reports whether the server can sample."""
     probe_tokens: ClassVar[int]
@@ -240,7 +242,7 @@ class RemoteEngine(Sampler):
         with self.adapters.in_use(fields):
             body = self._score_body(as_json_array(token_ids)) | fields
             answer = await self._ask(body, "score", time.monotonic() + SCORE_SECONDS, "score")
-        return self._read_scores(answer, token_ids, "score")
+        return self._read_scores(answer, token_ids, self._vocabulary, "score")
 
     def reprefill_tokens(self) -> int:
         return self.reprefilled
@@ -328,7 +330,7 @@ class RemoteEngine(Sampler):
         version, where = self._policy_version, f"{self.url}: a probe"
         row = [0] * min(self.probe_tokens, self.max_length - 1)
         body = self._body(as_json_array(row), Sampling(temperature=0.0), 1) | version.request_fields
-        answer = self.admin.ask(self._path, body)
+        answer = self.admin.ask(self.path, body)
         generation = self._read_turn(answer, 1, version, where)
         if generation.finish_reason == "abort":
             raise EngineError(f"{where} was aborted")
@@ -368,7 +370,7 @@ class RemoteEngine(Sampler):
         try:
             # `retries`: the server may close an idle connection at that moment.
             return await self._http.request_json(
-                "POST", self._path, body, deadline=deadline, retries=1, headers=headers
+                "POST", self.path, body, deadline=deadline, retries=1, headers=headers
             )
         except EngineError as e:
             if time.monotonic() < deadline:
@@ -388,11 +390,6 @@ class RemoteEngine(Sampler):
             )
 
     # -- implemented by subclasses -----------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def _path(self) -> str:
-        """Return the path of requests for tokens."""
 
     @abstractmethod
     def _connect(self) -> None:
@@ -417,13 +414,10 @@ class RemoteEngine(Sampler):
             EngineError: the request is refused, or there is no answer in time.
         """
 
+    @staticmethod
     @abstractmethod
     def _read_turn(
-        self,
-        answer: Any,
-        limit: int,
-        policy_version: PolicyVersion,
-        where: str,
+        answer: Any, limit: int, policy_version: PolicyVersion, where: str
     ) -> Generation:
         """Return the turn in an answer.
 
@@ -431,8 +425,9 @@ class RemoteEngine(Sampler):
         `finish_reason` is "abort", and the tokens so far may be none.
         """
 
+    @staticmethod
     @abstractmethod
-    def _read_scores(self, answer: Any, row: Sequence[int], where: str) -> array[float]:
+    def _read_scores(answer: Any, row: Sequence[int], vocabulary: int, where: str) -> array[float]:
         """Return the logprobs of a whole row; the first token's is 0."""
 
     @abstractmethod
@@ -495,13 +490,12 @@ def check_turn(ids: Sequence[int], reason: Any, limit: int, reported: Any) -> No
 
 
 def token_versions(
-    spans: list[dict[str, Any]] | None, n: int, policy_version: PolicyVersion
+    spans: list[dict[str, Any]], n: int, policy_version: PolicyVersion
 ) -> array[int]:
     """Return the policy version of each of a turn's n tokens.
 
     Args:
-        spans: the version of the weights for each range of tokens, in the format of both servers;
-            None: the published weights sampled all tokens.
+        spans: the version of the weights for each range of tokens, in the format of both servers.
         n: the number of tokens.
         policy_version: the version that was published at the time of the request.
 
@@ -509,7 +503,7 @@ def token_versions(
         ValueError: the spans do not cover n tokens.
     """
     versions = token_array()
-    for span in spans or [{"version": policy_version.weights, "start": 0, "end": n}]:
+    for span in spans:
         if span["start"] != len(versions):
             raise ValueError(f"version spans with gaps: {spans}")
         weights = str(span["version"])

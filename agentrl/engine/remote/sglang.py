@@ -39,6 +39,98 @@ MEMORY_TAGS = {"none": (), "kv_cache": ("kv_cache",), "all": ("weights", "kv_cac
 """The memory that a server releases for each `rollout.sleep`, in the order of resuming it."""
 
 
+def _sampling_params(sampling: Sampling, limit: int, seed: int | None) -> dict[str, Any]:
+    params = sampling_params(sampling) | {
+        "max_new_tokens": limit,
+        "no_stop_trim": True,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+    }
+    if sampling.top_k == 1 and sampling.temperature > 0:
+        # SGLang treats top_k=1 as greedy sampling. Then the temperature of the logprobs depends on
+        # the other requests of the batch. A tiny top_p selects the same token.
+        params |= {"top_k": -1, "top_p": MIN_TOP_P}
+    return params if seed is None else params | {"sampling_seed": seed}
+
+
+def read_generation(
+    answer: Any, limit: int, policy_version: PolicyVersion, where: str
+) -> Generation:
+    """Return the turn in an answer of `/generate`, or its part if the server was told to abort it.
+
+    Args:
+        answer: the parsed answer.
+        limit: the number of tokens that was requested.
+        policy_version: the version that was published at the time of the request.
+        where: the request, for messages.
+
+    Raises:
+        InvalidEngineResponse: the answer is invalid.
+        EngineError: the server ended the turn with an error; or two policies sampled the turn, and
+            the server does not report the version of each token.
+    """
+    with reading("SGLang", where):
+        meta = answer["meta_info"]
+        reason = meta["finish_reason"]["type"]
+        if reason == "abort" and (status := meta["finish_reason"].get("status_code")):
+            raise refusal(int(status), meta["finish_reason"].get("message", "aborted"), where)
+        # A turn that was aborted before its first token lacks most fields.
+        ids, logprobs = _tokens(meta.get("output_token_logprobs") or [])
+        if reason == "abort" and not ids:
+            return Generation(ids, logprobs, token_array(), reason, 0)
+        check_turn(ids, reason, limit, meta["completion_tokens"])
+        spans = meta.get("weight_versions")
+        if not spans:
+            final_weights = meta["weight_version"]
+            if not isinstance(final_weights, str):
+                raise TypeError(f"weight_version {final_weights!r}")
+            if final_weights != policy_version.weights:
+                raise EngineError(
+                    f"{where}: the weights were {policy_version.weights!r} when this turn began and"
+                    f" {final_weights!r} when it ended, and this SGLang does not report the version"
+                    " of each token"
+                )
+            spans = [{"version": final_weights, "start": 0, "end": len(ids)}]
+        return Generation(
+            token_ids=ids,
+            logprobs=logprobs,
+            versions=token_versions(spans, len(ids), policy_version),
+            finish_reason=reason,
+            prompt_tokens=int(meta["prompt_tokens"]),
+            cached_tokens=int(meta["cached_tokens"]),
+        )
+
+
+def read_scores(answer: Any, row: Sequence[int], vocabulary: int, where: str) -> array[float]:
+    """Return the logprobs of a whole row; the first token's is 0.
+
+    Args:
+        answer: the parsed answer.
+        row: the row to score.
+        vocabulary: the size of the model's vocabulary. SGLang reports the last id of the vocabulary
+            as 0, although it scores the right token.
+        where: the request, for messages.
+
+    Raises:
+        InvalidEngineResponse: the answer is invalid, or of another row.
+    """
+    with reading("SGLang", where):
+        (_, first, *_), *entries = answer["meta_info"]["input_token_logprobs"]
+        ids, logprobs = _tokens(entries)
+        expected = [token if token < vocabulary - 1 else 0 for token in row]
+        if [first, *ids] not in (expected, list(row)):
+            raise ValueError("logprobs of another row")
+        return float_array([0.0, *logprobs])
+
+
+def _tokens(entries: Sequence[Sequence[Any]]) -> tuple[array[int], array[float]]:
+    """Return the ids and logprobs of a list of `[logprob, id, text]`."""
+    logprobs = float_array([entry[0] for entry in entries])
+    if not all(-math.inf < logprob < ROUNDING_TOLERANCE for logprob in logprobs):
+        raise ValueError("a logprob is not finite, or is above 0")
+    return token_array([entry[1] for entry in entries]), logprobs
+
+
 class SGLangEngine(RemoteEngine):
     """Samples from one SGLang server.
 
@@ -47,7 +139,8 @@ class SGLangEngine(RemoteEngine):
     """
 
     name, health_path = "SGLang", "/health_generate"
-    probe_tokens = 128
+    path, probe_tokens = "/generate", 128
+    _read_turn, _read_scores = staticmethod(read_generation), staticmethod(read_scores)
     adapter_field, adapter_path = "lora_path", "/{}_lora_adapter"
 
     def __init__(
@@ -85,10 +178,6 @@ class SGLangEngine(RemoteEngine):
         self._policy_version = PolicyVersion(str(model["weight_version"]), 0)
 
     # -- requests and answers ----------------------------------------------------------------------
-
-    @property
-    def _path(self) -> str:
-        return "/generate"
 
     def _body(
         self, ids: JsonIds, sampling: Sampling, limit: int, seed: int | None = None
@@ -138,18 +227,6 @@ class SGLangEngine(RemoteEngine):
                 {"rid": rid},
                 deadline=time.monotonic() + ABORT_SECONDS,
             )
-
-    def _read_turn(
-        self,
-        answer: Any,
-        limit: int,
-        policy_version: PolicyVersion,
-        where: str,
-    ) -> Generation:
-        return read_generation(answer, limit, policy_version, where)
-
-    def _read_scores(self, answer: Any, row: Sequence[int], where: str) -> array[float]:
-        return read_scores(answer, row, self._vocabulary, where)
 
     # -- updates -----------------------------------------------------------------------------------
 
@@ -254,94 +331,3 @@ class SGLangEngine(RemoteEngine):
                 text = answer[1].decode(errors="replace")
                 raise refusal(answer[0], text, f"{self.url}/flush_cache")
             time.sleep(0.02)
-
-
-def _sampling_params(sampling: Sampling, limit: int, seed: int | None) -> dict[str, Any]:
-    params = sampling_params(sampling) | {
-        "max_new_tokens": limit,
-        "no_stop_trim": True,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-    }
-    if sampling.top_k == 1 and sampling.temperature > 0:
-        # SGLang treats top_k=1 as greedy sampling. Then the temperature of the logprobs depends on
-        # the other requests of the batch. A tiny top_p selects the same token.
-        params |= {"top_k": -1, "top_p": MIN_TOP_P}
-    return params if seed is None else params | {"sampling_seed": seed}
-
-
-def read_generation(
-    answer: Any, limit: int, policy_version: PolicyVersion, where: str
-) -> Generation:
-    """Return the turn in an answer of `/generate`, or its part if the server was told to abort it.
-
-    Args:
-        answer: the parsed answer.
-        limit: the number of tokens that was requested.
-        policy_version: the version that was published at the time of the request.
-        where: the request, for messages.
-
-    Raises:
-        InvalidEngineResponse: the answer is invalid.
-        EngineError: the server ended the turn with an error; or two policies sampled the turn, and
-            the server does not report the version of each token.
-    """
-    with reading("SGLang", where):
-        meta = answer["meta_info"]
-        reason = meta["finish_reason"]["type"]
-        if reason == "abort" and (status := meta["finish_reason"].get("status_code")):
-            raise refusal(int(status), meta["finish_reason"].get("message", "aborted"), where)
-        # A turn that was aborted before its first token lacks most fields.
-        ids, logprobs = _tokens(meta.get("output_token_logprobs") or [])
-        if reason == "abort" and not ids:
-            return Generation(ids, logprobs, token_array(), reason, 0)
-        check_turn(ids, reason, limit, meta["completion_tokens"])
-        spans = meta.get("weight_versions")
-        if not spans:
-            final_weights = meta["weight_version"]
-            if not isinstance(final_weights, str):
-                raise TypeError(f"weight_version {final_weights!r}")
-            if final_weights != policy_version.weights:
-                raise EngineError(
-                    f"{where}: the weights were {policy_version.weights!r} when this turn began and"
-                    f" {final_weights!r} when it ended, and this SGLang does not report the version"
-                    " of each token"
-                )
-        return Generation(
-            token_ids=ids,
-            logprobs=logprobs,
-            versions=token_versions(spans, len(ids), policy_version),
-            finish_reason=reason,
-            prompt_tokens=int(meta["prompt_tokens"]),
-            cached_tokens=int(meta["cached_tokens"]),
-        )
-
-
-def read_scores(answer: Any, row: Sequence[int], vocabulary: int, where: str) -> array[float]:
-    """Return the logprobs of a whole row; the first token's is 0.
-
-    Args:
-        answer: the parsed answer.
-        row: the row to score.
-        vocabulary: the size of the model's vocabulary. SGLang reports the last id of the vocabulary
-            as 0, although it scores the right token.
-        where: the request, for messages.
-
-    Raises:
-        InvalidEngineResponse: the answer is invalid, or of another row.
-    """
-    with reading("SGLang", where):
-        (_, first, *_), *entries = answer["meta_info"]["input_token_logprobs"]
-        ids, logprobs = _tokens(entries)
-        expected = [token if token < vocabulary - 1 else 0 for token in row]
-        if [first, *ids] not in (expected, list(row)):
-            raise ValueError("logprobs of another row")
-        return float_array([0.0, *logprobs])
-
-
-def _tokens(entries: Sequence[Sequence[Any]]) -> tuple[array[int], array[float]]:
-    """Return the ids and logprobs of a list of `[logprob, id, text]`."""
-    logprobs = float_array([entry[0] for entry in entries])
-    if not all(-math.inf < logprob < ROUNDING_TOLERANCE for logprob in logprobs):
-        raise ValueError("a logprob is not finite, or is above 0")
-    return token_array([entry[1] for entry in entries]), logprobs

@@ -1,8 +1,7 @@
 """The client for vLLM: formats of requests and answers, and updates of weights. Experimental.
 
-There are two endpoints. `/inference/v1/generate` reports the version of the weights for each token;
-it is used if a server has it. Every server has `/v1/completions`, which does not report versions.
-Both take and return token ids.
+Requests are sent to `/inference/v1/generate`, which takes and returns token ids, and reports the
+version of the weights for each token.
 """
 
 from __future__ import annotations
@@ -45,49 +44,64 @@ NO_LOGPROB = -9999.0
 """The number that vLLM writes instead of NaN, minus infinity and missing logprobs."""
 
 
-class Generate:
-    """The endpoint `/inference/v1/generate`."""
+def read_generation(
+    answer: Any, limit: int, policy_version: PolicyVersion, where: str
+) -> Generation:
+    """Return the turn in an answer.
 
-    path = "/inference/v1/generate"
+    Args:
+        answer: the parsed answer.
+        limit: the number of tokens that was requested.
+        policy_version: the version that was published at the time of the request.
+        where: the request, for messages.
 
-    def body(self, ids: JsonIds, params: dict[str, Any]) -> dict[str, Any]:
-        """Return a request, from the ids of a row and vLLM's sampling parameters.
-
-        Tokens are decoded only if there are stop strings.
-        """
-        return {
-            "token_ids": ids,
-            "sampling_params": params | {"detokenize": bool(params.get("stop"))},
-        }
-
-    def tokens(self, choice: dict[str, Any]) -> tuple[list[int], list[float]]:
-        """Return the ids and logprobs of an answer's only choice, unchecked."""
+    Raises:
+        InvalidEngineResponse: the answer is invalid.
+        EngineError: the request was aborted.
+    """
+    with reading("vLLM", where):
+        (choice,) = answer["choices"]
+        if (reason := choice["finish_reason"]) in ("abort", "error"):
+            raise EngineError(f"{where}: vLLM aborted the turn ({reason})")
+        adapter = policy_version.request_fields.get("model")
+        if adapter is not None and answer["model"] != adapter:
+            raise ValueError(f"the answer is of model {answer['model']!r}, not {adapter!r}")
         entries = choice["logprobs"]["content"]
         if [entry["token_id"] for entry in entries] != choice["token_ids"]:
             raise ValueError("logprobs of other tokens")
-        return choice["token_ids"], [entry["logprob"] for entry in entries]
+        ids, usage = token_array(choice["token_ids"]), answer["usage"]
+        check_turn(ids, reason, limit, usage["completion_tokens"])
+        return Generation(
+            token_ids=ids,
+            logprobs=_finite([entry["logprob"] for entry in entries], len(ids)),
+            versions=token_versions(choice["weight_versions"], len(ids), policy_version),
+            finish_reason=reason,
+            prompt_tokens=int(usage["prompt_tokens"]),
+            cached_tokens=int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0),
+        )
 
-    def prompt_logprobs(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the logprob entries of an answer, one for each token of the row, unchecked."""
-        return answer["prompt_logprobs"]
+
+def read_scores(answer: Any, row: Sequence[int], vocabulary: int, where: str) -> array[float]:
+    """Return the logprobs of a whole row; the first token's is 0.
+
+    Raises:
+        InvalidEngineResponse: the answer is invalid, or of another row.
+    """
+    with reading("vLLM", where):
+        _, *entries = answer["prompt_logprobs"]
+        values = [
+            entry[str(token)]["logprob"] for entry, token in zip(entries, row[1:], strict=True)
+        ]
+        return float_array([0.0, *_finite(values, len(row) - 1)])
 
 
-class Completions:
-    """The endpoint `/v1/completions`."""
-
-    path = "/v1/completions"
-
-    def body(self, ids: JsonIds, params: dict[str, Any]) -> dict[str, Any]:
-        """Return a request, from the ids of a row and vLLM's sampling parameters."""
-        return {"prompt": ids, "return_token_ids": True, **params}
-
-    def tokens(self, choice: dict[str, Any]) -> tuple[list[int], list[float]]:
-        """Return the ids and logprobs of an answer's only choice, unchecked."""
-        return choice["token_ids"], choice["logprobs"]["token_logprobs"]
-
-    def prompt_logprobs(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the logprob entries of an answer, one for each token of the row, unchecked."""
-        return answer["choices"][0]["prompt_logprobs"]
+def _finite(logprobs: Sequence[float], n: int) -> array[float]:
+    values = float_array(logprobs)
+    if len(values) != n:
+        raise ValueError(f"{len(values)} logprobs for {n} tokens")
+    if not all(math.isfinite(x) and x > NO_LOGPROB for x in values):
+        raise ValueError("a logprob is not finite")
+    return values
 
 
 class VLLMEngine(RemoteEngine):
@@ -99,9 +113,9 @@ class VLLMEngine(RemoteEngine):
 
     name, health_path = "vLLM", "/health"
     probe_tokens = 300
+    _read_turn, _read_scores = staticmethod(read_generation), staticmethod(read_scores)
     adapter_field, adapter_path = "model", "/v1/{}_lora_adapter"
-    endpoint: Generate | Completions
-    """The endpoint of the requests: `Completions` if the server has no `Generate`."""
+    path = "/inference/v1/generate"
 
     def __init__(
         self,
@@ -136,16 +150,14 @@ class VLLMEngine(RemoteEngine):
 
     def _connect(self) -> None:
         self.max_length = int(self.admin.ask("/v1/models")["data"][0]["max_model_len"])
-        has_generate = self.admin.send(Generate.path, {})[0] not in MISSING_STATUSES
-        self.endpoint = Generate() if has_generate else Completions()
+        if self.admin.send(self.path, {})[0] in MISSING_STATUSES:
+            raise EngineError(
+                f"{self.url} has no {self.path}. Start vLLM 0.32 or newer with --enable-scale-out"
+            )
         self._policy_version = PolicyVersion(self._current_weight_version(), 0)
         self._check_logprobs()
 
     # -- requests and answers ----------------------------------------------------------------------
-
-    @property
-    def _path(self) -> str:
-        return self.endpoint.path
 
     def _check_sampling(self, sampling: Sampling, where: str) -> None:
         super()._check_sampling(sampling, where)
@@ -159,12 +171,16 @@ class VLLMEngine(RemoteEngine):
     def _body(
         self, ids: JsonIds, sampling: Sampling, limit: int, seed: int | None = None
     ) -> dict[str, Any]:
-        params = _sampling_params(sampling, limit)
-        return self.endpoint.body(ids, params if seed is None else params | {"seed": seed})
+        params = sampling_params(sampling) | {"max_tokens": limit, "logprobs": 0}
+        params["detokenize"] = bool(sampling.stop)
+        if seed is not None:
+            params["seed"] = seed
+        return {"token_ids": ids, "sampling_params": params}
 
     def _score_body(self, ids: JsonIds) -> dict[str, Any]:
-        params = _sampling_params(Sampling(temperature=0.0), 1) | {"prompt_logprobs": 0}
-        return self.endpoint.body(ids, params)
+        body = self._body(ids, Sampling(temperature=0.0), 1)
+        body["sampling_params"]["prompt_logprobs"] = 0
+        return body
 
     async def _ask(self, body: dict[str, Any], where: str, deadline: float, episode_id: str) -> Any:
         """Send one request. Closing the connection aborts it."""
@@ -174,26 +190,6 @@ class VLLMEngine(RemoteEngine):
                 await raise_if_dead(self.process)
             raise refusal(status, answer, where)
         return answer
-
-    def _read_turn(
-        self,
-        answer: Any,
-        limit: int,
-        policy_version: PolicyVersion,
-        where: str,
-    ) -> Generation:
-        return read_generation(
-            self.endpoint,
-            answer,
-            limit,
-            policy_version,
-            where,
-            published=self._policy_version,
-            adapter=policy_version.request_fields.get("model"),
-        )
-
-    def _read_scores(self, answer: Any, row: Sequence[int], where: str) -> array[float]:
-        return read_scores(self.endpoint, answer, row, where)
 
     def _check_logprobs(self) -> None:
         """Check that logprobs include the temperature and top_k.
@@ -206,7 +202,7 @@ class VLLMEngine(RemoteEngine):
         """
         body = self._body(as_json_array([0]), Sampling(temperature=1.0, top_k=1), LOGPROB_TOKENS)
         # The first request of a server may take long, because it compiles kernels.
-        answer = self.admin.ask(self._path, body, seconds=LONG_SECONDS)
+        answer = self.admin.ask(self.path, body, seconds=LONG_SECONDS)
         values = self._read_turn(
             answer, LOGPROB_TOKENS, self._policy_version, f"{self.url}: a probe"
         )
@@ -263,7 +259,7 @@ class VLLMEngine(RemoteEngine):
             )
 
     def _use_weights(self, sent: Sent) -> None:
-        self._set_weight_version(str(self.version))
+        self.admin.manage("/update_weight_version", {"new_version": str(self.version)})
         self._manage("/reset_prefix_cache")
         self._manage("/resume")
         self._check_cache_is_empty()
@@ -274,97 +270,5 @@ class VLLMEngine(RemoteEngine):
             return UNNAMED_VERSION
         return str(self.admin.ask("/weight_info")["weight_version"])
 
-    def _set_weight_version(self, version: str) -> None:
-        """Set the version that answers report, if the server supports it.
-
-        Raises:
-            EngineError: the server refuses it.
-        """
-        path, body = "/update_weight_version", {"new_version": version}
-        status, content = self.admin.send(path, body)
-        if status != 200 and status not in MISSING_STATUSES:
-            raise refusal(status, content.decode("utf-8", "replace"), f"{self.url}{path}")
-
     def _manage(self, path: str, seconds: float = ADMIN_SECONDS) -> None:
         self.admin.manage(path, {}, seconds=seconds)
-
-
-def _sampling_params(sampling: Sampling, limit: int) -> dict[str, Any]:
-    return sampling_params(sampling) | {"max_tokens": limit, "logprobs": 0}
-
-
-def read_generation(
-    endpoint: Generate | Completions,
-    answer: Any,
-    limit: int,
-    policy_version: PolicyVersion,
-    where: str,
-    *,
-    published: PolicyVersion,
-    adapter: str | None,
-) -> Generation:
-    """Return the turn in an answer.
-
-    Args:
-        endpoint: the endpoint of the request.
-        answer: the parsed answer.
-        limit: the number of tokens that was requested.
-        policy_version: the version that was published at the time of the request.
-        where: the request, for messages.
-        published: the version that is published when the answer is read.
-        adapter: the name of the requested adapter.
-
-    Raises:
-        InvalidEngineResponse: the answer is invalid.
-        EngineError: the request was aborted; or the weights changed during the turn, and the server
-            does not report the version of each token.
-    """
-    with reading("vLLM", where):
-        (choice,) = answer["choices"]
-        if (reason := choice["finish_reason"]) in ("abort", "error"):
-            raise EngineError(f"{where}: vLLM aborted the turn ({reason})")
-        if adapter is not None and answer["model"] != adapter:
-            raise ValueError(f"the answer is of model {answer['model']!r}, not {adapter!r}")
-        token_ids, logprobs = endpoint.tokens(choice)
-        ids, usage = token_array(token_ids), answer["usage"]
-        spans = choice.get("weight_versions")
-        if spans is None and published.weights != policy_version.weights:
-            raise EngineError(
-                f"{where}: the weights were {policy_version.weights!r} when this turn began and"
-                f" {published.weights!r} when it ended, and {endpoint.path} does not report the"
-                " version of each token"
-            )
-        check_turn(ids, reason, limit, usage["completion_tokens"])
-        return Generation(
-            token_ids=ids,
-            logprobs=_finite(logprobs, len(ids)),
-            versions=token_versions(spans, len(ids), policy_version),
-            finish_reason=reason,
-            prompt_tokens=int(usage["prompt_tokens"]),
-            cached_tokens=int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0),
-        )
-
-
-def read_scores(
-    endpoint: Generate | Completions, answer: Any, row: Sequence[int], where: str
-) -> array[float]:
-    """Return the logprobs of a whole row; the first token's is 0.
-
-    Raises:
-        InvalidEngineResponse: the answer is invalid, or of another row.
-    """
-    with reading("vLLM", where):
-        _, *entries = endpoint.prompt_logprobs(answer)
-        values = [
-            entry[str(token)]["logprob"] for entry, token in zip(entries, row[1:], strict=True)
-        ]
-        return float_array([0.0, *_finite(values, len(row) - 1)])
-
-
-def _finite(logprobs: Sequence[float], n: int) -> array[float]:
-    values = float_array(logprobs)
-    if len(values) != n:
-        raise ValueError(f"{len(values)} logprobs for {n} tokens")
-    if not all(math.isfinite(x) and x > NO_LOGPROB for x in values):
-        raise ValueError("a logprob is not finite")
-    return values
