@@ -201,8 +201,8 @@ def _attach(
 ) -> RemoteEngine:
     """Connect to a server that already runs.
 
-    A vLLM server must run with `--enable-scale-out --logprobs-mode processed_logprobs`. For
-    training it also needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (LoRA) or VLLM_SERVER_DEV_MODE=1 (all weights).
+    A vLLM server must run with `--enable-scale-out --logprobs-mode processed_logprobs`. Training
+    also needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (LoRA) or VLLM_SERVER_DEV_MODE=1 (all weights).
 
     Raises:
         EngineError: there is no such server.
