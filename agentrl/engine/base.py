@@ -139,10 +139,6 @@ class Sampler(Protocol):
         It is always called, also for an episode that failed.
         """
 
-    async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
-        """Return the logprob of each token given the tokens before it. The first token's is 0."""
-        ...
-
     def reprefill_tokens(self) -> int:
         """Return how many tokens, of prompts and sampled, were processed again so far.
 
@@ -186,12 +182,16 @@ class Engine(Sampler, EngineControl, Protocol):
     """Both interfaces: what a command opens and closes."""
 
     async def scores(self, token_ids: array[int]) -> list[array[float]]:
-        """Return what `score` returns at temperature 1, from every engine of a pool.
+        """Score a row by every engine of a pool.
+
+        Returns:
+            The logprob of each token given the tokens before it, by each engine. The first token's
+            is 0.
 
         Raises:
             EngineError: no engine answered.
         """
-        return [await self.score(token_ids)]
+        ...
 
     async def continue_row(
         self, token_ids: array[int], tokens: int, timeout_s: float

@@ -808,12 +808,6 @@ async def test_before_the_first_publish_a_restarted_engine_has_its_initial_weigh
         await asyncio.to_thread(harness.pool.close)
 
 
-async def test_rows_are_scored_by_any_engine(make):
-    harness = await make(2, recovery=PATIENT)
-    harness.engines[0].failing = [EngineError("x")]
-    assert list(await harness.pool.score(PROMPT)) == [0.0, 0.0, 0.0]
-
-
 async def test_an_engine_in_doubt_is_sent_the_policy_again(make):
     harness = await make(2)
     a, b = harness.engines
@@ -884,7 +878,7 @@ async def test_close_ends_all_engines_and_threads():
     assert closed == [1]
     assert all(e.closed for opener in openers for e in opener.opened), "the one being started, too"
     assert not [t for t in threading.enumerate() if t.name.startswith("recover-engine")]
-    for call in (pool.ready(), pool.score(PROMPT)):
+    for call in (pool.ready(), pool.scores(PROMPT)):
         with pytest.raises(EngineError, match="closed"):
             await call
 

@@ -15,7 +15,6 @@ import pytest
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.remote.client import RemoteEngine
-from agentrl.engine.remote.row_json import RowEncoder
 from agentrl.engine.remote.turns import TurnGate, join_parts, without_last_token
 from agentrl.errors import EngineError
 from agentrl.http.pool import TimeLimit
@@ -115,7 +114,7 @@ class SimulatedServer(RemoteEngine):
     _policy_version = SimpleNamespace(request_fields={})
 
     def __init__(self, seed: int):
-        self._gate, self._rows, self.reprefilled = TurnGate(), RowEncoder(min_tokens=1), 0
+        self._gate, self.reprefilled = TurnGate(), 0
         self.rng = random.Random(seed)
         self.weights = self.aborts = self.empty_parts = self.full_parts = 0
 

@@ -102,7 +102,7 @@ class FakeEngine:
             token_array([weights]), float_array([0.0]), token_array([version]), "stop", 3
         )
 
-    async def score(self, token_ids, temperature=1.0):
+    async def score(self, token_ids):
         self.check_alive()
         if self.failing:
             raise self.failing.pop(0)

@@ -40,7 +40,7 @@ log = logging.getLogger("agentrl")
 class LocalEngine(Engine):
     """Samples from a transformers causal language model in this process.
 
-    Forward passes run in one worker thread. `generate` and `score` may be called from any asyncio
+    Forward passes run in one worker thread. `generate` and `scores` may be called from any asyncio
     loop. Turns join and leave between decode steps, and the keys and values of an episode are kept
     from its first turn to its end.
 
@@ -99,7 +99,7 @@ class LocalEngine(Engine):
         self._schedule = DecodeSchedule(slots, deterministic)
         self._patience = WaitLimit(patience, self._schedule)
         self._stepper = Stepper(self._decoder, self._schedule, StopStrings(tokenizer))
-        self._scores: list[tuple[Future[Any], np.ndarray, float]] = []
+        self._scores: list[tuple[Future[Any], np.ndarray]] = []
         self._next_deadline = math.inf
         self._stepping = self._closing = False
         self._pause_count = 0
@@ -187,8 +187,8 @@ class LocalEngine(Engine):
                 self._next_deadline = -math.inf
             self._changed.notify_all()
 
-    async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
-        """Return the logprob of each token, by a separate pass between decode steps.
+    async def scores(self, token_ids: array[int]) -> list[array[float]]:
+        """Score a row by a separate pass between decode steps.
 
         Raises:
             EngineError: the row is too long or has tokens outside of the vocabulary; it cannot be
@@ -198,9 +198,9 @@ class LocalEngine(Engine):
         answer: Future[Any] = Future()
         with self._changed:
             self._check_running()
-            self._scores.append((answer, row, temperature))
+            self._scores.append((answer, row))
             self._changed.notify_all()
-        return await asyncio.wrap_future(answer)
+        return [await asyncio.wrap_future(answer)]
 
     def reprefill_tokens(self) -> int:
         return self._reprefilled
@@ -278,7 +278,7 @@ class LocalEngine(Engine):
             self._stepping = False
             self._changed.notify_all()
             answers = [turn.answer for _, turn in self._schedule.in_flight]
-            answers += [answer for answer, _, _ in self._scores]
+            answers += [answer for answer, _ in self._scores]
         for answer in answers:
             settle(answer, EngineError(failure))
 
@@ -304,9 +304,9 @@ class LocalEngine(Engine):
 
     def _answer_scores(self) -> None:
         while self._scores:
-            answer, row, temperature = self._scores[0]
+            answer, row = self._scores[0]
             try:
-                settle(answer, self._decoder.score(row, temperature))
+                settle(answer, self._decoder.score(row))
             except Exception as e:
                 settle(answer, EngineError(f"cannot score: {type(e).__name__}: {e}"))
             del self._scores[0]

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from agentrl.engine.base import Sampler, Sampling
@@ -21,7 +22,6 @@ from agentrl.engine.checks import check_sampling, validate_row
 from agentrl.engine.remote.adapters import Adapters
 from agentrl.engine.remote.admin import AdminClient, reading, refusal
 from agentrl.engine.remote.launch import ServerHandle, raise_if_dead
-from agentrl.engine.remote.row_json import JsonIds, RowEncoder, as_json_array
 from agentrl.engine.remote.senders import FROM_FILES, Delivery, Route, Sent, Target
 from agentrl.engine.remote.turns import TurnGate, join_parts, without_last_token
 from agentrl.errors import EngineError, InvalidEngineResponse
@@ -119,7 +119,6 @@ class RemoteEngine(Sampler):
         """True once the server has received the policy. Until then, it gets files if that fails and
         `delivery.may_use_files`."""
         self._gate = TurnGate()
-        self._rows = RowEncoder()
         self.reprefilled = 0
         """The number of tokens that were prefilled again after new weights."""
         self._uses_seeds = False
@@ -208,8 +207,9 @@ class RemoteEngine(Sampler):
         episode_id: str,
     ) -> Generation:
         """Sample a turn, or its part until the server gets new weights."""
-        ids = self._rows.encode(episode_id, row)
-        body = self._body(ids, sampling, limit, seed % 2**63 if self._uses_seeds else None)
+        body = self._body(
+            _json_ids(row), sampling, limit, seed % 2**63 if self._uses_seeds else None
+        )
         policy_version = self._policy_version
         with self.adapters.in_use(policy_version.request_fields):
             body |= policy_version.request_fields
@@ -226,21 +226,16 @@ class RemoteEngine(Sampler):
             return without_last_token(generation)
         return generation
 
-    def end(self, episode_id: str) -> None:
-        self._rows.end(episode_id)
-
-    async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
-        """Return the logprob of each token. Servers score only at temperature 1.
+    async def score(self, token_ids: array[int]) -> array[float]:
+        """Return the logprob of each token given the tokens before it. The first token's is 0.
 
         Raises:
-            EngineError: another temperature, or as `generate`.
+            EngineError: as `generate`.
         """
-        if temperature != 1:
-            raise EngineError(f"{self.name} scores rows only at temperature 1, not {temperature:g}")
         self._check_row(token_ids, "score")
         fields = self._policy_version.request_fields
         with self.adapters.in_use(fields):
-            body = self._score_body(as_json_array(token_ids)) | fields
+            body = self._score_body(_json_ids(token_ids)) | fields
             answer = await self._ask(body, "score", time.monotonic() + SCORE_SECONDS, "score")
         return self._read_scores(answer, token_ids, self._vocabulary, "score")
 
@@ -329,7 +324,7 @@ class RemoteEngine(Sampler):
         """
         version, where = self._policy_version, f"{self.url}: a probe"
         row = [0] * min(self.probe_tokens, self.max_length - 1)
-        body = self._body(as_json_array(row), Sampling(temperature=0.0), 1) | version.request_fields
+        body = self._body(_json_ids(row), Sampling(temperature=0.0), 1) | version.request_fields
         answer = self.admin.ask(self.path, body)
         generation = self._read_turn(answer, 1, version, where)
         if generation.finish_reason == "abort":
@@ -397,12 +392,12 @@ class RemoteEngine(Sampler):
 
     @abstractmethod
     def _body(
-        self, ids: JsonIds, sampling: Sampling, limit: int, seed: int | None = None
+        self, ids: np.ndarray, sampling: Sampling, limit: int, seed: int | None = None
     ) -> dict[str, Any]:
         """Return a request for a turn of at most `limit` tokens after the row with these ids."""
 
     @abstractmethod
-    def _score_body(self, ids: JsonIds) -> dict[str, Any]:
+    def _score_body(self, ids: np.ndarray) -> dict[str, Any]:
         """Return a request for the logprobs of the row with these ids."""
 
     @abstractmethod
@@ -449,6 +444,11 @@ class RemoteEngine(Sampler):
     @abstractmethod
     def _use_weights(self, sent: Sent) -> None:
         """Let the server sample from the weights of `version`, and check them."""
+
+
+def _json_ids(row: Sequence[int]) -> np.ndarray:
+    """Return ids as an array, (n,) int32, which orjson writes six times as fast as a list."""
+    return np.asarray(row, np.int32)
 
 
 def sampling_params(sampling: Sampling) -> dict[str, Any]:

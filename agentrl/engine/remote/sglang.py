@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from agentrl.engine.base import Sampling
@@ -25,7 +26,6 @@ from agentrl.engine.remote.client import (
     sampling_params,
     token_versions,
 )
-from agentrl.engine.remote.row_json import JsonIds
 from agentrl.engine.remote.senders import Route, Sent, load_seconds
 from agentrl.engine.remote.weights_check import WeightsChecker
 from agentrl.errors import EngineError
@@ -180,7 +180,7 @@ class SGLangEngine(RemoteEngine):
     # -- requests and answers ----------------------------------------------------------------------
 
     def _body(
-        self, ids: JsonIds, sampling: Sampling, limit: int, seed: int | None = None
+        self, ids: np.ndarray, sampling: Sampling, limit: int, seed: int | None = None
     ) -> dict[str, Any]:
         return {
             "input_ids": ids,
@@ -188,7 +188,7 @@ class SGLangEngine(RemoteEngine):
             "sampling_params": _sampling_params(sampling, limit, seed),
         }
 
-    def _score_body(self, ids: JsonIds) -> dict[str, Any]:
+    def _score_body(self, ids: np.ndarray) -> dict[str, Any]:
         return {
             "input_ids": ids,
             "return_logprob": True,

@@ -12,6 +12,8 @@ from array import array
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
+
 from agentrl.engine.base import Sampling
 from agentrl.engine.remote.admin import ADMIN_SECONDS, reading, refusal
 from agentrl.engine.remote.client import (
@@ -22,7 +24,6 @@ from agentrl.engine.remote.client import (
     token_versions,
 )
 from agentrl.engine.remote.launch import raise_if_dead
-from agentrl.engine.remote.row_json import JsonIds, as_json_array
 from agentrl.engine.remote.senders import Route, Sent, load_seconds
 from agentrl.engine.remote.weights_check import check_norms
 from agentrl.errors import ConfigError, EngineError, UserError
@@ -169,7 +170,7 @@ class VLLMEngine(RemoteEngine):
             )
 
     def _body(
-        self, ids: JsonIds, sampling: Sampling, limit: int, seed: int | None = None
+        self, ids: np.ndarray, sampling: Sampling, limit: int, seed: int | None = None
     ) -> dict[str, Any]:
         params = sampling_params(sampling) | {"max_tokens": limit, "logprobs": 0}
         params["detokenize"] = bool(sampling.stop)
@@ -177,7 +178,7 @@ class VLLMEngine(RemoteEngine):
             params["seed"] = seed
         return {"token_ids": ids, "sampling_params": params}
 
-    def _score_body(self, ids: JsonIds) -> dict[str, Any]:
+    def _score_body(self, ids: np.ndarray) -> dict[str, Any]:
         body = self._body(ids, Sampling(temperature=0.0), 1)
         body["sampling_params"]["prompt_logprobs"] = 0
         return body
@@ -200,7 +201,7 @@ class VLLMEngine(RemoteEngine):
         Raises:
             EngineError: the logprobs do not include the temperature.
         """
-        body = self._body(as_json_array([0]), Sampling(temperature=1.0, top_k=1), LOGPROB_TOKENS)
+        body = self._body(np.zeros(1, np.int32), Sampling(temperature=1.0, top_k=1), LOGPROB_TOKENS)
         # The first request of a server may take long, because it compiles kernels.
         answer = self.admin.ask(self.path, body, seconds=LONG_SECONDS)
         values = self._read_turn(
