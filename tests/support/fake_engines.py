@@ -12,7 +12,7 @@ from support.updates import update_from
 
 from agentrl.engine.base import Sampling, Update
 from agentrl.engine.remote.pool import EnginePool
-from agentrl.engine.remote.senders import FROM_FILES, Route, Sent
+from agentrl.engine.remote.senders import FROM_FILES, NORM, Route, Sent
 from agentrl.engine.remote.supervisor import RecoveryPolicy
 from agentrl.errors import EngineDead, EngineError
 from agentrl.trajectory import Generation, float_array, token_array
@@ -36,10 +36,10 @@ class FakeLearner:
 
         def read():
             self.misread |= self.learning
-            yield "w", torch.tensor([float(self.weights)])
+            yield NORM, torch.tensor([float(self.weights)])
 
         update = update_from(read, version)
-        # The engines read the weights from the rows that are kept for checks.
+        # The engines read the weights from the norms that are kept for checks.
         send = lambda route: update.send(replace(route, targets=()))  # noqa: E731
         return replace(update, send=send, is_changed=is_changed)
 
@@ -135,7 +135,7 @@ class FakeEngine:
 
     def finish_update(self, route: Route, sent: Sent) -> None:
         self.check_alive()
-        self.weights = int(sent.rows["w"])
+        self.weights = int(sent.norms[NORM])
         self.version, self.claims, self.asleep = route.version, None, False
         self.published.append(route.version)
 

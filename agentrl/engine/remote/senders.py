@@ -59,16 +59,6 @@ LEAVE_SECONDS = 10.0
 """The time limit for leaving a group, and for a server that left a broadcast to report why."""
 JOIN_VARIABLES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """By default, torch ends the whole process when a peer of a group is lost."""
-
-COMPARED_TENSORS = 3
-"""The number of tensors whose first rows a server is asked for."""
-COMPARED_ROWS = 8
-MAX_COMPARED_SIZE = 2**21
-"""The largest tensor to compare: SGLang converts all of it to a list, then takes the first rows."""
-NOT_COMPARED = ("k_proj", "v_proj")
-"""Parts of names of tensors that are not compared. SGLang cuts these out of a fused tensor, at
-wrong positions if the width of a model's heads is not its hidden size divided by the number of
-heads."""
 NORM = "norm.weight"
 """The end of the names of norms. vLLM holds them as they are in the files: not fused, not split."""
 DIGEST_WIDTH = 4096
@@ -145,8 +135,6 @@ class Sent:
     digest: str = ""
     """A text that changes if weights change, or their buckets. It is compared with earlier digests
     only, of the same `Route.bucket_bytes`."""
-    rows: dict[str, Tensor] = field(default_factory=dict)
-    """The first `COMPARED_ROWS` rows of some tensors, on the CPU."""
     norms: dict[str, Tensor] = field(default_factory=dict)
     """The weights of the model's norms, on the CPU."""
     errors: dict[str, str] = field(default_factory=dict)
@@ -651,27 +639,20 @@ class _Summary:
     def __init__(self) -> None:
         self._names: list[str] = []
         self._sums: list[Tensor] = []
-        self._rows: dict[str, Tensor] = {}
         self._norms: dict[str, Tensor] = {}
 
     def add(self, bucket: Bucket) -> None:
         self._names += bucket.names
         self._sums.append(_sum_bits(bucket))
         for name, tensor in bucket.tensors():
-            if tensor.dim() and 0 < tensor.numel() <= MAX_COMPARED_SIZE:
-                if not any(part in name for part in NOT_COMPARED):
-                    self._rows[name] = tensor[:COMPARED_ROWS].clone()
-                if name.endswith(NORM):
-                    self._norms[name] = tensor.clone()
+            if name.endswith(NORM):
+                self._norms[name] = tensor.clone()
 
     def finish(self, sent: Sent) -> None:
         """Write the results into `sent`."""
         sent.names = self._names
         numbers = [sums.tolist() for sums in self._sums]
         sent.digest = hashlib.sha256(repr((self._names, numbers)).encode()).hexdigest()
-        step = max(1, len(self._rows) // COMPARED_TENSORS)
-        names = list(self._rows)[::step][:COMPARED_TENSORS]  # spread over the model
-        sent.rows = {name: self._rows[name].cpu() for name in names}
         sent.norms = {name: tensor.cpu() for name, tensor in self._norms.items()}
 
 

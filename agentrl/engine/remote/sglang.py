@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
+import orjson
 import torch
 
 from agentrl.engine.base import Sampling
-from agentrl.engine.remote.admin import ADMIN_SECONDS, reading, refusal
+from agentrl.engine.remote.admin import ADMIN_SECONDS, AdminClient, reading, refusal
 from agentrl.engine.remote.client import (
     PolicyVersion,
     RemoteEngine,
@@ -27,7 +28,6 @@ from agentrl.engine.remote.client import (
     token_versions,
 )
 from agentrl.engine.remote.senders import Route, Sent, load_seconds
-from agentrl.engine.remote.weights_check import WeightsChecker
 from agentrl.errors import EngineError
 from agentrl.trajectory import Generation, float_array, token_array
 
@@ -129,6 +129,44 @@ def _tokens(entries: Sequence[Sequence[Any]]) -> tuple[array[int], array[float]]
     if not all(-math.inf < logprob < ROUNDING_TOLERANCE for logprob in logprobs):
         raise ValueError("a logprob is not finite, or is above 0")
     return token_array([entry[1] for entry in entries]), logprobs
+
+
+class WeightsChecker:
+    """Checks the weights of one SGLang server by their checksum, if the server runs on a GPU."""
+
+    def __init__(self, admin: AdminClient):
+        """Send no request yet."""
+        self._admin = admin
+        self._has_checksum = True
+        self._last: tuple[str, str] | None = None
+        """The digest of the weights that were sent last, and the server's checksum after that."""
+
+    def check(self, version: int, sent: Sent) -> None:
+        """Check that the checksum changes if and only if the weights that are sent change.
+
+        Raises:
+            EngineError: the server holds other weights.
+        """
+        if not self._has_checksum:
+            return
+        status, content = self._admin.send("/weights_checker", {"action": "checksum"})
+        if status != 200:  # No GPU.
+            self._has_checksum = False
+            return
+        answer: dict[str, Any] = orjson.loads(content)
+        checksum = str(answer.get("per_engine_checksum") or answer.get("ranks"))
+        if self._last is not None:
+            sent_changed, server_changed = sent.digest != self._last[0], checksum != self._last[1]
+            if sent_changed != server_changed:
+                raise EngineError(
+                    f"{self._admin.url}: version {version} was published, and its weights"
+                    + (
+                        " differ from the last ones, but the server's are as they were"
+                        if sent_changed
+                        else " are the last ones, but the server's have changed"
+                    )
+                )
+        self._last = sent.digest, checksum
 
 
 class SGLangEngine(RemoteEngine):

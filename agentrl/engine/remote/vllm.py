@@ -6,6 +6,7 @@ version of the weights for each token.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from array import array
@@ -13,9 +14,12 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
+import orjson
+import torch
+from torch import Tensor
 
 from agentrl.engine.base import Sampling
-from agentrl.engine.remote.admin import ADMIN_SECONDS, reading, refusal
+from agentrl.engine.remote.admin import ADMIN_SECONDS, AdminClient, reading, refusal
 from agentrl.engine.remote.client import (
     PolicyVersion,
     RemoteEngine,
@@ -25,7 +29,6 @@ from agentrl.engine.remote.client import (
 )
 from agentrl.engine.remote.launch import raise_if_dead
 from agentrl.engine.remote.senders import Route, Sent, load_seconds
-from agentrl.engine.remote.weights_check import check_norms
 from agentrl.errors import ConfigError, EngineError, UserError
 from agentrl.trajectory import Generation, float_array, token_array
 
@@ -41,6 +44,8 @@ LONG_SECONDS = 600.0
 turns in flight."""
 MISSING_STATUSES = (403, 404, 405)
 """The statuses of an endpoint that is disabled or unknown."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes in which a server may hold a tensor."""
 NO_LOGPROB = -9999.0
 """The number that vLLM writes instead of NaN, minus infinity and missing logprobs."""
 
@@ -103,6 +108,42 @@ def _finite(logprobs: Sequence[float], n: int) -> array[float]:
     if not all(math.isfinite(x) and x > NO_LOGPROB for x in values):
         raise ValueError("a logprob is not finite")
     return values
+
+
+def check_norms(admin: AdminClient, version: int, sent: Sent) -> bool:
+    """Compare vLLM's checksums of the model's norms with those of the tensors that were sent.
+
+    Returns:
+        Whether the server has checksums and at least one could be compared.
+
+    Raises:
+        EngineError: a checksum differs.
+    """
+    status, content = admin.send("/weight_checker", {"action": "checksum"})
+    if status != 200:
+        return False
+    server_digests: dict[str, set[str]] = {}
+    for name, digest in orjson.loads(content)["checksums"].items():
+        server_digests.setdefault(name.rpartition(":")[2], set()).add(digest)
+    has_compared = False
+    for name, tensor in sent.norms.items():
+        if name not in server_digests:
+            continue
+        if not server_digests[name] <= _digests(tensor) or len(server_digests[name]) > 1:
+            raise EngineError(
+                f"{admin.url}: version {version} was published, but the server holds"
+                f" other values of {name}"
+            )
+        has_compared = True
+    return has_compared
+
+
+def _digests(tensor: Tensor) -> set[str]:
+    """Return the SHA-256 of a tensor's bytes, in every dtype that a server may use."""
+    return {
+        hashlib.sha256(tensor.to(precision).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for precision in DTYPES
+    }
 
 
 class VLLMEngine(RemoteEngine):
