@@ -21,11 +21,11 @@ from transformers.utils import logging
 from agentrl.config import Config
 from agentrl.engine.local.load import base_and_adapters, compute_dtype, load_causal_lm
 from agentrl.engine.local.rounding import rounded_again
-from agentrl.engine.remote.files import check_folder_visible
 from agentrl.engine.remote.senders import (
     Route,
     Sent,
     WeightsSender,
+    check_folder_visible,
 )
 from agentrl.learner.dispatch import BROADCAST, SPLIT, Placement, RankGroup, dispatch
 from agentrl.learner.losses import (

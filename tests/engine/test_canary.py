@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from support.trainer_fixtures import config
 from support.updates import publish, sent_of
 
-from agentrl.engine.remote.files import transfer_folder
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import RunStopped
 from agentrl.learner.learner import Learner
@@ -28,6 +27,7 @@ from agentrl.trainer.publisher import (
     Canary,
     Publisher,
 )
+from agentrl.workers.owned_folder import OwnedFolder
 
 T = 16
 ROW = torch.linspace(-6, -0.5, T, dtype=torch.float64)
@@ -230,10 +230,10 @@ class Faulty(SGLangEngine):
         self.loaded = {}
 
     def load(self, route, sent):
-        files = sorted(route.folder.iterdir())
+        files = sorted(route.folder.glob("*.safetensors"))
         now = {name: t for file in files for name, t in load_file(file).items()}
         weights, self.loaded = self.wrong(now), now
-        with transfer_folder() as other:
+        with OwnedFolder("weights") as other:
             sent_of(weights.items(), Path(other))
             super().load(replace(route, folder=other), sent)
 

@@ -116,6 +116,9 @@ class FakeEngine:
                 raise EngineError(f"{self.url}: no health")
         self.check_alive()
 
+    def is_healthy(self, seconds: float) -> bool:
+        return not (self.hung or self.dead or self.closed)
+
     def probe(self) -> None:
         self.probes += 1
         self.check_alive()

@@ -151,3 +151,9 @@ def in_thread(call: Callable[[], T], name: str | None = None) -> Future[T]:
 
     Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+def close_opened(opening: Future[Any]) -> None:
+    """Close what was opened in a thread; a callback for its future."""
+    if opening.exception() is None:
+        opening.result().close()

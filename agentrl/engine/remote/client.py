@@ -154,6 +154,13 @@ class RemoteEngine(Sampler):
         if status != 200:
             raise refusal(status, answer, f"{self.url}{self.health_path}")
 
+    def is_healthy(self, seconds: float) -> bool:
+        """Ask the server whether it can sample, and wait for at most so many seconds."""
+        try:
+            return self.admin.send(self.health_path, None, seconds=seconds)[0] == 200
+        except EngineError:
+            return False
+
     async def generate(
         self,
         prompt_ids: array[int],

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import gettempdir
 from threading import Timer
 
 from safetensors import SafetensorError
@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from agentrl.engine.base import Update
 from agentrl.engine.remote.admin import in_thread, reading
 from agentrl.engine.remote.client import RemoteEngine
-from agentrl.engine.remote.files import transfer_folder
 from agentrl.engine.remote.senders import FROM_FILES, Route, Sent
 from agentrl.errors import EngineError
+from agentrl.workers.owned_folder import OwnedFolder
 
 log = logging.getLogger("agentrl")
 
@@ -40,7 +40,7 @@ class Distributor:
 
     def __init__(self) -> None:
         """Send nothing yet."""
-        self._adapters: list[TemporaryDirectory[str]] = []
+        self._adapters: list[OwnedFolder] = []
         """Folders of adapters that servers may read again."""
 
     def send(self, engines: Sequence[RemoteEngine], update: Update) -> tuple[int, Errors]:
@@ -102,7 +102,7 @@ class Distributor:
         sources = {engine.delivery.source for engine in engines}
         (dtype,) = {engine.dtype for engine in engines}  # one launch for all servers
         with _as_write_errors():
-            folder = Path(stack.enter_context(transfer_folder())) if "files" in sources else None
+            folder = stack.enter_context(OwnedFolder("weights")) if "files" in sources else None
             adapter = self._make_adapter_folder(engines) if "adapter" in sources else None
             route = Route(
                 update.version,
@@ -113,7 +113,7 @@ class Distributor:
             )
             sent = update.send(route)
         if adapter is not None:
-            sent.size += sum(file.stat().st_size for file in adapter.iterdir())
+            sent.size += sum(file.stat().st_size for file in adapter.glob("*.safetensors"))
         failed: Errors = {}
         for engine in engines:
             name = str(folder) if engine.delivery.source == "files" else engine.url
@@ -126,8 +126,8 @@ class Distributor:
         kept = max(engine.kept_folders for engine in engines)
         while len(self._adapters) > kept:
             self._adapters.pop(0).cleanup()
-        self._adapters.append(transfer_folder())
-        return Path(self._adapters[-1].name)
+        self._adapters.append(OwnedFolder("weights"))
+        return self._adapters[-1].path
 
 
 def run_on_each(

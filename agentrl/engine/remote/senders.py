@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from tempfile import gettempdir
 from threading import Event
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
@@ -44,7 +45,7 @@ from agentrl.engine.remote.buckets import (
     make_buckets,
     serialize,
 )
-from agentrl.errors import EngineError
+from agentrl.errors import ConfigError, EngineError
 from agentrl.workers.variables import environment_variables
 
 FLATTENED = "flattened_bucket"
@@ -665,3 +666,20 @@ def _sum_bits(bucket: Bucket) -> Tensor:
     # Two passes: weighting each value would need a copy of four times the size.
     sums = [table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64), rest.long()]
     return torch.stack([(s * torch.arange(1, len(s) + 1, device=s.device)).sum() for s in sums])
+
+
+def check_folder_visible(path: Path, where: str = "this machine") -> None:
+    """Check that this machine sees a folder that passes weights.
+
+    Args:
+        path: a path below TMPDIR, created on the machine of the run.
+        where: the name of this machine.
+
+    Raises:
+        ConfigError: this machine does not see the folder.
+    """
+    if not path.exists():
+        raise ConfigError(
+            f"weights are passed through files in {gettempdir()} of the run's machine, but {where}"
+            f" does not see {path}. Set TMPDIR to a folder on a file system that all machines see"
+        )

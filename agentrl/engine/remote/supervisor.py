@@ -18,13 +18,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn
 
 from agentrl.engine.base import Update
-from agentrl.engine.remote.admin import in_thread, reading
+from agentrl.engine.remote.admin import close_opened, in_thread, reading
 from agentrl.engine.remote.client import RemoteEngine
 from agentrl.engine.remote.distributor import (
     Calls,
@@ -439,24 +439,10 @@ class Supervisor:
             raise
         except EngineError as e:
             # The owner of the server may have restarted it: it samples from unknown weights.
-            if self._update is None or not self._healthy(replica):
+            if self._update is None or not replica.engine.is_healthy(self._recovery.health_timeout):
                 raise
             log.warning("engine %s is sent the policy again: %s", replica.engine.url, first_line(e))
             replica.sent_update = None
-
-    def _healthy(self, replica: Replica) -> bool:
-        """Ask an engine whether it can sample, and wait. Call it outside of the loop's thread."""
-        if replica.loop is None or not replica.loop.is_running():
-            return False
-        seconds = self._recovery.health_timeout
-        check = replica.engine.check_health(time.monotonic() + seconds)
-        answer = asyncio.run_coroutine_threadsafe(check, replica.loop)
-        try:
-            answer.result(seconds + 1)
-        except (EngineError, TimeoutError):
-            answer.cancel()
-            return False
-        return True
 
     def _restart(self, replica: Replica) -> None:
         """Close the engine and open it again, while the trainer does not use a shared GPU."""
@@ -579,14 +565,9 @@ def open_all(openers: Sequence[Opener]) -> list[RemoteEngine]:
             future.result()
     except BaseException:
         for future in opened:
-            future.add_done_callback(_close_opened)
+            future.add_done_callback(close_opened)
         raise
     return [future.result() for future in opened]
-
-
-def _close_opened(opened: Future[RemoteEngine]) -> None:
-    if opened.exception() is None:
-        opened.result().close()
 
 
 def is_dead(engine: RemoteEngine, error: EngineError) -> bool:
