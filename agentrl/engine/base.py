@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from agentrl.errors import ConfigError
 from agentrl.trajectory import Generation
 
 CONTINUATION = "continuation"
@@ -36,28 +35,6 @@ class Sampling:
     def as_dict(self) -> dict[str, Any]:
         """Return the parameters as plain values, for trajectories on disk."""
         return asdict(self)
-
-    def check_trainable(self) -> None:
-        """Check that these parameters sample from the policy's own distribution.
-
-        Raises:
-            ConfigError: temperature 0, top_p below 1, or top_k set.
-        """
-        problems = [
-            text
-            for is_wrong, text in (
-                (self.temperature <= 0, f"rollout.temperature={self.temperature} (must be > 0)"),
-                (self.top_p < 1, f"rollout.top_p={self.top_p} (must be 1)"),
-                (self.top_k > 0, f"rollout.top_k={self.top_k} (must be 0)"),
-            )
-            if is_wrong
-        ]
-        if problems:
-            raise ConfigError(
-                "training needs samples from the policy's own distribution, but "
-                + ", ".join(problems)
-                + ". Set these under `val` instead: evaluation accepts them."
-            )
 
 
 @dataclass(frozen=True, slots=True)

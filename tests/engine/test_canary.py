@@ -158,16 +158,16 @@ def test_an_engine_with_a_part_of_the_update_is_caught(noise, part):
 
 def test_a_resumed_run_is_compared_with_its_start():
     """An engine that still has the base model must not calibrate the canary."""
-    watch = Canary(0.01)
+    watch = Canary(0.01, 0.01)
     with pytest.raises(RunStopped, match="does not hold any version"):
         check(watch, ROW, moved(ROW, 0.1))
-    check(Canary(0.01), ROW, off(ROW, 0.011))
+    check(Canary(0.01, 0.01), ROW, off(ROW, 0.011))
 
 
 @given(NOISE, st.lists(st.floats(0, 6), min_size=2, max_size=8), st.integers(1, 8))
 def test_a_resumed_run_measures_drift_from_the_same_point(noise, moves, stop):
     """This also holds after steps that were too small to be judged."""
-    straight, resumed = Canary(noise), Canary(noise)
+    straight, resumed = Canary(noise, noise), Canary(noise, noise)
     row = ROW.float()
     for k, move in enumerate([0.0, *moves]):
         row = moved(row, move * noise)

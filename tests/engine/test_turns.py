@@ -118,8 +118,6 @@ class SimulatedServer(RemoteEngine):
         self.rng = random.Random(seed)
         self.weights = self.aborts = self.empty_parts = self.full_parts = 0
 
-    def _check_row(self, *_): ...
-
     def _check_sampling(self, *_): ...
 
     def _body(self, row, sampling, limit, seed):

@@ -163,7 +163,7 @@ class LocalEngine(Engine):
             UserError: `sampling.stop` is not a tuple of non-empty strings.
         """
         request = f"episode {episode_id!r}"
-        prompt = self._validate_row(prompt_ids, request, self.max_length - 1)
+        prompt = validate_row(prompt_ids, request, self.max_length, self._decoder.vocabulary)
         check_sampling(sampling, request)
         turn = TurnRequest(episode_id, prompt, sampling, seed, deadline)
         with self._changed:
@@ -194,7 +194,8 @@ class LocalEngine(Engine):
             EngineError: the row is too long or has tokens outside of the vocabulary; it cannot be
                 scored; the engine was closed.
         """
-        row = self._validate_row(token_ids, "score", self.max_length)
+        vocabulary = self._decoder.vocabulary
+        row = validate_row(token_ids, "score", self.max_length, vocabulary, room=0)
         answer: Future[Any] = Future()
         with self._changed:
             self._check_running()
@@ -249,15 +250,6 @@ class LocalEngine(Engine):
     def _check_running(self) -> None:
         if self._closing or self._failure:
             raise EngineError(self._failure or "the engine is closed")
-
-    def _validate_row(self, token_ids: array[int], request: str, limit: int) -> np.ndarray:
-        return validate_row(
-            token_ids,
-            request,
-            limit=limit,
-            max_length=self.max_length,
-            vocabulary=self._decoder.vocabulary,
-        )
 
     # -- the worker --------------------------------------------------------------------------------
 

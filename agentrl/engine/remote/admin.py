@@ -61,7 +61,7 @@ class AdminClient:
             EngineError: the server refuses the request, or does not answer in time.
             EngineDead: the server's process has ended.
         """
-        return self._parse_or_raise(path, *self._fetch(path, body, self.key, seconds))
+        return self._parse_or_raise(path, *self.send(path, body, key=self.key, seconds=seconds))
 
     def manage(
         self, path: str, body: Any, *, seconds: float = ADMIN_SECONDS, json: bool = True
@@ -72,9 +72,17 @@ class AdminClient:
         """
         return self._parse_or_raise(path, *self.send(path, body, seconds=seconds), json=json)
 
-    def send(self, path: str, body: Any, *, seconds: float = ADMIN_SECONDS) -> tuple[int, bytes]:
+    def send(
+        self, path: str, body: Any, *, key: str | None = None, seconds: float = ADMIN_SECONDS
+    ) -> tuple[int, bytes]:
         """Send a request as `manage` does, and return the status and the body of any answer."""
-        return self._fetch(path, body, self.admin_key, seconds)
+        key = self.admin_key if key is None else key
+        try:
+            return fetch(self.url, path, body, token=key, error=EngineError, timeout=seconds)
+        except EngineError:
+            if self.process is not None and not self.process.running:
+                raise self.process.death_error() from None
+            raise
 
     def _parse_or_raise(self, path: str, status: int, content: bytes, *, json: bool = True) -> Any:
         try:
@@ -88,14 +96,6 @@ class AdminClient:
         if isinstance(answer, dict) and answer.get("success") is False:
             raise refusal(400, answer, f"{self.url}{path}")
         return answer
-
-    def _fetch(self, path: str, body: Any, key: str, seconds: float) -> tuple[int, bytes]:
-        try:
-            return fetch(self.url, path, body, token=key, error=EngineError, timeout=seconds)
-        except EngineError:
-            if self.process is not None and not self.process.running:
-                raise self.process.death_error() from None
-            raise
 
 
 def refusal(status: int, answer: Any, where: str) -> EngineError:

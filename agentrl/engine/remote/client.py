@@ -185,7 +185,7 @@ class RemoteEngine(Sampler):
                 support the temperature.
         """
         where = f"episode {episode_id!r}"
-        self._check_row(prompt_ids, where)
+        validate_row(prompt_ids, where, self.max_length, self._vocabulary)
         self._check_sampling(sampling, where)
         end = len(prompt_ids) + min(sampling.max_tokens, self.max_length - len(prompt_ids))
         row, parts = prompt_ids, list[Generation]()
@@ -239,10 +239,10 @@ class RemoteEngine(Sampler):
         Raises:
             EngineError: as `generate`.
         """
-        self._check_row(token_ids, "score")
+        row = validate_row(token_ids, "score", self.max_length, self._vocabulary)
         fields = self._policy_version.request_fields
         with self.adapters.in_use(fields):
-            body = self._score_body(_json_ids(token_ids)) | fields
+            body = self._score_body(row) | fields
             answer = await self._ask(body, "score", time.monotonic() + SCORE_SECONDS, "score")
         return self._read_scores(answer, token_ids, self._vocabulary, "score")
 
@@ -343,15 +343,6 @@ class RemoteEngine(Sampler):
         return generation
 
     # -- used by subclasses ------------------------------------------------------------------------
-
-    def _check_row(self, token_ids: array[int], where: str) -> None:
-        validate_row(
-            token_ids,
-            where,
-            limit=self.max_length - 1,
-            max_length=self.max_length,
-            vocabulary=self._vocabulary,
-        )
 
     def _check_sampling(self, sampling: Sampling, where: str) -> None:
         check_sampling(sampling, where)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from tempfile import gettempdir
 from threading import Timer
@@ -46,12 +47,17 @@ class Distributor:
     def send(self, engines: Sequence[RemoteEngine], update: Update) -> tuple[int, Errors]:
         """Send an update; return when each server has loaded it or has failed.
 
+        If the policy has not changed, the servers only get its version.
+
         Returns:
             The number of bytes of the update, and the error of each server that failed.
 
         Raises:
             ConfigError: the policy cannot be sent to a server of this kind.
         """
+        if not update.is_changed:
+            set_version = methodcaller("set_version", update.version)
+            return 0, run_on_each(engines, set_version, {})
         size, errors = self._send_once(engines, update)
         if again := [e for e in errors if e.delivery.may_use_files and not e.has_received]:
             log.warning(
@@ -69,13 +75,6 @@ class Distributor:
             engine.fail_update(error)
         return size, errors
 
-    def set_version(self, engines: Sequence[RemoteEngine], version: int) -> Errors:
-        """Give the policy that servers hold another version; return the error of each that failed.
-
-        Nothing is sent.
-        """
-        return run_on_each(engines, lambda engine: engine.set_version(version), {})
-
     def close(self) -> None:
         """Remove the folders of adapters."""
         while self._adapters:
@@ -86,13 +85,13 @@ class Distributor:
         calls: Calls = {}
         text = f"version {update.version} of the policy is not on every engine"
         with reporting_slow(text, calls), contextlib.ExitStack() as stack:
-            errors = run_on_each(engines, lambda engine: engine.begin_update(), calls)
+            errors = run_on_each(engines, methodcaller("begin_update"), calls)
             ready = [engine for engine in engines if engine not in errors]
             if not ready:
                 return 0, errors
             route, sent, failed = self._send_to(ready, update, stack)
             ready = [engine for engine in ready if engine not in failed]
-            late = run_on_each(ready, lambda engine: engine.finish_update(route, sent), calls)
+            late = run_on_each(ready, methodcaller("finish_update", route, sent), calls)
         return sent.size, errors | failed | late
 
     def _send_to(

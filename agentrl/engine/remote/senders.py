@@ -19,6 +19,7 @@ import os
 import socket
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
@@ -28,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 from threading import Event
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import torch
@@ -142,12 +143,14 @@ class Sent:
     """Why weights did not arrive, by the URL of the target, or by the folder."""
 
 
-class Sender(Protocol):
+class Sender(ABC):
     """A way to send weights, on one rank."""
 
-    errors: dict[str, str]
-    """Why weights did not arrive, by URL or folder."""
+    def __init__(self) -> None:
+        self.errors: dict[str, str] = {}
+        """Why weights did not arrive, by URL or folder."""
 
+    @abstractmethod
     def take(self, bucket: Bucket, version: int) -> None:
         """Send a bucket; return when the servers have read it. Failures are added to `errors`.
 
@@ -155,7 +158,7 @@ class Sender(Protocol):
         from mixed weights and reports the old version.
         """
 
-    def commit(self) -> None:
+    def commit(self) -> None:  # noqa: B027
         """Finish after the last bucket; all ranks call it, and none after an exception."""
 
 
@@ -299,7 +302,7 @@ def _fields(bucket: Bucket, version: int) -> dict[str, Any]:
     }
 
 
-class IpcSender:
+class IpcSender(Sender):
     """Lets servers read the memory of the ranks on whose devices they run.
 
     agentrl must have started the servers, because a pickle can run code.
@@ -313,9 +316,9 @@ class IpcSender:
             rank: this process's rank.
             ranks: the gloo group of all ranks; None: this process is the only one.
         """
+        super().__init__()
         self._targets, self._rank, self._ranks = targets, rank, ranks
-        self._reads_several = any(set(target.ranks) != {target.ranks[0]} for target in targets)
-        self.errors: dict[str, str] = {}
+        self._reads_several = any(len(set(target.ranks)) > 1 for target in targets)
 
     def take(self, bucket: Bucket, version: int) -> None:
         targets = [target for target in self._targets if target.url not in self.errors]
@@ -377,7 +380,7 @@ class IpcSender:
         return {key: value for part in all_dicts for key, value in part.items()}
 
 
-class FileSender:
+class FileSender(Sender):
     """Writes each bucket to a file."""
 
     def __init__(self, folder: Path):
@@ -386,8 +389,8 @@ class FileSender:
         Args:
             folder: an existing folder.
         """
+        super().__init__()
         self._folder, self._files = folder, 0
-        self.errors: dict[str, str] = {}
 
     def take(self, bucket: Bucket, version: int) -> None:
         if self.errors:
@@ -400,10 +403,8 @@ class FileSender:
             self.errors[str(self._folder)] = f"cannot write {file}: {e}"
         self._files += 1
 
-    def commit(self) -> None: ...
 
-
-class BroadcastSender:
+class BroadcastSender(Sender):
     """Broadcasts to all processes of some servers, which form one group with this process.
 
     The group exists from the first bucket to `close`, or to a failure. A failure of one server
@@ -419,8 +420,8 @@ class BroadcastSender:
         # NCCL fails with "invalid argument" if processes have different values; servers have 0.
         # NCCL reads the variable once, so set it before anything in this process uses NCCL.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+        super().__init__()
         self.targets = tuple(targets)
-        self.errors: dict[str, str] = {}
         self.group: BroadcastGroup | None = None
 
     def take(self, bucket: Bucket, version: int) -> None:
@@ -432,8 +433,6 @@ class BroadcastSender:
             self._broadcast(bucket, version)
         except EngineError as e:
             self._fail(e)
-
-    def commit(self) -> None: ...
 
     def close(self) -> None:
         """Leave the group. It takes a limited time, whatever happened to the servers."""

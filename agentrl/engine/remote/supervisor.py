@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import methodcaller
 from typing import NoReturn
 
 from agentrl.engine.base import Update
@@ -279,7 +280,7 @@ class Supervisor:
             }
             calls: Calls = {}
             with reporting_slow("engines are not asleep", calls):
-                errors = run_on_each([*engines], lambda engine: engine.sleep(), calls)
+                errors = run_on_each([*engines], methodcaller("sleep"), calls)
             for engine, error in errors.items():
                 self.exclude(engines[engine], engine, error, broken=True, stale=True)
 
@@ -364,11 +365,8 @@ class Supervisor:
     def _publish_to(self, replicas: Sequence[Replica], update: Update) -> set[Replica]:
         """Send the update to replicas; return those that failed, which are excluded."""
         engines = {replica.engine: replica for replica in replicas}
-        if update.is_changed:
-            size, errors = self._distributor.send(list(engines), update)
-            self.sent += size
-        else:
-            errors = self._distributor.set_version(list(engines), update.version)
+        size, errors = self._distributor.send(list(engines), update)
+        self.sent += size
         # Exclude engines first: one that failed a check may have the new version already.
         dead = [in_thread(partial(is_dead, engine, error)) for engine, error in errors.items()]
         for (engine, error), broken in zip(errors.items(), dead, strict=True):
@@ -530,7 +528,7 @@ class Supervisor:
         if delivery.may_use_files:
             engine.delivery = FROM_FILES
         try:
-            size, errors = self._distributor.send([engine], update)
+            size, errors = self._distributor.send([engine], replace(update, is_changed=True))
         finally:
             engine.delivery = delivery
         for error in errors.values():
