@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.engine.remote.admin import AdminClient
-from agentrl.errors import ConfigError, EngineError, InvalidEngineResponse
+from agentrl.engine.remote.admin import AdminClient, reading
+from agentrl.errors import ConfigError, EngineError
 
 LOAD_SECONDS = 60.0
 """The time limit of a server for loading an adapter."""
@@ -109,10 +109,8 @@ class Adapters:
     def listed(self) -> set[str]:
         """Return the adapters of this run that the server lists."""
         answer = self._admin.ask("/v1/models")
-        try:
+        with reading("the server", f"{self._admin.url}/v1/models"):
             names = [str(model["id"]) for model in answer["data"]]
-        except (LookupError, TypeError) as e:
-            raise InvalidEngineResponse(f"{self._admin.url}/v1/models: not a list: {e}") from e
         return {name for name in names if name.startswith(self._name_prefix)}
 
     def _manage(self, verb: str, body: dict[str, str]) -> None:

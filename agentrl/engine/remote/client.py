@@ -297,6 +297,11 @@ class RemoteEngine(Sampler):
         else:
             self._policy_version = PolicyVersion(str(route.version), route.version)
             self._use_weights(sent)
+            if cached := self.probe().cached_tokens:
+                raise EngineError(
+                    f"{self.url}: version {self.version} was published, but {cached} tokens of"
+                    " the old weights are still in the cache"
+                )
         self._gate.open()
 
     @property
@@ -369,18 +374,6 @@ class RemoteEngine(Sampler):
             if time.monotonic() < deadline:
                 await raise_if_dead(self.process)
             raise type(e)(f"{where}: {e}") from None
-
-    def _check_cache_is_empty(self) -> None:
-        """Check that the next answer is of the published version, and uses no cached tokens.
-
-        Raises:
-            EngineError: the answer is of another version, or uses cached tokens.
-        """
-        if cached := self.probe().cached_tokens:
-            raise EngineError(
-                f"{self.url}: version {self.version} was published, but {cached} tokens of"
-                " the old weights are still in the cache"
-            )
 
     # -- implemented by subclasses -----------------------------------------------------------------
 

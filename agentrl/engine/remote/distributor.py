@@ -100,17 +100,17 @@ class Distributor:
         """Send the policy once, to all of these servers."""
         sources = {engine.delivery.source for engine in engines}
         (dtype,) = {engine.dtype for engine in engines}  # one launch for all servers
-        with _as_write_errors():
+        try:
             folder = stack.enter_context(OwnedFolder("weights")) if "files" in sources else None
             adapter = self._make_adapter_folder(engines) if "adapter" in sources else None
-            route = Route(
-                update.version,
-                tuple(e.target for e in engines if e.delivery.source == "memory"),
-                folder,
-                dtype,
-                adapter_folder=adapter,
-            )
+            targets = tuple(e.target for e in engines if e.delivery.source == "memory")
+            route = Route(update.version, targets, folder, dtype, adapter_folder=adapter)
             sent = update.send(route)
+        except (OSError, SafetensorError) as e:  # An engine error stops the run with a saved state.
+            raise EngineError(
+                f"the policy cannot be written to {gettempdir()}: {e}. Free space there, or set"
+                " TMPDIR to another folder"
+            ) from e
         if adapter is not None:
             sent.size += sum(file.stat().st_size for file in adapter.glob("*.safetensors"))
         failed: Errors = {}
@@ -178,19 +178,3 @@ def reporting_slow(text: str, calls: Mapping[Future[None], RemoteEngine]) -> Ite
         yield
     finally:
         timer.cancel()
-
-
-@contextlib.contextmanager
-def _as_write_errors() -> Iterator[None]:
-    """Raise errors of the disk as engine errors, which stop the run with a saved state.
-
-    Raises:
-        EngineError: a folder cannot be created or written.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError) as e:
-        raise EngineError(
-            f"the policy cannot be written to {gettempdir()}: {e}. Free space there, or set TMPDIR"
-            " to another folder"
-        ) from e

@@ -156,7 +156,9 @@ class Supervisor:
         self._weights = threading.Condition()
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._asleep = self._moving = self._publishing = False
+        self._asleep = self._moving = False
+        self.is_publishing = False
+        """True while a policy is being published. Some engines have it before the others."""
 
     # -- for the event loop ------------------------------------------------------------------------
 
@@ -172,14 +174,9 @@ class Supervisor:
         return None if self._update is None else self._update.version
 
     @property
-    def is_publishing(self) -> bool:
-        """Return whether a policy is being published. Some engines have it before the others."""
-        return self._publishing
-
-    @property
     def is_suspended(self) -> bool:
         """Return whether engines need not sample now, even if they are healthy."""
-        return self._asleep or self._publishing
+        return self._asleep or self.is_publishing
 
     def record_success(self, replica: Replica, engine: RemoteEngine) -> None:
         """Record that a request was answered."""
@@ -306,12 +303,12 @@ class Supervisor:
             ]
             if not all(r.sent_update is self._update and r.engine.has_weights for r in candidates):
                 update = replace(update, is_changed=True)
-            self._update, self._publishing = update, True
+            self._update, self.is_publishing = update, True
             self._asleep = self._moving = False
             try:
                 refused = self._publish_to(candidates, update)
             finally:
-                self._publishing = False
+                self.is_publishing = False
                 self._weights.notify_all()
         while not self._is_published(update, refused):
             if self._closing.wait(0.05):

@@ -304,7 +304,6 @@ class VLLMEngine(RemoteEngine):
         self.admin.manage("/update_weight_version", {"new_version": str(self.version)})
         self._manage("/reset_prefix_cache")
         self._manage("/resume")
-        self._check_cache_is_empty()
 
     def _current_weight_version(self) -> str:
         """Return the version of the weights that the server reports."""
