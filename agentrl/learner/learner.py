@@ -35,7 +35,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from agentrl.config import Config
-from agentrl.engine.base import Update
 from agentrl.engine.remote.senders import Route
 from agentrl.errors import RunStopped
 from agentrl.learner.algorithms import target_metrics
@@ -472,10 +471,6 @@ class Learner:
     def has_lora(self) -> bool:
         """True if an adapter learns, False if all weights do."""
         return self.config.model.lora_rank > 0
-
-    def make_update(self, version: int, is_changed: bool = True) -> Update:
-        """Return the current policy in the form that an engine takes; see `Update`."""
-        return Update(version, self.export, self.ranks.send_weights, is_changed)
 
     def export(self, *, published: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the named tensors of the plain model for an engine; see `Policy.export`.

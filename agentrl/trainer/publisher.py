@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.sections import MAX_UNCORRECTED_MISMATCH
-from agentrl.engine.base import EngineControl
+from agentrl.engine.base import EngineControl, Update
 from agentrl.engine.local.rounding import MAX_ROUNDINGS
 from agentrl.errors import EngineError, RunStopped
 from agentrl.learner.learner import Learner
@@ -180,7 +180,8 @@ class Publisher:
         return torch.tensor(scores)[:, 1:]
 
     def _send(self, version: int, is_changed: bool = True) -> int:
-        update = self._learner.make_update(version, is_changed)
+        ranks = self._learner.ranks
+        update = Update(version, self._learner.export, ranks.send_weights, is_changed)
         if torch.cuda.is_available() and self._learner.config.rollout.sleep != "none":
             torch.cuda.empty_cache()  # the engine needs the memory
         try:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.reference_model import ask
 from support.trainer_fixtures import config
-from support.updates import publish
+from support.updates import policy_of, publish
 from transformers import AutoModelForCausalLM
 
 from agentrl.engine.base import Sampling
@@ -101,7 +101,7 @@ async def test_adapters_come_through_a_folder(lora_server, tiny_model, tiny_toke
         with torch.no_grad():
             for parameter in learner.rank.optimizers["actor"].parameters.values():
                 parameter.add_(0.05 * torch.randn(parameter.shape))
-        size = publish(engine, learner.make_update(version))
+        size = publish(engine, policy_of(learner, version))
         assert engine.version == version and size >= 4 * sum(
             p.numel() for p in learner.rank.optimizers["actor"].parameters.values()
         )
@@ -133,7 +133,7 @@ async def test_turns_in_flight_end_with_the_adapter_that_they_named(lora_server,
                 parameter.add_(0.05 * torch.randn(parameter.shape))
         states[version] = [p.detach().clone() for p in parameters]
         spanned += sum(not task.done() for task in tasks.get(version - 1, ()))
-        await asyncio.to_thread(publish, engine, learner.make_update(version))
+        await asyncio.to_thread(publish, engine, policy_of(learner, version))
         tasks[version] = [
             asyncio.create_task(ask(engine, prompt, Sampling(max_tokens=150), f"e{version}-{i}"))
             for i, prompt in enumerate(prompts)

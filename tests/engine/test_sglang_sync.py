@@ -28,9 +28,15 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.engine.remote import senders as senders_module
 from agentrl.engine.remote.admin import AdminClient
-from agentrl.engine.remote.buckets import make_buckets, serialize
 from agentrl.engine.remote.launch import SGLangLaunch
-from agentrl.engine.remote.senders import Delivery, Route, Target, WeightsSender
+from agentrl.engine.remote.senders import (
+    Delivery,
+    Route,
+    Target,
+    WeightsSender,
+    make_buckets,
+    serialize,
+)
 from agentrl.engine.remote.sglang import SGLangEngine
 
 F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64

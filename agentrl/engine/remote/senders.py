@@ -6,6 +6,10 @@
 - `BroadcastSender` broadcasts it to the servers on other GPUs, by NCCL.
 - `FileSender` writes it to a file, which any server can read.
 
+A bucket is many tensors in one allocation. Its handle is a pickle, the only format that SGLang
+supports. A pickle can run code of its writer, so pickles are sent in one direction only: agentrl
+writes them for servers that it started with its own admin key, and never reads one.
+
 While a bucket is sent, the next one is gathered. If the weights are sharded, all ranks of the
 learner call `send` at the same time: each rank gathers every bucket, and serves the servers on its
 own GPU. Rank 0 broadcasts and writes files.
@@ -15,39 +19,44 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import inspect
+import io
 import os
 import socket
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate, pairwise
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from tempfile import gettempdir
 from threading import Event
+from types import SimpleNamespace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixStore, Store
+from torch.multiprocessing import reductions
 
 from agentrl.engine.remote.admin import AdminClient, in_thread
-from agentrl.engine.remote.buckets import (
-    BUCKET_BYTES,
-    Bucket,
-    make_buckets,
-    serialize,
-)
 from agentrl.errors import ConfigError, EngineError
 from agentrl.workers.variables import environment_variables
+
+BUCKET_BYTES = 2**30 // 3
+"""The most bytes of a bucket, except if a single tensor is larger. Three are in memory: one is
+sent, one is packed, and the tensors of one are still separate."""
 
 FLATTENED = "flattened_bucket"
 """The server's name of the format in which a bucket is one tensor of bytes."""
@@ -665,6 +674,123 @@ def _sum_bits(bucket: Bucket) -> Tensor:
     # Two passes: weighting each value would need a copy of four times the size.
     sums = [table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64), rest.long()]
     return torch.stack([(s * torch.arange(1, len(s) + 1, device=s.device)).sum() for s in sums])
+
+
+# -- buckets --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Named tensors of one dtype, one after the other, without gaps."""
+
+    flat: Tensor
+    """All tensors, (N,)."""
+    names: list[str]
+    shapes: list[torch.Size]
+    last: bool
+    """True if it is the last bucket of the update."""
+
+    @property
+    def bytes(self) -> Tensor:
+        """Return the same memory as uint8."""
+        return self.flat.view(torch.uint8)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors by name, as views of `flat`."""
+        parts = self.flat.split([shape.numel() for shape in self.shapes])
+        for name, shape, part in zip(self.names, self.shapes, parts, strict=True):
+            yield name, part.view(shape)
+
+
+def make_buckets(
+    weights: Iterable[tuple[str, Tensor]], *, limit: int = BUCKET_BYTES
+) -> Iterator[Bucket]:
+    """Copy named tensors into buckets, in their order.
+
+    A bucket has one dtype, because a view of another dtype would need aligned bytes. It is on the
+    device of its tensors. References to tensors are kept only until their bucket is full.
+
+    Args:
+        weights: at least one named tensor.
+        limit: the most bytes of a bucket; a larger tensor gets its own bucket.
+    """
+    pending: list[tuple[str, Tensor]] = []
+    kind, size = None, 0
+    for name, tensor in weights:
+        if pending and (size + tensor.nbytes > limit or kind != (tensor.dtype, tensor.device)):
+            yield _pack(pending, last=False)
+            size = 0
+        pending.append((name, tensor))
+        kind, size = (tensor.dtype, tensor.device), size + tensor.nbytes
+    assert pending, "no weights"
+    yield _pack(pending, last=True)
+
+
+@torch.no_grad()
+def _pack(pending: list[tuple[str, Tensor]], *, last: bool) -> Bucket:
+    """Return a bucket of the pending tensors, and clear the list."""
+    names, tensors = map(list, zip(*pending, strict=True))
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    pending.clear()
+    return Bucket(flat, names, [t.shape for t in tensors], last)
+
+
+def serialize(bucket: Bucket) -> bytes:
+    """Return a pickle from which one process of a server reads a bucket.
+
+    It has a handle of the memory, and the names and ranges of the tensors. The process must read it
+    exactly once, and the bucket must exist until then.
+    """
+    sizes = (shape.numel() * bucket.flat.itemsize for shape in bucket.shapes)
+    ranges = pairwise(accumulate(sizes, initial=0))
+    metadata = [
+        # SGLang's own class is not importable here. SGLang reads only these fields.
+        SimpleNamespace(
+            name=name,
+            shape=shape,
+            dtype=bucket.flat.dtype,
+            start_idx=start,
+            end_idx=end,
+            numel=end - start,
+        )
+        for name, shape, (start, end) in zip(bucket.names, bucket.shapes, ranges, strict=True)
+    ]
+    buffer = io.BytesIO()
+    pickler = ForkingPickler(buffer)
+    pickler.dispatch_table[Tensor] = _reduce  # type: ignore[attr-defined]
+    with _shared_by_name():
+        pickler.dump({"flattened_tensor": bucket.bytes, "metadata": metadata})
+    return buffer.getvalue()
+
+
+_DEVICE = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters).index("storage_device")
+
+
+def _reduce(tensor: Tensor) -> tuple[Any, ...]:
+    """Reduce a tensor as torch does, but name a GPU by its UUID.
+
+    The server may count GPUs differently, and can read the UUID. torch keeps shared memory until it
+    is released, and makes the reader wait for writes that were pending at the time of pickling.
+    """
+    rebuild, arguments = reductions.reduce_tensor(tensor)
+    if tensor.is_cuda:
+        uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
+        arguments = (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
+    return rebuild, arguments
+
+
+@contextmanager
+def _shared_by_name() -> Iterator[None]:
+    """Share CPU memory by name within the block.
+
+    The alternative, file descriptors, can only be passed to child processes of this process.
+    """
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
 
 
 def check_folder_visible(path: Path, where: str = "this machine") -> None:
