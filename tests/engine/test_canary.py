@@ -331,8 +331,9 @@ def test_noise_in_one_tensor_stops_the_run(world):
 
 @pytest.mark.sglang
 def test_a_sender_that_sends_nothing_stops_the_run(world, monkeypatch):
-    _, engine, publisher = world
+    learner, engine, publisher = world
     publisher.publish(0)
+    learn(learner, 1)
     monkeypatch.setattr(engine, "load", lambda *_: None)
     with pytest.raises(RunStopped, match=r"did not accept version 1 .* weights were '1' .* '0'"):
         publisher.publish(1)
