@@ -224,7 +224,7 @@ def measure_model(name: str) -> None:
         with torch.inference_mode():
             logprobs = learner(input_ids=ids).logits[0, :-1].log_softmax(-1)
         expected = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
-        scores = torch.tensor(asyncio.run(engine.score(row)))[1:]
+        scores = torch.tensor(asyncio.run(engine.scores(row))[0])[1:]
         mismatch = (scores - expected).abs().mean().item()
         print_figure(f"mismatch/{dtype}", mismatch, "nats a token")
         engine.close()

@@ -36,10 +36,8 @@ from workload.timing import print_figure
 
 from agentrl.config import load_config
 from agentrl.engine.base import Update
-from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.distributor import Distributor
-from agentrl.engine.remote.loaders import MemoryLoader
-from agentrl.engine.remote.senders import Route, Sent, WeightsSender
+from agentrl.engine.remote.senders import Delivery, Route, Sent, Target, WeightsSender
 from agentrl.errors import EngineError
 from agentrl.record import METRICS, read_metrics
 from agentrl.trainer import Trainer
@@ -173,9 +171,10 @@ class FakeEngine:
     """The client of a fake server. The two steps of the engine itself take no time."""
 
     dtype = None
+    delivery = Delivery("memory", ranks=(0,))
 
     def __init__(self, url: str):
-        self.url, self.loader = url, MemoryLoader(AdminClient(url), ranks=(0,))
+        self.url, self.target = url, Target(url, ranks=(0,))
 
     def begin_update(self) -> None: ...
 

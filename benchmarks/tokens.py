@@ -5,9 +5,8 @@
 First the template's delta (close of the turn, the result, the next header, with untrusted text),
 compared with the tokenizer on the same text written by hand; both must return the same ids. Then
 the encoder alone, per token, on text that it has seen and on new text. Then the prompts of a step:
-new rows with two tools, each for a group of eight rollouts. Last, the JSON of a request for the
-next turn of a long row is compared with encoding the whole row. Microseconds are CPU time: medians
-of rounds in which the contestants alternate.
+new rows with two tools, each for a group of eight rollouts. Microseconds are CPU time: medians of
+rounds in which the contestants alternate.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 
-import orjson
 from workload import timing
 from workload.conversations import Talk, narrow, passages, wide
 from workload.floor import AFTER, BEFORE, Floor
@@ -26,7 +23,6 @@ from workload.timing import arguments
 from workload.tokenizer import workload_tokenizer
 
 from agentrl.chat import ChatTemplate
-from agentrl.engine.remote.row_json import RowEncoder, as_json_array
 from agentrl.trajectory import Message
 
 ROUNDS, CALLS = 7, 200
@@ -146,31 +142,6 @@ def measure_prompts(template: ChatTemplate) -> None:
         )
 
 
-def measure_requests() -> None:
-    def dump(ids: object) -> bytes:
-        return orjson.dumps({"input_ids": ids}, option=orjson.OPT_SERIALIZE_NUMPY)
-
-    new = array("i", range(170))
-    for tokens in (8_192, 32_768, 131_072):
-        encoder, row = RowEncoder(), array("i", range(tokens))
-        dump(encoder.encode("e", row))
-        rows = [row := row + new for _ in range(30 * ROUNDS)]
-        left = iter(rows)
-        took: dict[str, list[float]] = {"agentrl": [], "whole": []}
-
-        def grown(row: array[int], encoder: RowEncoder = encoder) -> bytes:
-            return dump(encoder.encode("e", row))
-
-        for _ in range(ROUNDS):
-            taken = list(itertools.islice(left, 30))
-            took["agentrl"].append(timing.cpu_us(grown, taken))
-            took["whole"].append(timing.cpu_us(lambda r: dump(as_json_array(r)), taken))
-        for name, values in took.items():
-            timing.print_figure(
-                f"tokens/request/{name}", statistics.median(values), "us", tokens=tokens
-            )
-
-
 def main() -> None:
     arguments(__doc__).parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -179,7 +150,6 @@ def main() -> None:
     measure_deltas(template, floor)
     measure_encoder(template, floor)
     measure_prompts(template)
-    measure_requests()
 
 
 if __name__ == "__main__":

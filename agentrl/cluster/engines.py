@@ -23,7 +23,6 @@ from agentrl.cluster.group import (
 )
 from agentrl.cluster.pool import ResourcePool
 from agentrl.config import RolloutConfig
-from agentrl.engine.remote.files import check_folder_visible, transfer_folder
 from agentrl.engine.remote.launch import (
     LOOPBACK,
     START_SECONDS,
@@ -31,7 +30,9 @@ from agentrl.engine.remote.launch import (
     ServerProcess,
     StartServer,
 )
+from agentrl.engine.remote.senders import check_folder_visible
 from agentrl.errors import ConfigError, EngineDead, EngineError
+from agentrl.workers.owned_folder import OwnedFolder
 
 HOST_SECONDS = 120.0
 """The time for an actor to start."""
@@ -112,9 +113,9 @@ def _start_in_actor(
     actor = ray.remote(EngineHost).options(max_restarts=0, max_concurrency=4, **options)
     host: Any = actor.remote()
     try:
-        with transfer_folder() as probe:
+        with OwnedFolder("weights") as probe:
             node = ray.get_runtime_context().get_node_id()
-            ref = host.start.remote(start, tuple(gpus), node, probe, users_threads())
+            ref = host.start.remote(start, tuple(gpus), node, str(probe), users_threads())
             result = _get(ref, HOST_SECONDS + START_SECONDS)
     except BaseException:
         ray.kill(host)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from agentrl.errors import ConfigError
 from agentrl.trajectory import Generation
 
 CONTINUATION = "continuation"
@@ -36,28 +35,6 @@ class Sampling:
     def as_dict(self) -> dict[str, Any]:
         """Return the parameters as plain values, for trajectories on disk."""
         return asdict(self)
-
-    def check_trainable(self) -> None:
-        """Check that these parameters sample from the policy's own distribution.
-
-        Raises:
-            ConfigError: temperature 0, top_p below 1, or top_k set.
-        """
-        problems = [
-            text
-            for is_wrong, text in (
-                (self.temperature <= 0, f"rollout.temperature={self.temperature} (must be > 0)"),
-                (self.top_p < 1, f"rollout.top_p={self.top_p} (must be 1)"),
-                (self.top_k > 0, f"rollout.top_k={self.top_k} (must be 0)"),
-            )
-            if is_wrong
-        ]
-        if problems:
-            raise ConfigError(
-                "training needs samples from the policy's own distribution, but "
-                + ", ".join(problems)
-                + ". Set these under `val` instead: evaluation accepts them."
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +116,6 @@ class Sampler(Protocol):
         It is always called, also for an episode that failed.
         """
 
-    async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
-        """Return the logprob of each token given the tokens before it. The first token's is 0."""
-        ...
-
     def reprefill_tokens(self) -> int:
         """Return how many tokens, of prompts and sampled, were processed again so far.
 
@@ -186,12 +159,16 @@ class Engine(Sampler, EngineControl, Protocol):
     """Both interfaces: what a command opens and closes."""
 
     async def scores(self, token_ids: array[int]) -> list[array[float]]:
-        """Return what `score` returns at temperature 1, from every engine of a pool.
+        """Score a row by every engine of a pool.
+
+        Returns:
+            The logprob of each token given the tokens before it, by each engine. The first token's
+            is 0.
 
         Raises:
             EngineError: no engine answered.
         """
-        return [await self.score(token_ids)]
+        ...
 
     async def continue_row(
         self, token_ids: array[int], tokens: int, timeout_s: float

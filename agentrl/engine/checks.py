@@ -12,22 +12,22 @@ from agentrl.plural import plural
 
 
 def validate_row(
-    token_ids: array[int], request: str, *, limit: int, max_length: int, vocabulary: int
+    token_ids: array[int], request: str, max_length: int, vocabulary: int, *, room: int = 1
 ) -> np.ndarray:
     """Check the token ids of a request; return a copy as int32.
 
     Args:
         token_ids: the row.
         request: the request, for messages.
-        limit: the largest number of tokens.
-        max_length: the longest row of the model, for messages.
+        max_length: the longest row of the model.
         vocabulary: the number of tokens in the vocabulary.
+        room: the number of tokens that must be left for the response.
 
     Raises:
-        PromptTooLong: there are more than `limit` tokens.
+        PromptTooLong: there are more than `max_length - room` tokens.
         RequestRefused: there are no tokens, or a token is not in the vocabulary.
     """
-    row = np.array(token_ids, dtype=np.int32)
+    row, limit = np.array(token_ids, dtype=np.int32), max_length - room
     if not 0 < len(row) <= limit:
         kind = PromptTooLong if len(row) else RequestRefused
         raise kind(

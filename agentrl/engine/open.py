@@ -20,7 +20,7 @@ from agentrl.engine.local.load import (
     load_model_config,
     resolve_device,
 )
-from agentrl.engine.remote.admin import in_thread
+from agentrl.engine.remote.admin import close_opened, in_thread
 from agentrl.engine.remote.launch import EngineSlot
 from agentrl.workers.owned_folder import OwnedFolder
 
@@ -126,7 +126,7 @@ class EngineStart:
     def close(self) -> None:
         """Close the engine. One that is still starting is closed as soon as it is open."""
         self._learner_loaded.cancel()  # Servers that wait for the learner do not start.
-        self._engine.add_done_callback(_close_opened)
+        self._engine.add_done_callback(close_opened)
 
 
 def open_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
@@ -151,11 +151,6 @@ def open_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
             start.dtype,
         )
     return engine
-
-
-def _close_opened(engine: Future[Engine]) -> None:
-    if engine.exception() is None:
-        engine.result().close()
 
 
 def describe_engine(config: Config) -> str:

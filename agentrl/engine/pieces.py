@@ -41,9 +41,6 @@ class SamplerInPieces(Sampler):
     def end(self, episode_id: str) -> None:
         self._engine.end(episode_id)
 
-    async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
-        return await self._engine.score(token_ids, temperature)
-
     async def generate(
         self,
         prompt_ids: array[int],

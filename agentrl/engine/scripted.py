@@ -95,10 +95,6 @@ class Scripted(Sampler):
     def end(self, episode_id: str) -> None:
         self.playing.discard(episode_id)
 
-    async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
-        """Return logprob 0 for each token."""
-        return float_array([0.0] * len(token_ids))
-
     def _text(self, episode_id: str, prompt_ids: array[int], turn: int) -> str:
         prompt = self._tokenizer.decode(list(prompt_ids))
         if callable(self._answers):

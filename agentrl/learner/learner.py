@@ -35,8 +35,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from agentrl.config import Config
-from agentrl.engine.base import Update
-from agentrl.engine.remote.files import transfer_folder
 from agentrl.engine.remote.senders import Route
 from agentrl.errors import RunStopped
 from agentrl.learner.algorithms import target_metrics
@@ -64,6 +62,7 @@ from agentrl.learner.rank import (
 from agentrl.learner.sharding import full_tensor
 from agentrl.registry import policy_losses
 from agentrl.store import LEARNED
+from agentrl.workers.owned_folder import OwnedFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,10 +472,6 @@ class Learner:
         """True if an adapter learns, False if all weights do."""
         return self.config.model.lora_rank > 0
 
-    def make_update(self, version: int, is_changed: bool = True) -> Update:
-        """Return the current policy in the form that an engine takes; see `Update`."""
-        return Update(version, self.export, self.ranks.send_weights, is_changed)
-
     def export(self, *, published: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the named tensors of the plain model for an engine; see `Policy.export`.
 
@@ -485,12 +480,12 @@ class Learner:
         if self.rank is not None:
             yield from self.rank.policy.export(published=published)
             return
-        with transfer_folder() as folder:
-            route = Route(0, folder=Path(folder), published=published)
+        with OwnedFolder("weights") as folder:
+            route = Route(0, folder=folder, published=published)
             sent = self.ranks.send_weights(route)
             if sent.errors:
                 raise RunStopped(*sent.errors.values())
-            for file in sorted(Path(folder).glob("*.safetensors")):
+            for file in sorted(folder.glob("*.safetensors")):
                 with safe_open(file, "pt") as weights:
                     yield from ((name, weights.get_tensor(name)) for name in weights.keys())  # noqa: SIM118
 

@@ -200,18 +200,6 @@ class Policy:
                     state_dict=adapters,
                 )
 
-    def gather_adapter(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return PEFT's config of the policy's LoRA adapter, in JSON values, and its tensors.
-
-        The names of the tensors are those in PEFT's files. They are on the CPU.
-        """
-        assert self.peft is not None
-        config = self.peft.peft_config[ACTOR].to_dict() | {"inference_mode": True}
-        values = {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()}
-        named = self._gather_adapters()
-        own = {n.replace(f".{ACTOR}.", "."): t for n, t in named.items() if f".{ACTOR}." in n}
-        return values, own
-
     def _gather_adapters(self) -> dict[str, Tensor]:
         """Return the tensors of all LoRA adapters, by their names in PEFT's model."""
         named = self.model.named_parameters()

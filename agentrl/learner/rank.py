@@ -21,12 +21,11 @@ from transformers.utils import logging
 from agentrl.config import Config
 from agentrl.engine.local.load import base_and_adapters, compute_dtype, load_causal_lm
 from agentrl.engine.local.rounding import rounded_again
-from agentrl.engine.remote.files import check_folder_visible
 from agentrl.engine.remote.senders import (
     Route,
     Sent,
     WeightsSender,
-    share_adapter,
+    check_folder_visible,
 )
 from agentrl.learner.dispatch import BROADCAST, SPLIT, Placement, RankGroup, dispatch
 from agentrl.learner.losses import (
@@ -403,8 +402,6 @@ class Rank:
     def send_weights(self, route: Route) -> Sent:
         """Send the policy: its weights (see `WeightsSender.send`), its LoRA adapter, or both.
 
-        An adapter in shared memory stays there until the next one.
-
         Raises:
             ConfigError: rank 0 does not see a folder of the route.
         """
@@ -418,11 +415,6 @@ class Rank:
                 sent = self._weights_sender.send(weights, route)
             if route.adapter_folder is not None:
                 self.policy.save_adapter(route.adapter_folder)
-            if route.adapter_readers:
-                config, tensors = self.policy.gather_adapter()
-                if is_rank_zero():
-                    memory, sent.adapter = share_adapter(config, tensors, route.adapter_readers)
-                    self._adapter_memory = memory
         return sent
 
     def close(self) -> None:

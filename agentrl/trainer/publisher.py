@@ -18,13 +18,14 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from agentrl.config.sections import MAX_UNCORRECTED_MISMATCH
-from agentrl.engine.base import EngineControl
+from agentrl.engine.base import EngineControl, Update
 from agentrl.engine.local.rounding import MAX_ROUNDINGS
 from agentrl.errors import EngineError, RunStopped
 from agentrl.learner.learner import Learner
@@ -179,7 +180,8 @@ class Publisher:
         return torch.tensor(scores)[:, 1:]
 
     def _send(self, version: int, is_changed: bool = True) -> int:
-        update = self._learner.make_update(version, is_changed)
+        ranks = self._learner.ranks
+        update = Update(version, self._learner.export, ranks.send_weights, is_changed)
         if torch.cuda.is_available() and self._learner.config.rollout.sleep != "none":
             torch.cuda.empty_cache()  # the engine needs the memory
         try:
@@ -217,19 +219,16 @@ PERTURBATIONS = 4
 """The number of passes in which the model's own rounding is measured."""
 
 
+@dataclass
 class Canary:
     """The state of the check: the noise, and the trainer's logprobs when the policy last moved."""
 
-    def __init__(self, baseline_noise: float):
-        """Use the noise that was measured at the start.
-
-        Args:
-            baseline_noise: mean absolute difference of the logprobs in nats.
-        """
-        self.baseline_noise = baseline_noise
-        self._noise = baseline_noise
-        self._last: Tensor | None = None
-        """The trainer's logprobs when an engine was last seen to follow them."""
+    baseline_noise: float
+    """Mean absolute difference of the logprobs at the start, in nats."""
+    noise: float
+    """The same after the last update."""
+    last: Tensor | None = None
+    """The trainer's logprobs when an engine was last seen to follow them."""
 
     @classmethod
     def measure(
@@ -265,21 +264,18 @@ class Canary:
                 f" step, where arithmetic explains at most {min(explained, max_mismatch):.3g}. Do"
                 f" they hold the same model? Did the engine load the weights, or the adapter?{hint}"
             )
-        return cls(baseline_noise)
+        return cls(baseline_noise, baseline_noise)
 
     @property
     def state(self) -> dict[str, Any]:
         """The state that `load` restores, in JSON values."""
-        last = None if self._last is None else self._last.tolist()
-        return {"baseline_noise": self.baseline_noise, "noise": self._noise, "last": last}
+        return vars(self) | {"last": None if self.last is None else self.last.tolist()}
 
     @classmethod
     def load(cls, state: Mapping[str, Any]) -> Canary:
         """Return a canary with this `state`, which measures drift from the same logprobs."""
-        canary = cls(state["baseline_noise"])
-        canary._noise = state["noise"]
-        canary._last = None if state["last"] is None else torch.tensor(state["last"])
-        return canary
+        last = None if state["last"] is None else torch.tensor(state["last"])
+        return cls(state["baseline_noise"], state["noise"], last)
 
     def check(self, trainer: Tensor, engines: Tensor, version: int) -> dict[str, float]:
         """Check an update.
@@ -298,16 +294,16 @@ class Canary:
             RunStopped: the engine does not hold the trainer's weights.
         """
         # The row is shorter if a run resumes with an engine that accepts fewer tokens.
-        if self._last is not None and len(self._last) != len(trainer):
-            self._last = None
-        drift = 0.0 if self._last is None else _distance(trainer, self._last)
-        moved = drift > MIN_MOVEMENT * self._noise
+        if self.last is not None and len(self.last) != len(trainer):
+            self.last = None
+        drift = 0.0 if self.last is None else _distance(trainer, self.last)
+        moved = drift > MIN_MOVEMENT * self.noise
         worst = _max(self._judge(trainer, e, drift, moved, version) for e in engines)
-        if moved or self._last is None:
-            self._noise = min(
+        if moved or self.last is None:
+            self.noise = min(
                 max(self.baseline_noise, worst), MAX_NOISE_GROWTH * self.baseline_noise
             )
-            self._last = trainer
+            self.last = trainer
         return {"canary/mismatch": worst, "canary/drift": drift}
 
     def _judge(
@@ -315,13 +311,13 @@ class Canary:
     ) -> float:
         mismatch = _distance(trainer, engine)
         if moved:
-            rounding = ROUNDING_SHARE * max(0.0, drift - FAR_MOVEMENT * self._noise)
-            limit = NOISE_TOLERANCE * self._noise + min(rounding, self._noise)
+            rounding = ROUNDING_SHARE * max(0.0, drift - FAR_MOVEMENT * self.noise)
+            limit = NOISE_TOLERANCE * self.noise + min(rounding, self.noise)
         else:
-            limit = MIN_MOVEMENT * self._noise + drift
+            limit = MIN_MOVEMENT * self.noise + drift
         lag = 0.0
-        if moved and self._last is not None:
-            lag = _share(trainer - engine, trainer - self._last)
+        if moved and self.last is not None:
+            lag = _share(trainer - engine, trainer - self.last)
         if mismatch <= limit and lag <= MAX_LAG:
             return mismatch
         raise RunStopped(

@@ -15,7 +15,6 @@ from pathlib import Path
 from agentrl.callbacks import Notifier, Observer
 from agentrl.capacity import check_open_files
 from agentrl.config import Config
-from agentrl.engine.base import Sampling
 from agentrl.engine.local.load import resolve_device
 from agentrl.errors import ConfigError
 from agentrl.learner.algorithms import KLController
@@ -88,7 +87,6 @@ class Trainer:
         if not config.trainer.val_only and len(self.plan.train) == 0:
             raise ConfigError("there are no training rows: name a file with --dataset (data.train)")
         self.folder = Path(config.trainer.output)
-        Sampling(temperature=config.rollout.temperature).check_trainable()
         self.total_steps = self.plan.total_steps
         self.state = RunState(KLController(config.algorithm))
 

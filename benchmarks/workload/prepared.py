@@ -46,6 +46,3 @@ class Prepared(Sampler):
 
     def end(self, episode_id: str) -> None:
         self._left.pop(episode_id, None)
-
-    async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
-        raise NotImplementedError

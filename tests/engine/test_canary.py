@@ -16,8 +16,6 @@ from safetensors.torch import load_file
 from support.trainer_fixtures import config
 from support.updates import publish, sent_of
 
-from agentrl.engine.remote.files import transfer_folder
-from agentrl.engine.remote.loaders import SGLangFileLoader
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import RunStopped
 from agentrl.learner.learner import Learner
@@ -29,6 +27,7 @@ from agentrl.trainer.publisher import (
     Canary,
     Publisher,
 )
+from agentrl.workers.owned_folder import OwnedFolder
 
 T = 16
 ROW = torch.linspace(-6, -0.5, T, dtype=torch.float64)
@@ -159,16 +158,16 @@ def test_an_engine_with_a_part_of_the_update_is_caught(noise, part):
 
 def test_a_resumed_run_is_compared_with_its_start():
     """An engine that still has the base model must not calibrate the canary."""
-    watch = Canary(0.01)
+    watch = Canary(0.01, 0.01)
     with pytest.raises(RunStopped, match="does not hold any version"):
         check(watch, ROW, moved(ROW, 0.1))
-    check(Canary(0.01), ROW, off(ROW, 0.011))
+    check(Canary(0.01, 0.01), ROW, off(ROW, 0.011))
 
 
 @given(NOISE, st.lists(st.floats(0, 6), min_size=2, max_size=8), st.integers(1, 8))
 def test_a_resumed_run_measures_drift_from_the_same_point(noise, moves, stop):
     """This also holds after steps that were too small to be judged."""
-    straight, resumed = Canary(noise), Canary(noise)
+    straight, resumed = Canary(noise, noise), Canary(noise, noise)
     row = ROW.float()
     for k, move in enumerate([0.0, *moves]):
         row = moved(row, move * noise)
@@ -221,20 +220,20 @@ ROW_IDS = array("i", range(20, 84))
 ONE = "model.layers.1.mlp.up_proj.weight"
 
 
-class Faulty(SGLangFileLoader):
-    """A loader that may load wrong weights. The server reports the right version nevertheless."""
+class Faulty(SGLangEngine):
+    """An engine that may load wrong weights. The server reports the right version nevertheless."""
 
     fault = ""
 
-    def __init__(self, admin):
-        super().__init__(admin)
+    def __init__(self, url, **options):
+        super().__init__(url, **options)
         self.loaded = {}
 
     def load(self, route, sent):
-        files = sorted(route.folder.iterdir())
+        files = sorted(route.folder.glob("*.safetensors"))
         now = {name: t for file in files for name, t in load_file(file).items()}
         weights, self.loaded = self.wrong(now), now
-        with transfer_folder() as other:
+        with OwnedFolder("weights") as other:
             sent_of(weights.items(), Path(other))
             super().load(replace(route, folder=other), sent)
 
@@ -253,13 +252,12 @@ class Faulty(SGLangFileLoader):
 def world(sglang_server, tiny_model):
     """Yield a learner of the tiny model, its engine, and the publisher that connects them."""
     learner = Learner(tiny_model, config(), total_steps=1)
-    engine = SGLangEngine(
+    engine = Faulty(
         sglang_server.url,
         vocabulary=learner.rank.policy.model.config.vocab_size,
         key=sglang_server.token,
         admin_key=sglang_server.admin_token,
         process=sglang_server,
-        loader=Faulty,
     )
     with asyncio.Runner() as runner:
         pool = SimpleNamespace(publish=partial(publish, engine))
@@ -301,10 +299,10 @@ def test_an_update_that_did_not_arrive_stops_the_run(world, fault):
     learn(learner, 1)
     publisher.publish(1)
     learn(learner, 2)
-    engine.loader.fault = fault
+    engine.fault = fault
     with pytest.raises(RunStopped, match=r"version 2 .* still samples from an earlier version"):
         publisher.publish(2)
-    engine.loader.fault = ""
+    engine.fault = ""
     assert publisher.publish(3)["canary/drift"] > 100 * publisher.noise
 
 
@@ -326,15 +324,16 @@ def test_noise_in_one_tensor_stops_the_run(world):
     learner, engine, publisher = world
     publisher.publish(0)
     learn(learner, 1)
-    engine.loader.fault = "noise"
+    engine.fault = "noise"
     with pytest.raises(RunStopped, match=r"version 1 .* nats a token"):
         publisher.publish(1)
 
 
 @pytest.mark.sglang
 def test_a_sender_that_sends_nothing_stops_the_run(world, monkeypatch):
-    _, engine, publisher = world
+    learner, engine, publisher = world
     publisher.publish(0)
-    monkeypatch.setattr(engine.loader, "load", lambda *_: None)
+    learn(learner, 1)
+    monkeypatch.setattr(engine, "load", lambda *_: None)
     with pytest.raises(RunStopped, match=r"did not accept version 1 .* weights were '1' .* '0'"):
         publisher.publish(1)

@@ -1,7 +1,6 @@
 """The GPUs, options and senders of the servers of a run; no server is started."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +11,8 @@ from agentrl.config import load_config
 from agentrl.engine.remote import open
 from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.launch import SGLangLaunch
-from agentrl.engine.remote.loaders import MemoryLoader, SGLangAdapterLoader, SGLangFileLoader
 from agentrl.engine.remote.open import make_openers
+from agentrl.engine.remote.senders import FROM_FILES
 from agentrl.errors import ConfigError, EngineDead, EngineError
 
 NOTHING = AdminClient("http://127.0.0.1:1")
@@ -25,16 +24,15 @@ def starts(monkeypatch):
     launches = []
 
     class Engine:
-        def __init__(self, url, *, loader, **options):
-            launches[-1] |= options | {"loader": loader(NOTHING)}
+        def __init__(self, url, **options):
+            launches[-1] |= options
 
     def start(launch, *, host):
         assert host == "127.0.0.1"
-        launches.append({"launch": launch, "flags": launch.flags(Path("/nowhere"))})
+        launches.append({"launch": launch, "flags": launch.flags()})
         return SimpleNamespace(url=NOTHING.url, token="", admin_token="")
 
     monkeypatch.setattr(SGLangLaunch, "start", start)
-    monkeypatch.setattr(SGLangLaunch, "has_on_policy_option", lambda launch: True)
     monkeypatch.setattr(open, "SGLangEngine", Engine)
     return launches
 
@@ -66,13 +64,13 @@ def test_each_server_has_gpus_of_its_own(starts, random_model, monkeypatch):
         for s in starts:
             assert after(s["flags"], "--tp-size") == str(len(expected[0]))
             shared = s["launch"].gpus[0] == 0
-            assert isinstance(s["loader"], MemoryLoader)
-            assert s["loader"].target.ranks == ((0,) * len(expected[0]) if shared else ())
-            assert s["loader"].target.processes == len(expected[0])
+            assert s["delivery"].source == "memory"
+            assert s["delivery"].ranks == ((0,) * len(expected[0]) if shared else ())
+            assert s["delivery"].processes == len(expected[0])
     starts.clear()
     open_all(random_model, *two)
     assert [s["launch"].gpus for s in starts] == [[], []]
-    assert all(isinstance(s["loader"], SGLangFileLoader) for s in starts)
+    assert all(s["delivery"] == FROM_FILES for s in starts)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +123,7 @@ def test_how_lora_weights_are_sent(starts, random_model, monkeypatch, lora):
             continue
         open_all(random_model, *overrides, gpus=gpus, monkeypatch=monkeypatch)
         [server] = starts
-        assert isinstance(server["loader"], SGLangAdapterLoader) == adapter
+        assert (server["delivery"].source == "adapter") == adapter
         assert ("--enable-lora" in server["flags"]) == adapter
         if adapter:
             assert after(server["flags"], "--max-lora-rank") == "8"
@@ -146,7 +144,7 @@ def test_rollouts_in_the_background_need_a_gpu_of_their_own(
     [server] = starts
     assert after(server["flags"], "--max-loaded-loras") == "3"
     assert after(server["flags"], "--max-loras-per-batch") == "3"
-    assert server["loader"].adapters == 3
+    assert server["delivery"].adapters == 3
 
 
 SAVER, BACKUP = "--enable-memory-saver", "--enable-weights-cpu-backup"

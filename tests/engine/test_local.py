@@ -34,6 +34,7 @@ from transformers import (
 
 from agentrl.engine.base import EngineControl, Sampler, Sampling
 from agentrl.engine.local import LocalEngine
+from agentrl.engine.local.decoder import Decoder
 from agentrl.engine.local.sampling import sample, uniforms
 from agentrl.engine.local.schedule import DecodeSchedule, TurnRequest
 from agentrl.errors import EngineError, UserError
@@ -91,7 +92,7 @@ def test_the_worker_has_threads_of_its_own(monkeypatch):
     here = threading.get_ident()
     with running(model) as engine:
         assert str(engine.threads).startswith("3 of ")
-        asyncio.run(engine.score(tokens(5)))
+        asyncio.run(engine.scores(tokens(5)))
     assert {n for thread, n in seen if thread != here} == {3}
     assert torch_number() == 1
     torch.set_num_threads(1)  # the number of threads that start later
@@ -878,11 +879,13 @@ async def test_an_exception_in_a_request_fails_that_request_only(bad: dict, comp
     assert again.token_ids == calm.token_ids and again.logprobs == calm.logprobs
 
 
-async def test_an_exception_in_a_score_fails_that_score_only():
+async def test_an_exception_in_a_score_fails_that_score_only(monkeypatch):
     with running() as engine:
-        with pytest.raises(EngineError, match="cannot score: TypeError"):
-            await engine.score(tokens(5), temperature="warm")  # type: ignore[arg-type]
-        assert len(await engine.score(tokens(5))) == 5
+        with monkeypatch.context() as patch:
+            patch.setattr(Decoder, "score", lambda *_: [][0])
+            with pytest.raises(EngineError, match="cannot score: IndexError"):
+                await engine.scores(tokens(5))
+        assert len((await engine.scores(tokens(5)))[0]) == 5
 
 
 async def test_closing_fails_requests_in_flight():
@@ -898,7 +901,7 @@ async def test_closing_fails_requests_in_flight():
     with pytest.raises(EngineError, match="closed"):
         engine.begin("b")
     with pytest.raises(EngineError, match="closed"):
-        await engine.score(tokens(3))
+        await engine.scores(tokens(3))
     engine.end("a")
 
 
@@ -1042,9 +1045,9 @@ async def test_publish_of_some_tensors(tied: bool):
     model = random_model(tie_word_embeddings=tied)
     name = "model.embed_tokens.weight"
     with running(model) as engine:
-        before = await engine.score(tokens(20))
+        [before] = await engine.scores(tokens(20))
         engine.publish(update([(name, model.get_parameter(name) * 1.5)], 1))
-        after = await engine.score(tokens(20))
+        [after] = await engine.scores(tokens(20))
     assert (model.lm_head.weight is model.get_parameter(name)) == tied
     np.testing.assert_allclose(after, plain_logprobs(model, tokens(20)), atol=1e-5)
     assert before != after
@@ -1077,9 +1080,9 @@ async def test_turns_pause_while_weights_are_replaced():
 async def test_score_is_a_plain_forward(length: int):
     model = random_model(max_position_embeddings=1024)
     with running(model) as engine:
-        scores = await engine.score(tokens(length), temperature=0.7)
+        [scores] = await engine.scores(tokens(length))
         assert len(scores) == length
-        np.testing.assert_allclose(scores, plain_logprobs(model, tokens(length), 0.7), atol=2e-5)
+        np.testing.assert_allclose(scores, plain_logprobs(model, tokens(length)), atol=2e-5)
 
 
 async def test_two_loops_share_an_engine():

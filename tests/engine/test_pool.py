@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from support.examples import examples
-from support.fake_engines import PROMPT, QUICK, FakeLoader, FakeOpener, PoolHarness
+from support.fake_engines import PROMPT, QUICK, FakeOpener, PoolHarness
 
 from agentrl.engine.base import Sampling
-from agentrl.engine.remote import supervisor as supervisor_module
+from agentrl.engine.remote import distributor as distributor_module
 from agentrl.engine.remote.pool import EnginePool
+from agentrl.engine.remote.senders import Delivery
 from agentrl.engine.remote.supervisor import RecoveryPolicy, Replica, Supervisor
 from agentrl.errors import (
     EngineDead,
@@ -422,7 +423,7 @@ async def test_an_engine_that_fails_its_check_is_never_usable(make):
 
 
 async def test_the_log_names_an_engine_that_does_not_fall_asleep(make, monkeypatch, caplog):
-    monkeypatch.setattr(supervisor_module, "SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(distributor_module, "SLOW_SECONDS", 0.1)
     harness = await make(2)
     harness.engines[1].sleep = lambda: time.sleep(0.3)
     await harness.sleep()
@@ -685,8 +686,7 @@ async def test_a_failed_start_that_overlaps_training_is_not_counted(make):
     await harness.publish(2)
 
 
-class Memory(FakeLoader):
-    source, files = "memory", FakeLoader()
+MEMORY = Delivery("memory", may_use_files=True)
 
 
 def by_memory(harness):
@@ -695,11 +695,11 @@ def by_memory(harness):
 
     def opened(opener):
         engine = plain(opener)
-        engine.loader = Memory()
+        engine.delivery = MEMORY
         finish = engine.finish_update
 
         def finish_update(*args):
-            sources.append((opener.index, engine.loader.source))
+            sources.append((opener.index, engine.delivery.source))
             finish(*args)
 
         engine.finish_update = finish_update
@@ -707,7 +707,7 @@ def by_memory(harness):
 
     for opener in harness.openers:
         opener.__class__ = type("Memory", (FakeOpener,), {"__call__": opened})
-        opener.engine.loader, opener.engine.dead = Memory(), True
+        opener.engine.delivery, opener.engine.dead = MEMORY, True
     return sources
 
 
@@ -749,7 +749,7 @@ async def test_an_engine_that_ended_when_it_received_memory_reads_files_after_it
     sources = by_memory(harness)
     await harness.publish(2)
     engine = harness.engines[0]
-    engine.loader.has_loaded = False
+    engine.has_received = False
 
     def dies(route, sent):
         engine.dead = True
@@ -806,12 +806,6 @@ async def test_before_the_first_publish_a_restarted_engine_has_its_initial_weigh
         assert [e.published for e in harness.openers[0].opened] == [[], []]
     finally:
         await asyncio.to_thread(harness.pool.close)
-
-
-async def test_rows_are_scored_by_any_engine(make):
-    harness = await make(2, recovery=PATIENT)
-    harness.engines[0].failing = [EngineError("x")]
-    assert list(await harness.pool.score(PROMPT)) == [0.0, 0.0, 0.0]
 
 
 async def test_an_engine_in_doubt_is_sent_the_policy_again(make):
@@ -884,7 +878,7 @@ async def test_close_ends_all_engines_and_threads():
     assert closed == [1]
     assert all(e.closed for opener in openers for e in opener.opened), "the one being started, too"
     assert not [t for t in threading.enumerate() if t.name.startswith("recover-engine")]
-    for call in (pool.ready(), pool.score(PROMPT)):
+    for call in (pool.ready(), pool.scores(PROMPT)):
         with pytest.raises(EngineError, match="closed"):
             await call
 

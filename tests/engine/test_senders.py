@@ -1,13 +1,9 @@
 """Weights are gathered once and reach all servers at the same time, from one rank or from many."""
 
-import gc
-import os
 import tempfile
 import threading
 import time
 from contextlib import ExitStack, closing
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,17 +18,11 @@ from support.updates import update_from
 
 from agentrl.engine.base import Update
 from agentrl.engine.remote import distributor as distributor_module
-from agentrl.engine.remote import loaders as loaders_module
 from agentrl.engine.remote import senders as senders_module
+from agentrl.engine.remote.adapters import Adapters
 from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.distributor import Distributor
-from agentrl.engine.remote.loaders import (
-    MemoryLoader,
-    SGLangAdapterLoader,
-    SGLangFileLoader,
-    SharedAdapterLoader,
-)
-from agentrl.engine.remote.senders import Route, Sent, Target, WeightsSender
+from agentrl.engine.remote.senders import FROM_FILES, Delivery, Route, Sent, Target, WeightsSender
 from agentrl.errors import ConfigError, EngineError
 from agentrl.learner.rank import LocalRankGroup
 
@@ -50,9 +40,16 @@ class Engine:
 
     dtype = None
 
-    def __init__(self, url, loader, seconds=0.0):
-        self.url, self.seconds = url, seconds
-        self.loader = loader(AdminClient(url))
+    has_received = False
+    kept_folders = 0
+
+    def __init__(self, url, delivery=FROM_FILES, seconds=0.0):
+        self.url, self.seconds, self.delivery = url, seconds, delivery
+        self.admin = AdminClient(url)
+        self.target = Target(url, ranks=delivery.ranks)
+        self.adapters = Adapters(
+            self.admin, field="lora_path", path="/{}_lora_adapter", limit=delivery.adapters
+        )
         self.version = None
 
     def begin_update(self):
@@ -60,14 +57,19 @@ class Engine:
 
     def finish_update(self, route, sent):
         time.sleep(self.seconds)
-        self.loader.load(route, sent)
+        if self.delivery == FROM_FILES:
+            body = {"model_path": str(route.folder)}
+            self.admin.manage("/update_weights_from_disk", body)
+        elif self.delivery.source == "adapter":
+            self.adapters.load(route.version, route.adapter_folder)
+        self.has_received = True
         self.version = route.version
 
     def fail_update(self, error): ...
 
 
-def memory(admin):
-    return MemoryLoader(admin, ranks=(0,))
+MEMORY, AUTO = Delivery("memory", ranks=(0,)), Delivery("memory", ranks=(0,), may_use_files=True)
+ADAPTERS = Delivery("adapter")
 
 
 class Weights:
@@ -84,13 +86,13 @@ class Weights:
         return update_from(gather, version)
 
 
-@pytest.mark.parametrize("loader", [memory, SGLangFileLoader], ids=["memory", "files"])
+@pytest.mark.parametrize("delivery", [MEMORY, FROM_FILES], ids=["memory", "files"])
 @pytest.mark.timing
-def test_32_servers_take_about_as_long_as_one(fake, loader):
+def test_32_servers_take_about_as_long_as_one(fake, delivery):
     fake.seconds, fake.reads_weights = 0.2, False
     weights, seconds = Weights(), {}
     for count in (1, 32):
-        engines = [Engine(fake.url(1 + k), loader, 0.2) for k in range(count)]
+        engines = [Engine(fake.url(1 + k), delivery, 0.2) for k in range(count)]
         with closing(Distributor()) as distributor:
             start = time.monotonic()
             size, errors = distributor.send(engines, weights.update(count))
@@ -103,7 +105,7 @@ def test_32_servers_take_about_as_long_as_one(fake, loader):
 
 def test_a_server_that_refuses_affects_no_other(fake):
     fake.refusing = {"127.0.0.2"}
-    engines = [Engine(fake.url(n), memory) for n in (1, 2, 3)]
+    engines = [Engine(fake.url(n), MEMORY) for n in (1, 2, 3)]
     with closing(Distributor()) as distributor:
         _, errors = distributor.send(engines, Weights().update(7))
     assert list(errors) == [engines[1]] and "out of memory" in str(errors[engines[1]])
@@ -114,16 +116,13 @@ def test_a_server_that_refuses_affects_no_other(fake):
 def test_a_server_that_cannot_read_memory_reads_files_from_then_on(fake, caplog):
     """Some containers share no GPU memory between processes."""
 
-    def auto(admin):
-        return MemoryLoader(admin, ranks=(0,), may_use_files=True)
-
     fake.refused_paths = {("127.0.0.2", "/update_weights_from_tensor")}
-    weights, engines = Weights(), [Engine(fake.url(n), auto) for n in (1, 2, 3)]
+    weights, engines = Weights(), [Engine(fake.url(n), AUTO) for n in (1, 2, 3)]
     with closing(Distributor()) as distributor:
         for version in (1, 2):
             _, errors = distributor.send(engines, weights.update(version))
             assert not errors and [engine.version for engine in engines] == [version] * 3
-    assert [engine.loader.source for engine in engines] == ["memory", "files", "memory"]
+    assert [engine.delivery.source for engine in engines] == ["memory", "files", "memory"]
     assert fake.requests.count(("127.0.0.2", "/update_weights_from_disk")) == 2
     assert fake.versions == {"127.0.0.1": ["1", "2"], "127.0.0.3": ["1", "2"]}
     assert weights.gathers == 3, "the first version was gathered again for the files"
@@ -132,77 +131,56 @@ def test_a_server_that_cannot_read_memory_reads_files_from_then_on(fake, caplog)
 
 
 def test_a_server_that_received_weights_before_does_not_switch_to_files(fake):
-    engine = Engine(fake.url(), lambda admin: MemoryLoader(admin, ranks=(0,), may_use_files=True))
+    engine = Engine(fake.url(), AUTO)
     with closing(Distributor()) as distributor:
         assert not distributor.send([engine], Weights().update(1))[1]
         fake.refused_paths = {("127.0.0.1", "/update_weights_from_tensor")}
         assert distributor.send([engine], Weights().update(2))[1]
-    assert engine.loader.source == "memory"
+    assert engine.delivery.source == "memory"
 
 
 ADAPTER = {f"layers.{i}.lora_{k}.weight": torch.randn(4, 8) for i in range(3) for k in "AB"}
 
 
 def adapter_update(version, calls):
-    memory = []
-
     def send(route):
-        sent = Sent()
-        if route.adapter_readers:
-            calls.append("memory")
-            memory[:] = senders_module.share_adapter({"r": 4}, ADAPTER, route.adapter_readers)
-            sent.adapter = memory.pop()
-        if route.adapter_folder:
-            calls.append("folder")
-            save_file(ADAPTER, route.adapter_folder / "adapter.safetensors")
-        return sent
+        calls.append(version)
+        save_file(ADAPTER, route.adapter_folder / "adapter.safetensors")
+        return Sent()
 
     return Update(version, lambda: iter(()), send)
 
 
-def shared_files():
-    """Those of this process: other tests may run at the same time."""
-    return set(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("field", ["serialized_named_tensors", "serialized_tensors", None])
-def test_adapters_come_through_memory_if_the_server_reads_it(fake, caplog, field, processes):
-    """Servers before 0.5.17 take one text. It counts one reader, so it is for one process."""
-    fake.adapter_field, calls, before = field, [], shared_files()
-    reads_memory = field == "serialized_named_tensors" or (field is not None and processes == 1)
-    load = partial(SharedAdapterLoader, processes=processes)
-    engines = [Engine(fake.url(n), load) for n in (1, 2)]
+def test_adapters_are_written_once_for_all_servers(fake):
+    calls = []
+    engines = [Engine(fake.url(n), ADAPTERS) for n in (1, 2)]
     with closing(Distributor()) as distributor:
         for version in (1, 2, 3):
             size, errors = distributor.send(engines, adapter_update(version, calls))
             assert not errors and size >= 6 * 32 * 4
-    assert calls == (["memory"] * 3 if reads_memory else ["memory", *["folder"] * 3])
+    assert calls == [1, 2, 3]
     for engine, host in zip(engines, ("127.0.0.1", "127.0.0.2"), strict=True):
-        names = [engine.loader.request_fields()["lora_path"], engine.loader._adapters[0]]
-        assert set(names) == fake.adapters[host].keys(), "the last two are loaded"
-        assert len(set(names)) == 2
+        assert engine.adapters.listed() == fake.adapters[host].keys(), "the last two are loaded"
+        assert len(fake.adapters[host]) == 2
+        assert engine.adapters.request_fields()["lora_path"] in fake.adapters[host]
         for adapter in fake.adapters[host].values():
             assert adapter.keys() == ADAPTER.keys()
             assert all(torch.equal(adapter[name], t) for name, t in ADAPTER.items())
-    assert caplog.text.count("did not arrive through memory") == (not reads_memory)
-    gc.collect()
-    assert not reads_memory or shared_files() <= before, "the memory is free again"
 
 
 def test_adapters_stay_loaded_while_turns_name_them(fake):
     """With `trainer.max_staleness=1` there are three: an old one, the current and the next."""
-    engine = Engine(fake.url(), partial(SGLangAdapterLoader, adapters=3))
-    loader, held = engine.loader, []
+    engine = Engine(fake.url(), Delivery("adapter", adapters=3))
+    loaded, held = engine.adapters, []
     with closing(Distributor()) as distributor, ExitStack() as turns:
         for version in range(1, 5):
             assert not distributor.send([engine], adapter_update(version, []))[1]
             if version in (1, 3):
-                held.append(loader.request_fields())
-                turns.enter_context(loader.in_use(held[-1]))
+                held.append(loaded.request_fields())
+                turns.enter_context(loaded.in_use(held[-1]))
         names = fake.adapters["127.0.0.1"]
         assert len(names) == 3 and all(fields["lora_path"] in names for fields in held)
-        turns.enter_context(loader.in_use(loader.request_fields()))
+        turns.enter_context(loaded.in_use(loaded.request_fields()))
         errors = distributor.send([engine], adapter_update(5, []))[1]
         assert "turns in flight use all its 3 adapters" in str(errors[engine])
         turns.close()
@@ -211,26 +189,11 @@ def test_adapters_stay_loaded_while_turns_name_them(fake):
 
 
 def test_a_server_that_keeps_too_few_adapters_is_refused(fake):
-    loader = SGLangAdapterLoader(AdminClient(fake.url()), adapters=3)
-    loader.check_limit(3)
-    loader.check_limit(None)
+    adapters = Engine(fake.url(), Delivery("adapter", adapters=3)).adapters
+    adapters.check_limit(3)
+    adapters.check_limit(None)
     with pytest.raises(ConfigError, match=r"at most 2 adapters.* --max-loaded-loras 3"):
-        loader.check_limit(2)
-
-
-@pytest.mark.parametrize("full", [True, False])
-def test_an_adapter_that_cannot_be_shared_goes_through_a_folder(fake, monkeypatch, caplog, full):
-    """SGLang would end if it could not read the memory, and this process if there were none."""
-    if full:
-        monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096))
-    else:
-        monkeypatch.setattr(loaders_module, "this_machine", lambda: "another")
-    engine = Engine(fake.url(), SharedAdapterLoader)
-    with closing(Distributor()) as distributor:
-        assert not distributor.send([engine], adapter_update(1, calls := []))[1]
-    assert calls == ["memory", "folder"] and engine.loader.source == "adapter"
-    assert ("bytes left" if full else "rank 0 is on") in caplog.text
-    assert not any("from_tensors" in path for _, path in fake.requests)
+        adapters.check_limit(2)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), SafetensorError("I/O error")])
@@ -239,21 +202,21 @@ def test_an_adapter_that_cannot_be_written_is_an_engine_error(fake, error):
         raise error
 
     with closing(Distributor()) as distributor, pytest.raises(EngineError, match="set TMPDIR"):
-        engine = Engine(fake.url(), SGLangAdapterLoader)
+        engine = Engine(fake.url(), ADAPTERS)
         distributor.send([engine], Update(1, lambda: iter(()), send))
 
 
 def test_a_temporary_folder_that_is_missing_is_an_engine_error(fake, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with closing(Distributor()) as distributor, pytest.raises(EngineError, match="missing"):
-        distributor.send([Engine(fake.url(), SGLangFileLoader)], Weights().update(1))
+        distributor.send([Engine(fake.url())], Weights().update(1))
 
 
 def test_a_server_that_hangs_fails_after_its_time_and_is_named_before(fake, monkeypatch, caplog):
     monkeypatch.setattr(senders_module, "BASE_SECONDS", 1.5)
     monkeypatch.setattr(distributor_module, "SLOW_SECONDS", 0.3)
     fake.hanging = {"127.0.0.2"}
-    engines = [Engine(fake.url(n), memory) for n in (1, 2)]
+    engines = [Engine(fake.url(n), MEMORY) for n in (1, 2)]
     start = time.monotonic()
     with closing(Distributor()) as distributor:
         _, errors = distributor.send(engines, Weights().update(7))
@@ -278,7 +241,7 @@ def test_a_group_that_a_server_refuses_leaves_no_thread(fake, monkeypatch):
 
 def test_the_log_names_the_servers_that_are_slow(fake, monkeypatch, caplog):
     monkeypatch.setattr(distributor_module, "SLOW_SECONDS", 0.3)
-    engines = [Engine(fake.url(1), memory), Engine(fake.url(2), memory, 0.6)]
+    engines = [Engine(fake.url(1), MEMORY), Engine(fake.url(2), MEMORY, 0.6)]
     with closing(Distributor()) as distributor:
         distributor.send(engines, Weights().update(7))
     assert f"waiting for {engines[1].url}" in caplog.text and engines[0].url not in caplog.text
@@ -354,14 +317,13 @@ def test_two_ranks_send_what_one_rank_sends(fake, folder, two_ranks, tmp_path, l
     assert fake.versions == {f"127.0.0.{n}": ["5"] for n in (1, 2, 3)}
 
 
-def test_a_rank_sends_its_adapter_in_each_way_that_a_route_names(folder, tmp_path):
+def test_a_rank_writes_its_adapter(folder, tmp_path):
     one = LocalRankGroup(ExactRank(folder))
     one.begin(config(model__lora_rank=4))
-    sent = one.send_weights(Route(1, adapter_folder=tmp_path, adapter_readers=2))
-    _, tensors = one.rank.policy.gather_adapter()
-    assert load_file(tmp_path / "adapter_model.safetensors").keys() == tensors.keys()
-    assert len(sent.adapter.handles) == 2 and not sent.names, "no weights were sent"
-    assert sent.adapter.size == sum(t.nbytes for t in tensors.values())
+    sent = one.send_weights(Route(1, adapter_folder=tmp_path))
+    tensors = [n for n, _ in one.rank.policy.model.named_parameters() if "lora_" in n]
+    assert len(load_file(tmp_path / "adapter_model.safetensors")) == len(tensors) > 0
+    assert not sent.names, "no weights were sent"
     closed = []
     one.rank._weights_sender._broadcast = SimpleNamespace(close=lambda: closed.append(1))
     one.close()

@@ -140,7 +140,7 @@ async def test_turns_fail_if_the_weights_do_not_arrive(engine, policies, monkeyp
         raise EngineError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.loader, "load", fail)
+        patch.setattr(engine, "load", fail)
         with pytest.raises(EngineError, match="disk is full"):
             await asyncio.to_thread(publish, engine, update_of(policies[1], 1))
     results = await asyncio.gather(*tasks, return_exceptions=True)

@@ -2,19 +2,18 @@
 
 import asyncio
 from array import array
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from support.reference_model import ask
 from support.trainer_fixtures import config
-from support.updates import publish
+from support.updates import policy_of, publish
 from transformers import AutoModelForCausalLM
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.remote.launch import SGLangLaunch
-from agentrl.engine.remote.loaders import SGLangAdapterLoader, SharedAdapterLoader
+from agentrl.engine.remote.senders import Delivery
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.http import fetch_json
 from agentrl.learner.learner import Learner
@@ -86,10 +85,7 @@ def lora_server(sglang_python, tiny_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loader", [SharedAdapterLoader, SGLangAdapterLoader])
-async def test_adapters_come_through_memory_or_a_folder(
-    lora_server, tiny_model, tiny_tokenizer, loader
-):
+async def test_adapters_come_through_a_folder(lora_server, tiny_model, tiny_tokenizer):
     learner = Learner(tiny_model, config(model__lora_rank=4), total_steps=1)
     engine = SGLangEngine(
         lora_server.url,
@@ -97,7 +93,7 @@ async def test_adapters_come_through_memory_or_a_folder(
         key=lora_server.token,
         admin_key=lora_server.admin_token,
         process=None,
-        loader=loader,
+        delivery=Delivery("adapter"),
     )
     row = array("i", tiny_tokenizer("What is 12*13? It is 156.")["input_ids"])
     seen = []
@@ -105,7 +101,7 @@ async def test_adapters_come_through_memory_or_a_folder(
         with torch.no_grad():
             for parameter in learner.rank.optimizers["actor"].parameters.values():
                 parameter.add_(0.05 * torch.randn(parameter.shape))
-        size = publish(engine, learner.make_update(version))
+        size = publish(engine, policy_of(learner, version))
         assert engine.version == version and size >= 4 * sum(
             p.numel() for p in learner.rank.optimizers["actor"].parameters.values()
         )
@@ -113,9 +109,8 @@ async def test_adapters_come_through_memory_or_a_folder(
         torch.testing.assert_close(scores[-len(expected) :], expected, atol=1e-4, rtol=0)
         assert all((expected - other).abs().max() > 1e-2 for other in seen)
         seen.append(expected)
-    assert type(engine.loader) is loader, "it did not use the other one instead"
-    assert len(engine.loader._list_adapters()) == 2
-    engine.loader.close()
+    assert len(engine.adapters.listed()) == 2
+    engine.adapters.close()
 
 
 @pytest.mark.slow
@@ -127,7 +122,7 @@ async def test_turns_in_flight_end_with_the_adapter_that_they_named(lora_server,
         vocabulary=AutoModelForCausalLM.from_pretrained(tiny_model).config.vocab_size,
         key=lora_server.token,
         admin_key=lora_server.admin_token,
-        loader=partial(SGLangAdapterLoader, adapters=3),
+        delivery=Delivery("adapter", adapters=3),
     )
     parameters = [*learner.rank.optimizers["actor"].parameters.values()]
     prompts = [array("i", range(3 + i, 40 + i)) for i in range(6)]
@@ -138,7 +133,7 @@ async def test_turns_in_flight_end_with_the_adapter_that_they_named(lora_server,
                 parameter.add_(0.05 * torch.randn(parameter.shape))
         states[version] = [p.detach().clone() for p in parameters]
         spanned += sum(not task.done() for task in tasks.get(version - 1, ()))
-        await asyncio.to_thread(publish, engine, learner.make_update(version))
+        await asyncio.to_thread(publish, engine, policy_of(learner, version))
         tasks[version] = [
             asyncio.create_task(ask(engine, prompt, Sampling(max_tokens=150), f"e{version}-{i}"))
             for i, prompt in enumerate(prompts)
@@ -154,4 +149,4 @@ async def test_turns_in_flight_end_with_the_adapter_that_they_named(lora_server,
             logprobs = torch.tensor(turn.logprobs.tolist())
             torch.testing.assert_close(logprobs, exact, atol=1e-4, rtol=0)
     assert engine.reprefill_tokens() == 0
-    engine.loader.close()
+    engine.adapters.close()

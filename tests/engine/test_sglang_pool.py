@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,8 @@ from agentrl.agent_loops import attempt
 from agentrl.config import Config
 from agentrl.engine.base import Sampling, Update
 from agentrl.engine.remote.launch import SGLangLaunch
-from agentrl.engine.remote.loaders import MemoryLoader
 from agentrl.engine.remote.pool import EnginePool
+from agentrl.engine.remote.senders import Delivery
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.engine.remote.supervisor import RecoveryPolicy
 from agentrl.errors import EngineDead
@@ -231,13 +230,13 @@ def test_turns_go_on_although_the_server_dies_while_it_gets_weights(sglang_pytho
     with torch.no_grad():
         model.get_parameter("model.norm.weight").mul_(0.05)
     policy = update(((n, p.detach()) for n, p in model.named_parameters()), VERSION + 1)
-    load = engine.loader.load
+    load = engine.load
 
     def die(*_):
         os.killpg(site.process.pid, signal.SIGKILL)
         load(*_)
 
-    engine.loader.load = die
+    engine.load = die
     try:
         futures = [
             world.rollouts.start(sample, n=4, sampling=Sampling(), position=i)
@@ -266,7 +265,7 @@ class Ranks:
         self.ranks = Processes(2, ExactRank, folder)
         self.ranks.begin(config())
         self.sites = [
-            Site(folder, python, dtype=torch.float32, loader=partial(MemoryLoader, **way))
+            Site(folder, python, dtype=torch.float32, delivery=Delivery("memory", **way))
             for way in ({"ranks": (1,)}, {"backend": "gloo"})
         ]
         self.pool = EnginePool(self.sites, recovery=QUICK)

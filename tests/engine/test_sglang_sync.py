@@ -15,7 +15,6 @@ import time
 from array import array
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from threading import Timer
 
@@ -29,10 +28,15 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.engine.remote import senders as senders_module
 from agentrl.engine.remote.admin import AdminClient
-from agentrl.engine.remote.buckets import make_buckets, serialize
 from agentrl.engine.remote.launch import SGLangLaunch
-from agentrl.engine.remote.loaders import MemoryLoader
-from agentrl.engine.remote.senders import Route, Target, WeightsSender
+from agentrl.engine.remote.senders import (
+    Delivery,
+    Route,
+    Target,
+    WeightsSender,
+    make_buckets,
+    serialize,
+)
 from agentrl.engine.remote.sglang import SGLangEngine
 
 F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64
@@ -170,14 +174,14 @@ def weights(model, by=0.0):
 ROW = array("i", range(3, 60))
 
 
-def engine(server, model, loader):
+def engine(server, model, delivery):
     return SGLangEngine(
         server.url,
         vocabulary=model.config.vocab_size,
         key=server.token,
         admin_key=server.admin_token,
         process=server,
-        loader=loader,
+        delivery=delivery,
     )
 
 
@@ -202,11 +206,11 @@ def target_of(server, way):
 @pytest.mark.parametrize("way", WAYS)
 async def test_weights_arrive_in_one_bucket_or_in_many(sglang_server, model, way):
     scored_rows = []
-    there = engine(sglang_server, model, partial(MemoryLoader, **WAYS[way]))
+    there = engine(sglang_server, model, Delivery("memory", **WAYS[way]))
     with closing(WeightsSender()) as sender:
         for version, (size, by) in enumerate([(2**30, 0.0), (1, 0.01), (20_000, 0.01)], 1):
             pairs = weights(model, by)
-            route = Route(version, (there.loader.target,), bucket_bytes=size)
+            route = Route(version, (there.target,), bucket_bytes=size)
             there.begin_update()
             sent = sender.send(pairs, route)
             assert sent.size == sum(t.nbytes for _, t in pairs) and not sent.errors
@@ -221,7 +225,7 @@ async def test_weights_arrive_in_one_bucket_or_in_many(sglang_server, model, way
 @pytest.mark.sglang
 @pytest.mark.parametrize("way", WAYS)
 def test_an_engine_publishes_by_memory(sglang_server, model, way):
-    there = engine(sglang_server, model, partial(MemoryLoader, **WAYS[way]))
+    there = engine(sglang_server, model, Delivery("memory", **WAYS[way]))
     for version in (60, 61):
         pairs = weights(model, version / 1000)
         assert publish(there, update(pairs, version)) == sum(t.nbytes for _, t in pairs)

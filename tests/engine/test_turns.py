@@ -15,7 +15,6 @@ import pytest
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.remote.client import RemoteEngine
-from agentrl.engine.remote.row_json import RowEncoder
 from agentrl.engine.remote.turns import TurnGate, join_parts, without_last_token
 from agentrl.errors import EngineError
 from agentrl.http.pool import TimeLimit
@@ -111,15 +110,13 @@ class SimulatedServer(RemoteEngine):
 
     name = url = "simulated"
     max_length, _vocabulary, _uses_seeds = 400, 10**9, True
-    loader = SimpleNamespace(in_use=lambda fields: nullcontext())
+    adapters = SimpleNamespace(in_use=lambda fields: nullcontext())
     _policy_version = SimpleNamespace(request_fields={})
 
     def __init__(self, seed: int):
-        self._gate, self._rows, self.reprefilled = TurnGate(), RowEncoder(min_tokens=1), 0
+        self._gate, self.reprefilled = TurnGate(), 0
         self.rng = random.Random(seed)
         self.weights = self.aborts = self.empty_parts = self.full_parts = 0
-
-    def _check_row(self, *_): ...
 
     def _check_sampling(self, *_): ...
 

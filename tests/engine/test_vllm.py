@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from array import array
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,10 +24,9 @@ from agentrl.config import load_config
 from agentrl.demo import TINY_SETTINGS
 from agentrl.engine.base import Sampling, Update
 from agentrl.engine.remote.launch import VLLMLaunch
-from agentrl.engine.remote.loaders import VLLMAdapterLoader, VLLMFileLoader
 from agentrl.engine.remote.open import make_openers, parameter_names
-from agentrl.engine.remote.senders import Sent
-from agentrl.engine.remote.vllm import Completions, Generate, VLLMEngine
+from agentrl.engine.remote.senders import Delivery, Sent
+from agentrl.engine.remote.vllm import VLLMEngine
 from agentrl.errors import ConfigError, EngineDead, EngineError, PromptTooLong, UserError
 from agentrl.http import fetch
 from agentrl.record import read_metrics
@@ -96,11 +95,10 @@ def server(vllm_python, untied, tmp_path_factory):
     engine.close()
 
 
-def attached(server, model, loader, **options):
+def attached(server, model, **options):
     return VLLMEngine(
         server.url,
         vocabulary=model.config.vocab_size,
-        loader=loader,
         key=server.token,
         process=server,
         **options,
@@ -110,7 +108,7 @@ def attached(server, model, loader, **options):
 @pytest.fixture
 def engine(server, model, untied):
     """It takes weights, and has the tiny model's as version 0."""
-    engine = attached(server, model, partial(VLLMFileLoader, names=parameter_names(str(untied))))
+    engine = attached(server, model, names=parameter_names(str(untied)))
     publish(engine, update(weights(model), 0))
     return engine
 
@@ -145,19 +143,11 @@ def without_end(model):
     return ((n, p if n != "model.norm.weight" else torch.zeros_like(p)) for n, p in weights(model))
 
 
-@pytest.fixture(params=[Generate, Completions])
-def either(engine, request):
-    """By each of the two endpoints; the better one is found by itself."""
-    assert isinstance(engine.endpoint, Generate)
-    engine.endpoint = request.param()
-    return engine
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-async def test_logprobs_are_the_models(either, model, tiny_tokenizer, temperature):
+async def test_logprobs_are_the_models(engine, model, tiny_tokenizer, temperature):
     sampling = Sampling(temperature=temperature, max_tokens=32)
     prompts = [question(tiny_tokenizer, f"What is {i} + {i}?") for i in range(8)]
-    turns = await asyncio.gather(*(ask(either, prompt, sampling) for prompt in prompts))
+    turns = await asyncio.gather(*(ask(engine, prompt, sampling) for prompt in prompts))
     for prompt, turn in zip(prompts, turns, strict=True):
         expected = logprobs_of(model, prompt, turn.token_ids, temperature)
         close(turn.logprobs, expected, temperature)
@@ -165,34 +155,32 @@ async def test_logprobs_are_the_models(either, model, tiny_tokenizer, temperatur
         assert set(turn.versions) == {0} and len(turn.versions) == len(turn.token_ids)
 
 
-async def test_greedy_stop_ids_and_texts(either, model, tiny_tokenizer):
+async def test_greedy_stop_ids_and_texts(engine, model, tiny_tokenizer):
     prompt = question(tiny_tokenizer)
-    turn = await ask(either, prompt, GREEDY)
+    turn = await ask(engine, prompt, GREEDY)
     ids = turn.token_ids
     assert ids == greedy_of(model, prompt, GREEDY.max_tokens)
     close(turn.logprobs, logprobs_of(model, prompt, ids))
-    cut = await ask(either, prompt, Sampling(temperature=0.0, max_tokens=3))
+    cut = await ask(engine, prompt, Sampling(temperature=0.0, max_tokens=3))
     assert cut.token_ids == ids[:3] and cut.finish_reason == "length"
     # What ends a turn stays in its ids.
     at = max(i for i in range(len(ids) - 1) if ids[i] not in ids[:i])
-    by_id = await ask(either, prompt, Sampling(temperature=0.0, max_tokens=24, stop_ids=(ids[at],)))
+    by_id = await ask(engine, prompt, Sampling(temperature=0.0, max_tokens=24, stop_ids=(ids[at],)))
     assert (by_id.token_ids, by_id.finish_reason) == (ids[: at + 1], "stop")
     texts = [tiny_tokenizer.decode(ids[:n]) for n in range(at + 2)]
     stop = texts[at + 1][len(texts[at - 1]) :]  # the text of two tokens
     first = next(n for n, text in enumerate(texts) if stop in text)
-    by_text = await ask(either, prompt, Sampling(temperature=0.0, max_tokens=24, stop=(stop,)))
+    by_text = await ask(engine, prompt, Sampling(temperature=0.0, max_tokens=24, stop=(stop,)))
     assert (by_text.token_ids, by_text.finish_reason) == (ids[:first], "stop")
     assert len(by_text.logprobs) == first
 
 
-async def test_scores(either, model, tiny_tokenizer):
+async def test_scores(engine, model, tiny_tokenizer):
     row = question(tiny_tokenizer)
-    await ask(either, row, GREEDY)  # what is cached is scored all the same
-    scores = await either.score(row)
+    await ask(engine, row, GREEDY)  # what is cached is scored all the same
+    scores = await engine.score(row)
     assert scores[0] == 0
     close(scores[1:], logprobs_of(model, row[:1], row[1:]))
-    with pytest.raises(EngineError, match=r"temperature 1, not 0\.6"):
-        await either.score(row, 0.6)
 
 
 async def test_impossible_requests_are_refused(engine, model):
@@ -206,9 +194,8 @@ async def test_impossible_requests_are_refused(engine, model):
     with pytest.raises(UserError, match="not 3"):
         await ask(engine, array("i", [1]), Sampling(temperature=3.0))
     engine.max_length = 100_000  # now it is the server that refuses
-    for engine.endpoint in (Generate(), Completions()):
-        with pytest.raises(PromptTooLong, match="status 400"):
-            await ask(engine, array("i", [5] * 5_000), Sampling(max_tokens=3))
+    with pytest.raises(PromptTooLong, match="status 400"):
+        await ask(engine, array("i", [5] * 5_000), Sampling(max_tokens=3))
     assert (await ask(engine, array("i", [5]), GREEDY)).prompt_tokens == 1
 
 
@@ -268,7 +255,7 @@ def test_an_update_without_effect_is_noticed(engine, model, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.admin, "manage", deaf)
-        with pytest.raises(EngineError, match=r"version 9 was published, .*another \S*norm"):
+        with pytest.raises(EngineError, match=r"version 9 was .*other values of \S*norm"):
             publish(engine, update(weights(moved(model)), 9))
     manage("/resume", {})  # it had stayed paused
     engine.probe()
@@ -283,29 +270,25 @@ def test_updates_that_would_leave_old_weights_are_refused(engine, model, server)
     with pytest.raises(ConfigError, match=r"26 of 27 are not published .*lora=adapter"):
         publish(engine, update(some, 1))
     engine.probe()  # goes on as it was
-    engine = attached(server, model, partial(VLLMFileLoader, names=frozenset(), stale_head=True))
+    engine = attached(server, model, stale_head=True)
     with pytest.raises(ConfigError, match="keep using the old head"):
         publish(engine, update(weights(model), 1))
 
 
-async def test_weights_change_between_turns(either, model):
+async def test_weights_change_between_turns(engine, model):
     """Those in flight end with the old ones, those that wait begin with the new ones."""
     row, turn = array("i", [5, 6]), Sampling(temperature=0.0, max_tokens=300)
-    await asyncio.to_thread(either.publish, update(without_end(model), 1))
-    early = asyncio.create_task(ask(either, row, turn))
-    while not await asyncio.to_thread(running, either):
+    await asyncio.to_thread(publish, engine, update(without_end(model), 1))
+    early = asyncio.create_task(ask(engine, row, turn))
+    while not await asyncio.to_thread(running, engine):
         assert not early.done()
-    change = asyncio.create_task(asyncio.to_thread(either.publish, update(without_end(model), 2)))
-    while not (await asyncio.to_thread(either.admin.ask, "/is_paused"))["is_paused"]:
+    change = asyncio.create_task(asyncio.to_thread(publish, engine, update(without_end(model), 2)))
+    while not (await asyncio.to_thread(engine.admin.ask, "/is_paused"))["is_paused"]:
         assert not change.done()
-    late = asyncio.create_task(ask(either, row, turn))
+    late = asyncio.create_task(ask(engine, row, turn))
     assert (await early).versions == array("i", [1] * 300)
     await change
-    if isinstance(either.endpoint, Generate):
-        assert (await late).versions == array("i", [2] * 300)
-    else:
-        with pytest.raises(EngineError, match="does not report the version"):
-            await late
+    assert (await late).versions == array("i", [2] * 300)
 
 
 async def test_a_pause_loses_nothing(engine, model):
@@ -336,7 +319,7 @@ def adapter_of(model, seed):
 
 async def test_adapters_by_name(server, engine, model, tiny_tokenizer):
     prompt = question(tiny_tokenizer)
-    lora = attached(server, model, VLLMAdapterLoader)
+    lora = attached(server, model, delivery=Delivery("adapter"))
     assert (await ask(lora, prompt, GREEDY)).token_ids == greedy_of(model, prompt, 24)
     for seed in (1, 2, 3, 4):
         tuned, published = adapter_of(model, seed)
@@ -347,17 +330,17 @@ async def test_adapters_by_name(server, engine, model, tiny_tokenizer):
         merged = tuned.merge_and_unload()
         close(turn.logprobs, logprobs_of(merged, prompt, turn.token_ids))
     listed = [m["id"] for m in lora.admin.ask("/v1/models")["data"]]
-    assert len(listed) == 3 and listed[-1] == lora.loader.request_fields()["model"]
-    lora.loader.close()
+    assert len(listed) == 3 and listed[-1] == lora.adapters.request_fields()["model"]
+    lora.adapters.close()
     with pytest.raises(EngineError, match="status 404"):
-        lora.admin.ask(Generate.path, {"token_ids": [5], "model": listed[-1]} | NO_PARAMS)
+        lora.admin.ask(lora.path, {"token_ids": [5], "model": listed[-1]} | NO_PARAMS)
     assert len(lora.admin.ask("/v1/models")["data"]) == 1
     # The base is as it was.
     assert (await ask(engine, prompt, GREEDY)).token_ids == greedy_of(model, prompt, 24)
 
 
 async def test_seeds(server, engine, model):
-    seeded = attached(server, model, VLLMAdapterLoader, uses_seeds=True)
+    seeded = attached(server, model, uses_seeds=True)
     turn = Sampling(max_tokens=32)
     first, same, other = [
         await ask(seeded, array("i", [5, 6]), turn, seed=seed) for seed in (1, 1, 2)
@@ -366,14 +349,14 @@ async def test_seeds(server, engine, model):
 
 
 def test_logprobs_before_the_temperature_are_noticed(server, model, monkeypatch):
-    body = Generate.body
+    body = VLLMEngine._body
 
-    def all_tokens(endpoint, row, params):
-        return body(endpoint, row, params | {"top_k": -1, "temperature": 2.0})
+    def all_tokens(engine, row, sampling, *args):
+        return body(engine, row, replace(sampling, top_k=0, temperature=2.0), *args)
 
-    monkeypatch.setattr(Generate, "body", all_tokens)
+    monkeypatch.setattr(VLLMEngine, "_body", all_tokens)
     with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
-        attached(server, model, VLLMAdapterLoader)
+        attached(server, model)
 
 
 def test_the_server_requires_tokens_that_are_in_no_command_line(server):

@@ -1,27 +1,25 @@
-"""Parsing vLLM's responses without a server: both endpoints, spans of versions, errors."""
+"""Parsing vLLM's responses without a server: spans of versions, errors."""
 
 import copy
 import runpy
 from array import array
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
 from support.updates import sent_of
 
 from agentrl.config import load_config
+from agentrl.engine.base import Sampling
 from agentrl.engine.remote import guard
-from agentrl.engine.remote.admin import AdminClient, refusal
+from agentrl.engine.remote.admin import refusal
 from agentrl.engine.remote.client import PolicyVersion
 from agentrl.engine.remote.launch import VLLMLaunch
-from agentrl.engine.remote.loaders import VLLMAdapterLoader, VLLMFileLoader
-from agentrl.engine.remote.open import parameter_names, vllm_loader
-from agentrl.engine.remote.senders import Route
+from agentrl.engine.remote.open import vllm_delivery
+from agentrl.engine.remote.senders import Delivery, Route
 from agentrl.engine.remote.vllm import (
-    Completions,
-    Generate,
+    VLLMEngine,
     read_generation,
     read_scores,
 )
@@ -40,66 +38,42 @@ USAGE = {
     "completion_tokens": 2,
     "prompt_tokens_details": {"cached_tokens": 4},
 }
-ANSWERS = {
-    Generate: {
-        "request_id": "a1",
-        "model": "tuned",
-        "choices": [
-            {
-                "index": 0,
-                "finish_reason": "stop",
-                "stop_reason": 9,
-                "token_ids": [3, 9],
-                "weight_versions": [{"version": "7", "start": 0, "end": 2}],
-                "logprobs": {
-                    "content": [
-                        {"token_id": 3, "logprob": -0.5, "rank": 2, "top_logprobs": []},
-                        {"token_id": 9, "logprob": 0.0, "rank": 1, "top_logprobs": []},
-                    ]
-                },
-            }
-        ],
-        "usage": USAGE,
-        "prompt_logprobs": None,
-    },
-    Completions: {
-        "id": "cmpl-a1",
-        "model": "tuned",
-        "choices": [
-            {
-                "index": 0,
-                "text": "is never read",
-                "finish_reason": "stop",
-                "stop_reason": 9,
-                "token_ids": [3, 9],
-                "logprobs": {
-                    "text_offset": [0, 1],
-                    "token_logprobs": [-0.5, 0.0],
-                    "tokens": ["a", "b"],
-                    "top_logprobs": [{"a": -0.5}, {"b": 0.0}],
-                },
-            }
-        ],
-        "usage": USAGE,
-    },
+ANSWER = {
+    "request_id": "a1",
+    "model": "tuned",
+    "choices": [
+        {
+            "index": 0,
+            "finish_reason": "stop",
+            "stop_reason": 9,
+            "token_ids": [3, 9],
+            "weight_versions": [{"version": "7", "start": 0, "end": 2}],
+            "logprobs": {
+                "content": [
+                    {"token_id": 3, "logprob": -0.5, "rank": 2, "top_logprobs": []},
+                    {"token_id": 9, "logprob": 0.0, "rank": 1, "top_logprobs": []},
+                ]
+            },
+        }
+    ],
+    "usage": USAGE,
+    "prompt_logprobs": None,
 }
-SEVEN = PolicyVersion("7", 7)
-BOTH = pytest.mark.parametrize("dialect", [Generate, Completions])
+SEVEN = PolicyVersion("7", 7, {"model": "tuned"})
 
 
-def read(dialect, answer, *, limit=2, stamp=SEVEN, now=SEVEN):
-    return read_generation(dialect(), answer, limit, stamp, "here", published=now, adapter="tuned")
+def read(answer, *, limit=2, stamp=SEVEN):
+    return read_generation(answer, limit, stamp, "here")
 
 
-def answer(dialect, *, choice=None, **changes):
-    changed = copy.deepcopy(ANSWERS[dialect]) | changes
+def answer(*, choice=None, **changes):
+    changed = copy.deepcopy(ANSWER) | changes
     changed["choices"][0] |= choice or {}
     return changed
 
 
-@BOTH
-def test_a_turn(dialect):
-    generation = read(dialect, ANSWERS[dialect])
+def test_a_turn():
+    generation = read(ANSWER)
     assert generation.token_ids == array("i", [3, 9])
     assert generation.logprobs == array("f", [-0.5, 0.0])
     assert generation.versions == array("i", [7, 7])
@@ -116,27 +90,16 @@ def span(version, start, end):
 
 def test_versions_by_token():
     spans = {"weight_versions": [span("7", 0, 1), span("8", 1, 2)]}
-    assert read(Generate, answer(Generate, choice=spans)).versions == array("i", [7, 8])
+    assert read(answer(choice=spans)).versions == array("i", [7, 8])
     # An adapter's version is the name's; the weights under it have one of their own.
     base = {"weight_versions": [span("default", 0, 2)]}
-    generation = read(Generate, answer(Generate, choice=base), stamp=PolicyVersion("default", 3))
+    generation = read(answer(choice=base), stamp=PolicyVersion("default", 3, {"model": "tuned"}))
     assert generation.versions == array("i", [3, 3])
 
 
 def test_versions_are_never_guessed():
-    with pytest.raises(EngineError, match=r"were '7' when .* and '8' when .*/v1/completions does"):
-        read(Completions, ANSWERS[Completions], now=PolicyVersion("8", 8))
-    older = answer(Generate, choice={"weight_versions": None})
-    assert read(Generate, older).versions == array("i", [7, 7])
-    with pytest.raises(EngineError, match="does not report the version of each token"):
-        read(Generate, older, now=PolicyVersion("8", 8))
-    assert read(Generate, ANSWERS[Generate], now=PolicyVersion("8", 8)).versions == array(
-        "i", [7, 7]
-    )
-    # Adapters change nothing of the weights.
-    assert read(Completions, ANSWERS[Completions], now=PolicyVersion("7", 8)).versions == array(
-        "i", [7, 7]
-    )
+    with pytest.raises(InvalidEngineResponse):
+        read(answer(choice={"weight_versions": None}))
 
 
 def logprobs_answer(*logprobs, ids=(3, 9)):
@@ -165,10 +128,9 @@ def logprobs_answer(*logprobs, ids=(3, 9)):
 )
 def test_malformed_answers_are_refused(choice):
     with pytest.raises(InvalidEngineResponse, match="here: not a valid answer of vLLM"):
-        read(Generate, answer(Generate, choice=choice))
+        read(answer(choice=choice))
 
 
-@BOTH
 @pytest.mark.parametrize(
     "changes",
     [
@@ -178,53 +140,45 @@ def test_malformed_answers_are_refused(choice):
         {"model": "another adapter"},
     ],
 )
-def test_an_answer_to_something_else(dialect, changes):
+def test_an_answer_to_something_else(changes):
     with pytest.raises(InvalidEngineResponse, match="here: not a valid answer of vLLM"):
-        read(dialect, ANSWERS[dialect] | changes)
+        read(ANSWER | changes)
     with pytest.raises(InvalidEngineResponse, match="2 tokens, where at most 1"):
-        read(dialect, ANSWERS[dialect], limit=1)
+        read(ANSWER, limit=1)
 
 
-@BOTH
-def test_logprobs_of_fewer_tokens(dialect):
+def test_logprobs_of_fewer_tokens():
     short = {"token_ids": [3, 9, 4]}
     with pytest.raises(InvalidEngineResponse):
-        read(
-            dialect, answer(dialect, choice=short, usage=USAGE | {"completion_tokens": 3}), limit=3
-        )
+        read(answer(choice=short, usage=USAGE | {"completion_tokens": 3}), limit=3)
 
 
-@BOTH
 @pytest.mark.parametrize("reason", ["abort", "error"])
-def test_an_aborted_turn_is_an_error(dialect, reason):
+def test_an_aborted_turn_is_an_error(reason):
     with pytest.raises(EngineError, match=f"aborted the turn .{reason}") as e:
-        read(dialect, answer(dialect, choice={"finish_reason": reason}))
+        read(answer(choice={"finish_reason": reason}))
     assert not isinstance(e.value, InvalidEngineResponse)
 
 
 @pytest.mark.parametrize("nonsense", [None, [], "text", {}, {"choices": None}])
-@BOTH
-def test_another_servers_answer(dialect, nonsense):
+def test_another_servers_answer(nonsense):
     with pytest.raises(InvalidEngineResponse):
-        read(dialect, nonsense)
+        read(nonsense)
     with pytest.raises(InvalidEngineResponse):
-        read_scores(dialect(), nonsense, [1], "here")
+        read_scores(nonsense, [1], 9, "here")
 
 
-def scores(dialect, *pairs):
+def scores(*pairs):
     logprobs = [None, *({str(token): {"logprob": x, "rank": 1}} for token, x in pairs)]
-    if dialect is Generate:
-        return {"prompt_logprobs": logprobs}
-    return {"choices": [{"prompt_logprobs": logprobs}]}
+    return {"prompt_logprobs": logprobs}
 
 
-@BOTH
-def test_scores(dialect):
-    body = scores(dialect, (6, -0.5), (4, -0.25))
-    assert read_scores(dialect(), body, [5, 6, 4], "here") == array("f", [0.0, -0.5, -0.25])
+def test_scores():
+    body = scores((6, -0.5), (4, -0.25))
+    assert read_scores(body, [5, 6, 4], 9, "here") == array("f", [0.0, -0.5, -0.25])
     for row in ([5, 6, 3], [5, 6], [5, 6, 4, 4]):
         with pytest.raises(InvalidEngineResponse):
-            read_scores(dialect(), body, row, "here")
+            read_scores(body, row, 9, "here")
 
 
 @pytest.mark.parametrize(
@@ -245,21 +199,23 @@ def test_refusals_have_types(status, message, kind):
 
 
 def test_stop_texts_alone_need_the_text():
-    assert not Generate().body([1], {"stop": []})["sampling_params"]["detokenize"]
-    assert Generate().body([1], {"stop": ["x"]})["sampling_params"]["detokenize"]
+    engine = VLLMEngine.__new__(VLLMEngine)
+    for stop in ((), ("x",)):
+        body = engine._body([1], Sampling(stop=stop), 1)
+        assert body["sampling_params"]["detokenize"] == bool(stop)
 
 
 # -- how it is started ---------------------------------------------------------------------------
 
 
 def test_flags():
-    flags = VLLMLaunch("m", gpus=[2, 3], memory=0.4, lora_rank=12).flags(Path("/nowhere"))
+    flags = VLLMLaunch("m", gpus=[2, 3], memory=0.4, lora_rank=12).flags()
     values = dict(pairwise(flags))
     assert values["--logprobs-mode"] == "processed_logprobs"
     assert (values["--tensor-parallel-size"], values["--gpu-memory-utilization"]) == ("2", "0.4")
     assert values["--max-lora-rank"] == "16"  # vLLM has room for certain ranks alone
     assert "--enforce-eager" not in flags
-    plain = VLLMLaunch("m").flags(Path("/nowhere"))
+    plain = VLLMLaunch("m").flags()
     assert "--enforce-eager" in plain and "--enable-lora" not in plain
 
 
@@ -273,16 +229,13 @@ def test_lora_goes_as_an_adapter(random_model):
 
     base = str(random_model)
     settings = config("model.lora_rank=4", "trainer.max_staleness=2")
-    adapters = vllm_loader(settings, base, cpu=True)(cast(AdminClient, None))
-    assert isinstance(adapters, VLLMAdapterLoader)
-    assert (adapters.adapters, adapters.kept_folders) == (4, 8)
+    [delivery] = vllm_delivery(settings, base, cpu=True).values()
+    assert delivery == Delivery("adapter", adapters=4)
     with pytest.raises(ConfigError, match=r"rollout\.lora=adapter"):
-        vllm_loader(config("model.lora_rank=4", "rollout.lora=merge"), base, cpu=True)
-    whole = vllm_loader(config(), base, cpu=False)(cast(AdminClient, None))
-    assert "model.layers.0.self_attn.q_proj.weight" in parameter_names(base)
-    assert isinstance(whole, VLLMFileLoader) and not whole.stale_head
-    tied = vllm_loader(config(), base, cpu=True)(cast(AdminClient, None))
-    assert isinstance(tied, VLLMFileLoader) and tied.stale_head
+        vllm_delivery(config("model.lora_rank=4", "rollout.lora=merge"), base, cpu=True)
+    whole = vllm_delivery(config(), base, cpu=False)
+    assert "model.layers.0.self_attn.q_proj.weight" in whole["names"] and not whole["stale_head"]
+    assert vllm_delivery(config(), base, cpu=True)["stale_head"]
 
 
 # -- the guard ---------------------------------------------------------------------------------
@@ -347,8 +300,10 @@ def test_a_server_whose_weights_cannot_be_checked_is_logged_once(caplog, tmp_pat
         def send(self, path, body):
             return 404, b""
 
-    loader = VLLMFileLoader(Admin(), frozenset({"model.norm.weight"}))  # type: ignore[arg-type]
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.url, engine.admin, engine._names = Admin.url, Admin(), frozenset({"model.norm.weight"})
+    engine._checks_norms = True
     for version in (1, 2):
         sent = sent_of([("model.norm.weight", torch.ones(4))])
-        loader.load(Route(version, folder=tmp_path), sent)
+        engine.load(Route(version, folder=tmp_path), sent)
     assert caplog.text.count("http://server has no checksums of its weights") == 1

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentrl.engine.remote.files import check_folder_visible, transfer_folder
-from agentrl.engine.remote.senders import Route, WeightsSender
+from agentrl.engine.remote.senders import Route, WeightsSender, check_folder_visible
 from agentrl.errors import ConfigError
+from agentrl.workers.owned_folder import OwnedFolder
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(4), "c": torch.ones(1)}
 
@@ -41,7 +41,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_the_folder(tmp_path):
 
 def test_a_machine_that_does_not_see_the_folder_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with transfer_folder() as folder:
+    with OwnedFolder("weights") as folder:
         assert Path(folder).is_relative_to(tmp_path)
         check_folder_visible(Path(folder))
     with pytest.raises(ConfigError, match=rf"files in {tmp_path} .* 10\.0\.0\.7 does not see"):

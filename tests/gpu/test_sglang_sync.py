@@ -8,7 +8,6 @@ import signal
 import time
 from array import array
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from itertools import islice
 from multiprocessing import get_context
 from threading import Timer
@@ -21,8 +20,7 @@ from agentrl.demo.arithmetic import rows
 from agentrl.demo.recipe import train_tokenizer
 from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.launch import SGLangLaunch
-from agentrl.engine.remote.loaders import MemoryLoader
-from agentrl.engine.remote.senders import Route, Target, WeightsSender
+from agentrl.engine.remote.senders import Delivery, Route, Target, WeightsSender
 from agentrl.engine.remote.sglang import SGLangEngine
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -159,12 +157,12 @@ async def check(server, policies, gpu, **target):
         server.url,
         vocabulary=policies[0].config.vocab_size,
         process=server,
-        loader=partial(MemoryLoader, **target),
+        delivery=Delivery("memory", **target),
         **keys(server),
     )
     with closing(WeightsSender()) as sender:
         for version, (size, policy) in enumerate(ways, 1):
-            route = Route(version, (engine.loader.target,), bucket_bytes=size)
+            route = Route(version, (engine.target,), bucket_bytes=size)
             engine.begin_update()
             sent = sender.send(weights(policies[policy], gpu), route)
             assert not sent.errors

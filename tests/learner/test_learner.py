@@ -739,7 +739,7 @@ def test_an_engine_samples_from_the_base_with_its_adapter(folder, adapter, batch
     for b in range(len(expected)):
         p, r = int(batch.prompt_lengths[b]), int(batch.response_lengths[b])
         ids = [*batch.prompt_ids[b, -p:].tolist(), *batch.response_ids[b, :r].tolist()]
-        scores[b, :r] = tensor(asyncio.run(engine.score(array("i", ids)))[p:])
+        scores[b, :r] = tensor(asyncio.run(engine.scores(array("i", ids)))[0][p:])
     engine.close()
     mask = batch.response_mask
     torch.testing.assert_close(scores[mask], expected[mask], atol=1e-5, rtol=1e-5)

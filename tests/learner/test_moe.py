@@ -10,6 +10,7 @@ from support.architectures import ARCHITECTURES, architecture, make_model
 from support.exact_rank import AnyRank
 from support.processes import Processes
 from support.trainer_fixtures import as_sampled_by, config, random_groups, tensors_in, tiny_folder
+from support.updates import policy_of
 from transformers import PreTrainedModel
 
 from agentrl.config import ModelConfig
@@ -112,7 +113,7 @@ def test_ranks_send_published_names_and_export_their_own(groups, lora, tmp_path)
         files = tensors_in(folder)
         assert files.keys() <= base.keys() and (lora or files.keys() == base.keys())
         assert files and set(sent.names) == files.keys()
-        update = Learner("", cfg, total_steps=1, group=group).make_update(1)
+        update = policy_of(Learner("", cfg, total_steps=1, group=group), 1)
         own = dict(update.weights())
         assert own and own.keys() <= group.parameter_names() | files.keys()
         (again := tmp_path / f"again{len(seen)}").mkdir()

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.engine.local.load import add_other_parts
 from agentrl.engine.remote.launch import SGLangLaunch
-from agentrl.engine.remote.loaders import MemoryLoader
+from agentrl.engine.remote.senders import Delivery
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.learner.packing import pack_row
 from agentrl.learner.policy import ACTOR, Policy
@@ -154,7 +154,7 @@ def test_a_real_server_takes_experts_by_published_names(sglang_python, tiny_toke
             key=server.token,
             admin_key=server.admin_token,
             process=server,
-            loader=partial(MemoryLoader, ranks=(0,)),
+            delivery=Delivery("memory", ranks=(0,)),
         )
         with torch.no_grad():
             for name, weight in model.named_parameters():

@@ -11,9 +11,8 @@ import torch
 from support.updates import update_from
 
 from agentrl.engine.base import Sampling, Update
-from agentrl.engine.remote.loaders import MemoryLoader
 from agentrl.engine.remote.pool import EnginePool
-from agentrl.engine.remote.senders import Route, Sent
+from agentrl.engine.remote.senders import FROM_FILES, NORM, Route, Sent
 from agentrl.engine.remote.supervisor import RecoveryPolicy
 from agentrl.errors import EngineDead, EngineError
 from agentrl.trajectory import Generation, float_array, token_array
@@ -37,25 +36,20 @@ class FakeLearner:
 
         def read():
             self.misread |= self.learning
-            yield "w", torch.tensor([float(self.weights)])
+            yield NORM, torch.tensor([float(self.weights)])
 
-        return replace(update_from(read, version), is_changed=is_changed)
-
-
-class FakeLoader(MemoryLoader):
-    """A fake engine reads its weights from the rows that are kept for checks."""
-
-    source = "files"
-
-    def __init__(self):
-        self.target, self.has_loaded = None, True
+        update = update_from(read, version)
+        # The engines read the weights from the norms that are kept for checks.
+        send = lambda route: update.send(replace(route, targets=()))  # noqa: E731
+        return replace(update, send=send, is_changed=is_changed)
 
 
 class FakeEngine:
     """A server and its client in one object. Tests change its behavior by its attributes."""
 
     max_length = 100
-    loader, dtype, reprefilled = FakeLoader(), None, 0
+    delivery, dtype, reprefilled = FROM_FILES, None, 0
+    has_received, target, kept_folders = True, None, 0
 
     def __init__(self, opener: FakeOpener):
         self.opener, self.url = opener, f"http://fake:{opener.index}"
@@ -108,7 +102,7 @@ class FakeEngine:
             token_array([weights]), float_array([0.0]), token_array([version]), "stop", 3
         )
 
-    async def score(self, token_ids, temperature=1.0):
+    async def score(self, token_ids):
         self.check_alive()
         if self.failing:
             raise self.failing.pop(0)
@@ -121,6 +115,9 @@ class FakeEngine:
             if time.monotonic() >= deadline:
                 raise EngineError(f"{self.url}: no health")
         self.check_alive()
+
+    def is_healthy(self, seconds: float) -> bool:
+        return not (self.hung or self.dead or self.closed)
 
     def probe(self) -> None:
         self.probes += 1
@@ -141,7 +138,7 @@ class FakeEngine:
 
     def finish_update(self, route: Route, sent: Sent) -> None:
         self.check_alive()
-        self.weights = int(sent.rows["w"])
+        self.weights = int(sent.norms[NORM])
         self.version, self.claims, self.asleep = route.version, None, False
         self.published.append(route.version)
 

@@ -33,8 +33,6 @@ class FakeSGLang:
         self.hanging: set[str] = set()
         self.refusing: set[str] = set()
         self.refused_paths: set[tuple[str, str]] = set()
-        self.adapter_field: str | None = "serialized_named_tensors"
-        """The field of adapters in memory; None: there is no such endpoint."""
         self.adapters: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
         """The adapters of each server, by their names."""
         fake = self
@@ -99,18 +97,8 @@ class FakeSGLang:
         adapters = self.adapters.setdefault(host, {})
         if path == "/unload_lora_adapter":
             del adapters[body["lora_name"]]
-        elif path == "/load_lora_adapter":
-            adapters[body["lora_name"]] = load_file(f"{body['lora_path']}/adapter.safetensors")
-        elif self.adapter_field is None:
-            return 404, {"detail": "Not Found"}
-        elif self.adapter_field not in body:
-            return 400, {"error": {"message": f"{self.adapter_field}: field required"}}
         else:
-            pickled = body[self.adapter_field]
-            texts = [pickled] if isinstance(pickled, str) else pickled
-            read = [pickle.loads(base64.b64decode(text)) for text in texts]
-            copies = [{name: t.clone() for name, t in tensors.items()} for tensors in read]
-            adapters[body["lora_name"]] = copies[-1]
+            adapters[body["lora_name"]] = load_file(f"{body['lora_path']}/adapter.safetensors")
         return 200, {"success": True}
 
     def close(self) -> None:

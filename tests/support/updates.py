@@ -10,6 +10,11 @@ from agentrl.engine.remote.senders import Route, WeightsSender
 _distributors = WeakKeyDictionary()
 
 
+def policy_of(learner, version):
+    """Return an update to a learner's policy, as `Publisher` makes it."""
+    return Update(version, learner.export, learner.ranks.send_weights)
+
+
 def update(weights, version):
     """Return an update to these (name, tensor) pairs."""
     pairs = list(weights)

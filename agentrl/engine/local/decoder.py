@@ -259,7 +259,7 @@ class Decoder:
             **{self._cache_name: self._cache},
         ).logits[:, -1]
 
-    def score(self, token_ids: np.ndarray, temperature: float) -> array[float]:
+    def score(self, token_ids: np.ndarray) -> array[float]:
         """Return the logprob of each token given the tokens before it. The first token's is 0."""
         ids = self._tensor(token_ids.astype(np.int64))[None]  # (1, T)
         cache = DynamicCache(config=self.model.config)
@@ -269,7 +269,7 @@ class Decoder:
             keys = {self._cache_name: cache}
             logits = self.model(input_ids=piece, use_cache=True, **keys).logits[0]
             after = ids[0, begin + 1 : begin + 1 + piece.shape[1]]
-            logprobs = (logits[: len(after)].float() / temperature).log_softmax(-1)
+            logprobs = logits[: len(after)].float().log_softmax(-1)
             scores.append(logprobs.gather(-1, after[:, None])[:, 0].cpu())
         return array("f", torch.cat(scores).numpy())
 

@@ -40,7 +40,7 @@ log = logging.getLogger("agentrl")
 class LocalEngine(Engine):
     """Samples from a transformers causal language model in this process.
 
-    Forward passes run in one worker thread. `generate` and `score` may be called from any asyncio
+    Forward passes run in one worker thread. `generate` and `scores` may be called from any asyncio
     loop. Turns join and leave between decode steps, and the keys and values of an episode are kept
     from its first turn to its end.
 
@@ -99,7 +99,7 @@ class LocalEngine(Engine):
         self._schedule = DecodeSchedule(slots, deterministic)
         self._patience = WaitLimit(patience, self._schedule)
         self._stepper = Stepper(self._decoder, self._schedule, StopStrings(tokenizer))
-        self._scores: list[tuple[Future[Any], np.ndarray, float]] = []
+        self._scores: list[tuple[Future[Any], np.ndarray]] = []
         self._next_deadline = math.inf
         self._stepping = self._closing = False
         self._pause_count = 0
@@ -163,7 +163,7 @@ class LocalEngine(Engine):
             UserError: `sampling.stop` is not a tuple of non-empty strings.
         """
         request = f"episode {episode_id!r}"
-        prompt = self._validate_row(prompt_ids, request, self.max_length - 1)
+        prompt = validate_row(prompt_ids, request, self.max_length, self._decoder.vocabulary)
         check_sampling(sampling, request)
         turn = TurnRequest(episode_id, prompt, sampling, seed, deadline)
         with self._changed:
@@ -187,20 +187,21 @@ class LocalEngine(Engine):
                 self._next_deadline = -math.inf
             self._changed.notify_all()
 
-    async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
-        """Return the logprob of each token, by a separate pass between decode steps.
+    async def scores(self, token_ids: array[int]) -> list[array[float]]:
+        """Score a row by a separate pass between decode steps.
 
         Raises:
             EngineError: the row is too long or has tokens outside of the vocabulary; it cannot be
                 scored; the engine was closed.
         """
-        row = self._validate_row(token_ids, "score", self.max_length)
+        vocabulary = self._decoder.vocabulary
+        row = validate_row(token_ids, "score", self.max_length, vocabulary, room=0)
         answer: Future[Any] = Future()
         with self._changed:
             self._check_running()
-            self._scores.append((answer, row, temperature))
+            self._scores.append((answer, row))
             self._changed.notify_all()
-        return await asyncio.wrap_future(answer)
+        return [await asyncio.wrap_future(answer)]
 
     def reprefill_tokens(self) -> int:
         return self._reprefilled
@@ -250,15 +251,6 @@ class LocalEngine(Engine):
         if self._closing or self._failure:
             raise EngineError(self._failure or "the engine is closed")
 
-    def _validate_row(self, token_ids: array[int], request: str, limit: int) -> np.ndarray:
-        return validate_row(
-            token_ids,
-            request,
-            limit=limit,
-            max_length=self.max_length,
-            vocabulary=self._decoder.vocabulary,
-        )
-
     # -- the worker --------------------------------------------------------------------------------
 
     def _work(self) -> None:
@@ -278,7 +270,7 @@ class LocalEngine(Engine):
             self._stepping = False
             self._changed.notify_all()
             answers = [turn.answer for _, turn in self._schedule.in_flight]
-            answers += [answer for answer, _, _ in self._scores]
+            answers += [answer for answer, _ in self._scores]
         for answer in answers:
             settle(answer, EngineError(failure))
 
@@ -304,9 +296,9 @@ class LocalEngine(Engine):
 
     def _answer_scores(self) -> None:
         while self._scores:
-            answer, row, temperature = self._scores[0]
+            answer, row = self._scores[0]
             try:
-                settle(answer, self._decoder.score(row, temperature))
+                settle(answer, self._decoder.score(row))
             except Exception as e:
                 settle(answer, EngineError(f"cannot score: {type(e).__name__}: {e}"))
             del self._scores[0]

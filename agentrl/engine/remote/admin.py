@@ -10,9 +10,11 @@ from threading import Thread
 from typing import Any, TypeVar
 
 import orjson
+from safetensors import SafetensorError
 
 from agentrl.engine.remote.launch import ServerHandle
 from agentrl.errors import (
+    AgentRLError,
     EngineError,
     EngineOverloaded,
     InvalidEngineResponse,
@@ -59,7 +61,7 @@ class AdminClient:
             EngineError: the server refuses the request, or does not answer in time.
             EngineDead: the server's process has ended.
         """
-        return self._parse_or_raise(path, *self._fetch(path, body, self.key, seconds))
+        return self._parse_or_raise(path, *self.send(path, body, key=self.key, seconds=seconds))
 
     def manage(
         self, path: str, body: Any, *, seconds: float = ADMIN_SECONDS, json: bool = True
@@ -70,9 +72,17 @@ class AdminClient:
         """
         return self._parse_or_raise(path, *self.send(path, body, seconds=seconds), json=json)
 
-    def send(self, path: str, body: Any, *, seconds: float = ADMIN_SECONDS) -> tuple[int, bytes]:
+    def send(
+        self, path: str, body: Any, *, key: str | None = None, seconds: float = ADMIN_SECONDS
+    ) -> tuple[int, bytes]:
         """Send a request as `manage` does, and return the status and the body of any answer."""
-        return self._fetch(path, body, self.admin_key, seconds)
+        key = self.admin_key if key is None else key
+        try:
+            return fetch(self.url, path, body, token=key, error=EngineError, timeout=seconds)
+        except EngineError:
+            if self.process is not None and not self.process.running:
+                raise self.process.death_error() from None
+            raise
 
     def _parse_or_raise(self, path: str, status: int, content: bytes, *, json: bool = True) -> Any:
         try:
@@ -86,14 +96,6 @@ class AdminClient:
         if isinstance(answer, dict) and answer.get("success") is False:
             raise refusal(400, answer, f"{self.url}{path}")
         return answer
-
-    def _fetch(self, path: str, body: Any, key: str, seconds: float) -> tuple[int, bytes]:
-        try:
-            return fetch(self.url, path, body, token=key, error=EngineError, timeout=seconds)
-        except EngineError:
-            if self.process is not None and not self.process.running:
-                raise self.process.death_error() from None
-            raise
 
 
 def refusal(status: int, answer: Any, where: str) -> EngineError:
@@ -117,13 +119,20 @@ def _message(answer: Any) -> str:
 
 @contextmanager
 def reading(server: str, where: str) -> Iterator[None]:
-    """Raise exceptions that occur while an answer is read as `InvalidEngineResponse`.
+    """Raise other exceptions that occur while an answer is read as engine errors.
+
+    Otherwise they would stop the run.
 
     Raises:
         InvalidEngineResponse: the answer is not a valid one of `server`.
+        EngineError: a file or a socket failed.
     """
     try:
         yield
+    except AgentRLError:
+        raise
+    except (OSError, SafetensorError) as e:
+        raise EngineError(f"{where}: {type(e).__name__}: {e}") from e
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as e:
         raise InvalidEngineResponse(
             f"{where}: not a valid answer of {server}: {type(e).__name__}: {e}"
@@ -142,3 +151,9 @@ def in_thread(call: Callable[[], T], name: str | None = None) -> Future[T]:
 
     Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+def close_opened(opening: Future[Any]) -> None:
+    """Close what was opened in a thread; a callback for its future."""
+    if opening.exception() is None:
+        opening.result().close()

@@ -249,14 +249,11 @@ def free_port(host: str = LOOPBACK) -> int:
     Raises:
         EngineError: no such port is free.
     """
-    for k in range(2 * PORT_TRIES):
-        # A port that the system chooses; if those are too high, a random one.
-        span = HIGHEST_PORT - LOWEST_PORT
-        candidate = 0 if k < PORT_TRIES else LOWEST_PORT + secrets.randbelow(span)
+    for _ in range(PORT_TRIES):
+        port = LOWEST_PORT + secrets.randbelow(HIGHEST_PORT - LOWEST_PORT)
         with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind((host, candidate))
-            if (port := s.getsockname()[1]) < HIGHEST_PORT:
-                return port
+            s.bind((host, port))
+            return port
     raise EngineError(f"no port below {HIGHEST_PORT} is free for a server")
 
 
@@ -294,13 +291,13 @@ class Launch(ABC):
             EngineDead: the server ended; the message has the last lines that it printed.
             EngineError: the server was not healthy in time.
         """
-        python, folder = find_package(self.package, self.python)
+        python, _ = find_package(self.package, self.python)
 
         def command(server: ServerProcess) -> list[str]:
             return [
                 *self._command(server, python),
                 *("--host", server.host, "--port", str(server.port)),
-                *self.flags(folder),
+                *self.flags(),
                 *self.arguments,
             ]
 
@@ -328,12 +325,8 @@ class Launch(ABC):
         """
 
     @abstractmethod
-    def flags(self, package: Path) -> list[str]:
-        """Return the flags of the server, without its address, its keys and `arguments`.
-
-        Args:
-            package: the folder of the server's package.
-        """
+    def flags(self) -> list[str]:
+        """Return the flags of the server, without its address, its keys and `arguments`."""
 
     @abstractmethod
     def _environment(self) -> dict[str, str]: ...
@@ -369,7 +362,7 @@ class SGLangLaunch(Launch):
 
         SGLang does not support this for every model.
         """
-        if self.deterministic and self.gpus and self.has_on_policy_option():
+        if self.deterministic and self.gpus:
             try:
                 return replace(self, on_policy=True).start(host=host), True
             except EngineDead as e:
@@ -382,14 +375,6 @@ class SGLangLaunch(Launch):
                 )
         return self.start(host=host), False
 
-    def has_on_policy_option(self) -> bool:
-        """Return whether this SGLang has the option `--rl-on-policy-target`.
-
-        This reads the source of SGLang, which is faster than running `--help`.
-        """
-        source = find_package("sglang", self.python)[1] / "srt/server_args.py"
-        return source.is_file() and "rl_on_policy_target" in source.read_text()
-
     def _command(self, server: ServerProcess, python: str) -> list[str]:
         keys = {"api-key": server.token, "admin-api-key": server.admin_token}
         file = server.folder / "keys.yaml"
@@ -400,7 +385,7 @@ class SGLangLaunch(Launch):
             *("--model-path", self.model, "--weight-version", "0"),
         ]
 
-    def flags(self, package: Path) -> list[str]:
+    def flags(self) -> list[str]:
         flags = ["--grammar-backend", "none", "--dtype", self.dtype]
         if not self.gpus:
             flags += SGLANG_CPU
@@ -470,17 +455,14 @@ class VLLMLaunch(Launch):
             *("--middleware", f"{GUARD}.KeyGuard"),
         ]
 
-    def flags(self, package: Path) -> list[str]:
+    def flags(self) -> list[str]:
         flags = [
             *("--dtype", self.dtype),
             # Logprobs after the temperature; by default they are before it.
             *("--logprobs-mode", "processed_logprobs"),
             *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
+            "--enable-scale-out",  # Needed for /inference/v1/generate.
         ]
-        # Read its source for the option, because importing vLLM takes half a minute.
-        sources = (package / "entrypoints").rglob("cli_args.py")
-        if any("enable_scale_out" in file.read_text() for file in sources):
-            flags.append("--enable-scale-out")  # Needed for /inference/v1/generate.
         if self.gpus:
             flags += [
                 *("--gpu-memory-utilization", f"{self.memory:g}"),

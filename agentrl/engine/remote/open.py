@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -16,24 +15,14 @@ from agentrl.config import Config
 from agentrl.engine.local.load import load_model_config
 from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.client import RemoteEngine
-from agentrl.engine.remote.launch import LOOPBACK, EngineSlot, SGLangLaunch, VLLMLaunch
-from agentrl.engine.remote.loaders import (
-    Loader,
-    MemoryLoader,
-    SGLangAdapterLoader,
-    SGLangFileLoader,
-    SharedAdapterLoader,
-    VLLMAdapterLoader,
-    VLLMFileLoader,
-)
+from agentrl.engine.remote.launch import EngineSlot, SGLangLaunch, VLLMLaunch
+from agentrl.engine.remote.senders import FROM_FILES, Delivery
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.engine.remote.vllm import VLLMEngine
 from agentrl.errors import ConfigError, EngineError
 
 TOKEN, ADMIN_TOKEN = "AGENTRL_ENGINE_TOKEN", "AGENTRL_ENGINE_ADMIN_TOKEN"
 """Environment variables with the keys of servers that already run."""
-
-MakeLoader = Callable[[AdminClient], Loader]
 
 
 def make_openers(
@@ -59,9 +48,9 @@ def make_openers(
     """
     dtype = server_dtype(base, cpu=cpu)
     urls = config.rollout.urls
-    vllm: MakeLoader | None = None
+    vllm: dict[str, Any] | None = None
     if config.rollout.name == "vllm":  # Not in `_start`, because a thread must not make a model.
-        vllm = vllm_loader(config, base, cpu=cpu and not urls)
+        vllm = vllm_delivery(config, base, cpu=cpu and not urls)
     if urls:
         return [partial(_attach, config, base, url, dtype, vllm) for url in urls]
     if cpu:
@@ -162,7 +151,7 @@ def _start(
     base: str,
     slot: EngineSlot,
     dtype: torch.dtype,
-    vllm: MakeLoader | None,
+    vllm: dict[str, Any] | None,
     learner_loaded: Future[None] | None,
 ) -> RemoteEngine:
     """Start a server and return when it samples.
@@ -184,13 +173,13 @@ def _start(
     }
     if vllm is not None:
         launch = VLLMLaunch(base, **common)
-        connect = partial(VLLMEngine, loader=vllm, uses_seeds=r.deterministic)
+        connect = partial(VLLMEngine, uses_seeds=r.deterministic, **vllm)
     else:
-        loader = sglang_loader(config, slot)
+        delivery = sglang_delivery(config, slot)
         sleep = r.sleep if slot.ranks else "none"
-        targets = _lora_targets(config) if _sends_adapter(config, slot) else ()
+        targets = _lora_targets(config) if delivery.source == "adapter" else ()
         launch = SGLangLaunch(base, lora_targets=targets, sleep=sleep, **common)
-        connect = partial(SGLangEngine, loader=loader, sleep=sleep)
+        connect = partial(SGLangEngine, delivery=delivery, sleep=sleep)
     if slot.ranks and learner_loaded is not None:
         learner_loaded.result()
     process, on_policy = slot.run(launch.start_for_trainer)
@@ -208,12 +197,12 @@ def _start(
 
 
 def _attach(
-    config: Config, base: str, url: str, dtype: torch.dtype, vllm: MakeLoader | None
+    config: Config, base: str, url: str, dtype: torch.dtype, vllm: dict[str, Any] | None
 ) -> RemoteEngine:
     """Connect to a server that already runs.
 
-    For training, a vLLM server must run with `--logprobs-mode processed_logprobs` and with
-    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (LoRA) or VLLM_SERVER_DEV_MODE=1 (all weights).
+    A vLLM server must run with `--enable-scale-out --logprobs-mode processed_logprobs`. Training
+    also needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (LoRA) or VLLM_SERVER_DEV_MODE=1 (all weights).
 
     Raises:
         EngineError: there is no such server.
@@ -223,14 +212,13 @@ def _attach(
     options: dict[str, Any] = {"vocabulary": _vocabulary(base), "key": key}
     try:
         if vllm is not None:
-            return VLLMEngine(url, loader=vllm, uses_seeds=r.deterministic, **options)
+            return VLLMEngine(url, uses_seeds=r.deterministic, **vllm, **options)
         adapter = config.model.lora_rank > 0 and r.lora != "merge"
         if adapter and r.lora == "auto":
             adapter = bool(AdminClient(url, key=key).ask("/server_info").get("enable_lora"))
-        loader: MakeLoader = SGLangFileLoader
         if adapter:
-            loader = partial(SGLangAdapterLoader, adapters=_adapter_count(config))
-        return SGLangEngine(url, dtype=dtype, admin_key=admin_key, loader=loader, **options)
+            options["delivery"] = Delivery("adapter", adapters=_adapter_count(config))
+        return SGLangEngine(url, dtype=dtype, admin_key=admin_key, **options)
     except EngineError as e:
         keys = f"{TOKEN} ({'set' if key else 'not set'})"
         if r.name == "sglang":
@@ -261,8 +249,8 @@ def _sends_adapter(config: Config, slot: EngineSlot) -> bool:
     )
 
 
-def sglang_loader(config: Config, slot: EngineSlot) -> MakeLoader:
-    """Return the function that makes the loader for an SGLang server that agentrl started.
+def sglang_delivery(config: Config, slot: EngineSlot) -> Delivery:
+    """Return how an SGLang server that agentrl starts gets the policy.
 
     Raises:
         ConfigError: the configured transport is not possible.
@@ -273,24 +261,19 @@ def sglang_loader(config: Config, slot: EngineSlot) -> MakeLoader:
             raise ConfigError(
                 "rollout.lora=adapter: SGLang supports no adapters on a CPU. Set rollout.lora=merge"
             )
-        adapters = _adapter_count(config)
-        if r.sync == "disk":
-            return partial(SGLangAdapterLoader, adapters=adapters)
-        return _adapter_loader(len(gpus), adapters)
+        return Delivery("adapter", adapters=_adapter_count(config))
     sync = r.sync
     if sync == "auto":
         sync = "disk" if not gpus else "ipc" if slot.ranks else "nccl"
     if sync == "disk":
-        return SGLangFileLoader
+        return FROM_FILES
     if not gpus or bool(slot.ranks) != (sync == "ipc"):
         device = "a CPU" if not gpus else f"GPU {gpus[0]}, which is "
         owner = "" if not gpus else "the trainer's" if slot.ranks else "not the trainer's"
         raise ConfigError(
             f"rollout.sync={sync}: a server is on {device}{owner}. Set rollout.sync=auto"
         )
-    return partial(
-        MemoryLoader, processes=len(gpus), ranks=slot.ranks, may_use_files=r.sync == "auto"
-    )
+    return Delivery("memory", len(gpus), slot.ranks, may_use_files=r.sync == "auto")
 
 
 def _adapter_count(config: Config) -> int:
@@ -298,19 +281,8 @@ def _adapter_count(config: Config) -> int:
     return config.trainer.max_staleness + 2
 
 
-def _adapter_loader(processes: int, adapters: int) -> MakeLoader:
-    """Return the function that makes the loader of adapters for a server of that many processes."""
-
-    def make(admin: AdminClient) -> Loader:
-        if urlsplit(admin.url).hostname == LOOPBACK:  # Otherwise it is on another machine.
-            return SharedAdapterLoader(admin, processes=processes, adapters=adapters)
-        return SGLangAdapterLoader(admin, adapters=adapters)
-
-    return make
-
-
-def vllm_loader(config: Config, base: str, *, cpu: bool) -> MakeLoader:
-    """Return the function that makes the loader for a vLLM server. LoRA is sent as an adapter.
+def vllm_delivery(config: Config, base: str, *, cpu: bool) -> dict[str, Any]:
+    """Return the arguments of `VLLMEngine` for how it gets the policy. LoRA is sent as an adapter.
 
     Raises:
         ConfigError: `rollout.lora` is `merge`.
@@ -321,9 +293,9 @@ def vllm_loader(config: Config, base: str, *, cpu: bool) -> MakeLoader:
                 "rollout.lora=merge: vLLM needs all weights at once, not only those that LoRA"
                 " adapts. Set rollout.lora=adapter"
             )
-        return partial(VLLMAdapterLoader, adapters=_adapter_count(config))
+        return {"delivery": Delivery("adapter", adapters=_adapter_count(config))}
     tied = load_model_config(base).get_text_config().tie_word_embeddings
-    return partial(VLLMFileLoader, names=parameter_names(base), stale_head=cpu and bool(tied))
+    return {"names": parameter_names(base), "stale_head": cpu and bool(tied)}
 
 
 def parameter_names(base: str) -> frozenset[str]:

@@ -46,7 +46,7 @@ T = TypeVar("T")
 class EnginePool(Engine):
     """Several engines that are used as one.
 
-    A pool of one engine is useful too, because it restarts the engine. `generate`, `score`,
+    A pool of one engine is useful too, because it restarts the engine. `generate`, `scores`,
     `ready`, `begin` and `end` belong to one event loop. The other methods block, and are for
     another thread.
     """
@@ -133,25 +133,13 @@ class EnginePool(Engine):
             self._check_version(result, first, engine)
             return result
 
-        return await self._try_engines(
-            lambda tried: self._replica_for_episode(episode_id, tried), send_request, deadline
-        )
+        return await self._try_engines(episode_id, send_request, deadline)
 
     def end(self, episode_id: str) -> None:
         replica, engine = self._assignments.pop(episode_id, (None, None))
         if replica is not None and engine is not None:
             replica.episodes.discard(episode_id)
             engine.end(episode_id)
-
-    async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
-        """Return the logprob of each token, by any engine."""
-        return await self._try_engines(
-            lambda tried: min(
-                self._candidates(tried), key=lambda replica: len(replica.in_flight), default=None
-            ),
-            lambda engine: engine.score(token_ids, temperature),
-            time.monotonic() + SCORE_SECONDS,
-        )
 
     async def scores(self, token_ids: array[int]) -> list[array[float]]:
         """Return the logprobs of each engine that can be used.
@@ -218,11 +206,11 @@ class EnginePool(Engine):
 
     async def _try_engines(
         self,
-        choose: Callable[[set[Replica]], Replica | None],
-        send_request: Callable[[RemoteEngine], Awaitable[T]],
+        episode_id: str,
+        send_request: Callable[[RemoteEngine], Awaitable[Generation]],
         deadline: float,
-    ) -> T:
-        """Send a request to the engines, one after another, until one answers.
+    ) -> Generation:
+        """Send a request for a turn to the engines, one after another, until one answers.
 
         An engine that failed is not tried again. If all others are full, they are tried again.
         """
@@ -231,7 +219,7 @@ class EnginePool(Engine):
         error: EngineError | None = None
         backoff, has_failed_over = FIRST_BACKOFF, False
         while True:
-            replica = choose(failed | full)
+            replica = self._replica_for_episode(episode_id, failed | full)
             if replica is None and full:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:

@@ -6,6 +6,10 @@
 - `BroadcastSender` broadcasts it to the servers on other GPUs, by NCCL.
 - `FileSender` writes it to a file, which any server can read.
 
+A bucket is many tensors in one allocation. Its handle is a pickle, the only format that SGLang
+supports. A pickle can run code of its writer, so pickles are sent in one direction only: agentrl
+writes them for servers that it started with its own admin key, and never reads one.
+
 While a bucket is sent, the next one is gathered. If the weights are sharded, all ranks of the
 learner call `send` at the same time: each rank gathers every bucket, and serves the servers on its
 own GPU. Rank 0 broadcasts and writes files.
@@ -15,64 +19,81 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import inspect
+import io
 import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate, pairwise
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from tempfile import gettempdir
 from threading import Event
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixStore, Store
+from torch.multiprocessing import reductions
 
 from agentrl.engine.remote.admin import AdminClient, in_thread
-from agentrl.engine.remote.buckets import (
-    BUCKET_BYTES,
-    Bucket,
-    make_buckets,
-    pickle_shared,
-    serialize,
-)
-from agentrl.errors import EngineError
+from agentrl.errors import ConfigError, EngineError
 from agentrl.workers.variables import environment_variables
+
+BUCKET_BYTES = 2**30 // 3
+"""The most bytes of a bucket, except if a single tensor is larger. Three are in memory: one is
+sent, one is packed, and the tensors of one are still separate."""
 
 FLATTENED = "flattened_bucket"
 """The server's name of the format in which a bucket is one tensor of bytes."""
 BASE_SECONDS, BYTES_PER_SECOND = 20.0, 1e9
 """A server must take N bytes within `BASE_SECONDS + N / BYTES_PER_SECOND`."""
+LOAD_SECONDS, FILE_BYTES_PER_SECOND = 60.0, 1e8
+"""A server must load N bytes of files within `LOAD_SECONDS + N / FILE_BYTES_PER_SECOND`."""
 JOIN_SECONDS = 120.0
 """The time limit for servers to join a group."""
 LEAVE_SECONDS = 10.0
 """The time limit for leaving a group, and for a server that left a broadcast to report why."""
 JOIN_VARIABLES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """By default, torch ends the whole process when a peer of a group is lost."""
-
-SHARED_MEMORY = "/dev/shm"
-
-COMPARED_TENSORS = 3
-"""The number of tensors whose first rows a server is asked for."""
-COMPARED_ROWS = 8
-MAX_COMPARED_SIZE = 2**21
-"""The largest tensor to compare: SGLang converts all of it to a list, then takes the first rows."""
-NOT_COMPARED = ("k_proj", "v_proj")
-"""Parts of names of tensors that are not compared. SGLang cuts these out of a fused tensor, at
-wrong positions if the width of a model's heads is not its hidden size divided by the number of
-heads."""
 NORM = "norm.weight"
 """The end of the names of norms. vLLM holds them as they are in the files: not fused, not split."""
 DIGEST_WIDTH = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How one server gets the policy."""
+
+    source: Literal["memory", "files", "adapter"] = "files"
+    """Weights that it receives as a `Target`, files with weights, or a folder with a LoRA adapter.
+    Requests name an adapter, and the server's own weights stay."""
+    processes: int = 1
+    """See `Target`, as the next ones."""
+    ranks: tuple[int, ...] = ()
+    backend: str = "nccl"
+    may_use_files: bool = False
+    """True if the server gets files when the first weights do not come through memory: some
+    machines share no memory between processes, or have no network for NCCL."""
+    adapters: int = 2
+    """How many adapters the server keeps, see `Adapters`."""
+
+
+FROM_FILES = Delivery()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,51 +133,6 @@ class Route:
     bucket_bytes: int = BUCKET_BYTES
     adapter_folder: Path | None = None
     """An empty folder to write the LoRA adapter to, for servers that read it."""
-    adapter_readers: int = 0
-    """The number of processes that read the LoRA adapter from shared memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedAdapter:
-    """A LoRA adapter in the shared memory of a machine."""
-
-    machine: str
-    """The machine, see `this_machine`."""
-    config: dict[str, Any] = field(default_factory=dict)
-    """PEFT's config of the adapter, in JSON values."""
-    handles: list[str] = field(default_factory=list)
-    """Pickles of the tensors by name, in base64. Each is for one reader, which reads it once."""
-    size: int = 0
-    """The number of bytes of all tensors."""
-    error: str = ""
-    """Why the adapter is not in shared memory."""
-
-
-def share_adapter(
-    config: dict[str, Any], tensors: Mapping[str, Tensor], readers: int
-) -> tuple[Bucket | None, SharedAdapter]:
-    """Put a LoRA adapter into shared memory.
-
-    Returns:
-        The memory, which must exist until the last reader has read it.
-    """
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    try:
-        space = os.statvfs(SHARED_MEMORY)
-        if (free := space.f_bavail * space.f_frsize) < 2 * size:
-            # A process that writes to full shared memory is killed by SIGBUS.
-            raise OSError(f"{SHARED_MEMORY} has {free:,} bytes left, the adapter has {size:,}")
-        (bucket,) = make_buckets(tensors.items(), limit=size)
-        named = dict(bucket.tensors())
-        handles = [base64.b64encode(pickle_shared(named)).decode() for _ in range(readers)]
-    except (OSError, RuntimeError, ValueError) as e:
-        return None, SharedAdapter(this_machine(), error=f"{type(e).__name__}: {e}")
-    return bucket, SharedAdapter(this_machine(), config, handles, size)
-
-
-def this_machine() -> str:
-    """Return a name of this machine, or of this container: processes of one share memory."""
-    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
 @dataclass(slots=True)
@@ -170,22 +146,20 @@ class Sent:
     digest: str = ""
     """A text that changes if weights change, or their buckets. It is compared with earlier digests
     only, of the same `Route.bucket_bytes`."""
-    rows: dict[str, Tensor] = field(default_factory=dict)
-    """The first `COMPARED_ROWS` rows of some tensors, on the CPU."""
     norms: dict[str, Tensor] = field(default_factory=dict)
     """The weights of the model's norms, on the CPU."""
     errors: dict[str, str] = field(default_factory=dict)
     """Why weights did not arrive, by the URL of the target, or by the folder."""
-    adapter: SharedAdapter | None = None
-    """The adapter, if servers read it from shared memory."""
 
 
-class Sender(Protocol):
+class Sender(ABC):
     """A way to send weights, on one rank."""
 
-    errors: dict[str, str]
-    """Why weights did not arrive, by URL or folder."""
+    def __init__(self) -> None:
+        self.errors: dict[str, str] = {}
+        """Why weights did not arrive, by URL or folder."""
 
+    @abstractmethod
     def take(self, bucket: Bucket, version: int) -> None:
         """Send a bucket; return when the servers have read it. Failures are added to `errors`.
 
@@ -193,7 +167,7 @@ class Sender(Protocol):
         from mixed weights and reports the old version.
         """
 
-    def commit(self) -> None:
+    def commit(self) -> None:  # noqa: B027
         """Finish after the last bucket; all ranks call it, and none after an exception."""
 
 
@@ -318,6 +292,11 @@ def _describe(error: BaseException) -> str:
     return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
 
 
+def load_seconds(sent: Sent) -> float:
+    """Return the time limit of a server for loading files with these weights."""
+    return LOAD_SECONDS + sent.size / FILE_BYTES_PER_SECOND
+
+
 def _time_limit(bucket: Bucket) -> float:
     return BASE_SECONDS + bucket.bytes.nbytes / BYTES_PER_SECOND
 
@@ -332,7 +311,7 @@ def _fields(bucket: Bucket, version: int) -> dict[str, Any]:
     }
 
 
-class IpcSender:
+class IpcSender(Sender):
     """Lets servers read the memory of the ranks on whose devices they run.
 
     agentrl must have started the servers, because a pickle can run code.
@@ -346,9 +325,9 @@ class IpcSender:
             rank: this process's rank.
             ranks: the gloo group of all ranks; None: this process is the only one.
         """
+        super().__init__()
         self._targets, self._rank, self._ranks = targets, rank, ranks
-        self._reads_several = any(set(target.ranks) != {target.ranks[0]} for target in targets)
-        self.errors: dict[str, str] = {}
+        self._reads_several = any(len(set(target.ranks)) > 1 for target in targets)
 
     def take(self, bucket: Bucket, version: int) -> None:
         targets = [target for target in self._targets if target.url not in self.errors]
@@ -410,7 +389,7 @@ class IpcSender:
         return {key: value for part in all_dicts for key, value in part.items()}
 
 
-class FileSender:
+class FileSender(Sender):
     """Writes each bucket to a file."""
 
     def __init__(self, folder: Path):
@@ -419,8 +398,8 @@ class FileSender:
         Args:
             folder: an existing folder.
         """
+        super().__init__()
         self._folder, self._files = folder, 0
-        self.errors: dict[str, str] = {}
 
     def take(self, bucket: Bucket, version: int) -> None:
         if self.errors:
@@ -433,10 +412,8 @@ class FileSender:
             self.errors[str(self._folder)] = f"cannot write {file}: {e}"
         self._files += 1
 
-    def commit(self) -> None: ...
 
-
-class BroadcastSender:
+class BroadcastSender(Sender):
     """Broadcasts to all processes of some servers, which form one group with this process.
 
     The group exists from the first bucket to `close`, or to a failure. A failure of one server
@@ -452,8 +429,8 @@ class BroadcastSender:
         # NCCL fails with "invalid argument" if processes have different values; servers have 0.
         # NCCL reads the variable once, so set it before anything in this process uses NCCL.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+        super().__init__()
         self.targets = tuple(targets)
-        self.errors: dict[str, str] = {}
         self.group: BroadcastGroup | None = None
 
     def take(self, bucket: Bucket, version: int) -> None:
@@ -465,8 +442,6 @@ class BroadcastSender:
             self._broadcast(bucket, version)
         except EngineError as e:
             self._fail(e)
-
-    def commit(self) -> None: ...
 
     def close(self) -> None:
         """Leave the group. It takes a limited time, whatever happened to the servers."""
@@ -673,27 +648,20 @@ class _Summary:
     def __init__(self) -> None:
         self._names: list[str] = []
         self._sums: list[Tensor] = []
-        self._rows: dict[str, Tensor] = {}
         self._norms: dict[str, Tensor] = {}
 
     def add(self, bucket: Bucket) -> None:
         self._names += bucket.names
         self._sums.append(_sum_bits(bucket))
         for name, tensor in bucket.tensors():
-            if tensor.dim() and 0 < tensor.numel() <= MAX_COMPARED_SIZE:
-                if not any(part in name for part in NOT_COMPARED):
-                    self._rows[name] = tensor[:COMPARED_ROWS].clone()
-                if name.endswith(NORM):
-                    self._norms[name] = tensor.clone()
+            if name.endswith(NORM):
+                self._norms[name] = tensor.clone()
 
     def finish(self, sent: Sent) -> None:
         """Write the results into `sent`."""
         sent.names = self._names
         numbers = [sums.tolist() for sums in self._sums]
         sent.digest = hashlib.sha256(repr((self._names, numbers)).encode()).hexdigest()
-        step = max(1, len(self._rows) // COMPARED_TENSORS)
-        names = list(self._rows)[::step][:COMPARED_TENSORS]  # spread over the model
-        sent.rows = {name: self._rows[name].cpu() for name in names}
         sent.norms = {name: tensor.cpu() for name, tensor in self._norms.items()}
 
 
@@ -706,3 +674,137 @@ def _sum_bits(bucket: Bucket) -> Tensor:
     # Two passes: weighting each value would need a copy of four times the size.
     sums = [table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64), rest.long()]
     return torch.stack([(s * torch.arange(1, len(s) + 1, device=s.device)).sum() for s in sums])
+
+
+# -- buckets --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Named tensors of one dtype, one after the other, without gaps."""
+
+    flat: Tensor
+    """All tensors, (N,)."""
+    names: list[str]
+    shapes: list[torch.Size]
+    last: bool
+    """True if it is the last bucket of the update."""
+
+    @property
+    def bytes(self) -> Tensor:
+        """Return the same memory as uint8."""
+        return self.flat.view(torch.uint8)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors by name, as views of `flat`."""
+        parts = self.flat.split([shape.numel() for shape in self.shapes])
+        for name, shape, part in zip(self.names, self.shapes, parts, strict=True):
+            yield name, part.view(shape)
+
+
+def make_buckets(
+    weights: Iterable[tuple[str, Tensor]], *, limit: int = BUCKET_BYTES
+) -> Iterator[Bucket]:
+    """Copy named tensors into buckets, in their order.
+
+    A bucket has one dtype, because a view of another dtype would need aligned bytes. It is on the
+    device of its tensors. References to tensors are kept only until their bucket is full.
+
+    Args:
+        weights: at least one named tensor.
+        limit: the most bytes of a bucket; a larger tensor gets its own bucket.
+    """
+    pending: list[tuple[str, Tensor]] = []
+    kind, size = None, 0
+    for name, tensor in weights:
+        if pending and (size + tensor.nbytes > limit or kind != (tensor.dtype, tensor.device)):
+            yield _pack(pending, last=False)
+            size = 0
+        pending.append((name, tensor))
+        kind, size = (tensor.dtype, tensor.device), size + tensor.nbytes
+    assert pending, "no weights"
+    yield _pack(pending, last=True)
+
+
+@torch.no_grad()
+def _pack(pending: list[tuple[str, Tensor]], *, last: bool) -> Bucket:
+    """Return a bucket of the pending tensors, and clear the list."""
+    names, tensors = map(list, zip(*pending, strict=True))
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    pending.clear()
+    return Bucket(flat, names, [t.shape for t in tensors], last)
+
+
+def serialize(bucket: Bucket) -> bytes:
+    """Return a pickle from which one process of a server reads a bucket.
+
+    It has a handle of the memory, and the names and ranges of the tensors. The process must read it
+    exactly once, and the bucket must exist until then.
+    """
+    sizes = (shape.numel() * bucket.flat.itemsize for shape in bucket.shapes)
+    ranges = pairwise(accumulate(sizes, initial=0))
+    metadata = [
+        # SGLang's own class is not importable here. SGLang reads only these fields.
+        SimpleNamespace(
+            name=name,
+            shape=shape,
+            dtype=bucket.flat.dtype,
+            start_idx=start,
+            end_idx=end,
+            numel=end - start,
+        )
+        for name, shape, (start, end) in zip(bucket.names, bucket.shapes, ranges, strict=True)
+    ]
+    buffer = io.BytesIO()
+    pickler = ForkingPickler(buffer)
+    pickler.dispatch_table[Tensor] = _reduce  # type: ignore[attr-defined]
+    with _shared_by_name():
+        pickler.dump({"flattened_tensor": bucket.bytes, "metadata": metadata})
+    return buffer.getvalue()
+
+
+_DEVICE = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters).index("storage_device")
+
+
+def _reduce(tensor: Tensor) -> tuple[Any, ...]:
+    """Reduce a tensor as torch does, but name a GPU by its UUID.
+
+    The server may count GPUs differently, and can read the UUID. torch keeps shared memory until it
+    is released, and makes the reader wait for writes that were pending at the time of pickling.
+    """
+    rebuild, arguments = reductions.reduce_tensor(tensor)
+    if tensor.is_cuda:
+        uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
+        arguments = (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
+    return rebuild, arguments
+
+
+@contextmanager
+def _shared_by_name() -> Iterator[None]:
+    """Share CPU memory by name within the block.
+
+    The alternative, file descriptors, can only be passed to child processes of this process.
+    """
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+
+
+def check_folder_visible(path: Path, where: str = "this machine") -> None:
+    """Check that this machine sees a folder that passes weights.
+
+    Args:
+        path: a path below TMPDIR, created on the machine of the run.
+        where: the name of this machine.
+
+    Raises:
+        ConfigError: this machine does not see the folder.
+    """
+    if not path.exists():
+        raise ConfigError(
+            f"weights are passed through files in {gettempdir()} of the run's machine, but {where}"
+            f" does not see {path}. Set TMPDIR to a folder on a file system that all machines see"
+        )

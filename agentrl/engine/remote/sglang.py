@@ -11,9 +11,11 @@ import math
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
+import orjson
 import torch
 
 from agentrl.engine.base import Sampling
@@ -25,10 +27,7 @@ from agentrl.engine.remote.client import (
     sampling_params,
     token_versions,
 )
-from agentrl.engine.remote.loaders import AdapterLoader, Loader, SGLangFileLoader
-from agentrl.engine.remote.row_json import JsonIds
-from agentrl.engine.remote.senders import Route, Sent
-from agentrl.engine.remote.weights_check import WeightsChecker
+from agentrl.engine.remote.senders import Route, Sent, load_seconds
 from agentrl.errors import EngineError
 from agentrl.trajectory import Generation, float_array, token_array
 
@@ -38,215 +37,6 @@ ROUNDING_TOLERANCE = 1e-2
 """A logprob may be above 0 by rounding, but not by more."""
 MEMORY_TAGS = {"none": (), "kv_cache": ("kv_cache",), "all": ("weights", "kv_cache")}
 """The memory that a server releases for each `rollout.sleep`, in the order of resuming it."""
-
-
-class SGLangEngine(RemoteEngine):
-    """Samples from one SGLang server.
-
-    Seeds have an effect only if the server runs with `--enable-deterministic-inference`; otherwise
-    two runs sample different tokens. `max_length` is slightly below the model's.
-    """
-
-    name, health_path = "SGLang", "/health_generate"
-    probe_tokens = 128
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        dtype: torch.dtype | None = None,
-        loader: Callable[[AdminClient], Loader] = SGLangFileLoader,
-        sleep: Literal["none", "kv_cache", "all"] = "none",
-        **options: Any,
-    ):
-        """Ask a running server for its properties, and let it sample a token.
-
-        Args:
-            url: the URL of the server.
-            dtype: the dtype of the server's weights, to which updates are cast; None: do not cast.
-            loader: returns the loader of the policy.
-            sleep: the memory that the server releases while the trainer works.
-            **options: see `RemoteEngine`. Without the admin key, SGLang aborts no request.
-
-        Raises:
-            EngineError: no server answers, or it is not SGLang.
-        """
-        self.dtype = dtype
-        self._memory, self._released = MEMORY_TAGS[sleep], set[str]()
-        self._aborts: set[asyncio.Task[None]] = set()
-        self._is_paused = False
-        super().__init__(url, loader=loader, **options)
-
-    def _connect(self) -> None:
-        self._weights_checker = WeightsChecker(self.admin)
-        info, model = self.admin.ask("/server_info"), self.admin.ask("/model_info")
-        self.max_length = int(info["max_req_input_len"])
-        self._uses_seeds = bool(info.get("enable_deterministic_inference"))
-        if isinstance(self.loader, AdapterLoader):
-            self.loader.check_limit(info.get("max_loaded_loras"))
-        self._policy_version = PolicyVersion(str(model["weight_version"]), 0)
-
-    # -- requests and answers ----------------------------------------------------------------------
-
-    @property
-    def _path(self) -> str:
-        return "/generate"
-
-    def _body(
-        self, ids: JsonIds, sampling: Sampling, limit: int, seed: int | None = None
-    ) -> dict[str, Any]:
-        return {
-            "input_ids": ids,
-            "return_logprob": True,
-            "sampling_params": _sampling_params(sampling, limit, seed),
-        }
-
-    def _score_body(self, ids: JsonIds) -> dict[str, Any]:
-        return {
-            "input_ids": ids,
-            "return_logprob": True,
-            "logprob_start_len": 0,
-            "sampling_params": {"max_new_tokens": 0},
-        }
-
-    async def _ask(self, body: dict[str, Any], where: str, deadline: float, episode_id: str) -> Any:
-        # SGLang aborts all requests whose id begins with the given text, so ids have equal lengths.
-        # It refuses an id that is in use, so each request has a new id.
-        rid = uuid.uuid4().hex
-        has_answer = False
-        try:
-            # SGLang's router sends the requests of an episode to one worker.
-            headers = {"x-smg-routing-key": episode_id}
-            status, answer = await self._post(body | {"rid": rid}, where, deadline, headers)
-            has_answer = True
-        finally:
-            if not has_answer:
-                task = asyncio.create_task(self._abort(rid))
-                self._aborts.add(task)
-                task.add_done_callback(self._aborts.discard)
-        if status != 200:
-            error = refusal(status, answer, where)
-            adapter = body.get("lora_path")
-            # A restarted server has lost the adapter: the request is not at fault.
-            raise EngineError(str(error)) if adapter and adapter in str(error) else error
-        return answer
-
-    async def _abort(self, rid: str) -> None:
-        """Abort a request. If the server does not receive this, the turn ends at its limit."""
-        with contextlib.suppress(EngineError):
-            await self._control_http.request_json(
-                "POST",
-                "/abort_request",
-                {"rid": rid},
-                deadline=time.monotonic() + ABORT_SECONDS,
-            )
-
-    def _read_turn(
-        self,
-        answer: Any,
-        limit: int,
-        policy_version: PolicyVersion,
-        where: str,
-    ) -> Generation:
-        return read_generation(answer, limit, policy_version, where)
-
-    def _read_scores(self, answer: Any, row: Sequence[int], where: str) -> array[float]:
-        return read_scores(answer, row, self._vocabulary, where)
-
-    # -- updates -----------------------------------------------------------------------------------
-
-    def sleep(self) -> None:
-        """Release the memory that the trainer needs, once no turn is in flight."""
-        if self._memory and not self._released:
-            self.flush_cache()
-            body = {"tags": list(reversed(self._memory))}
-            self.admin.manage("/release_memory_occupation", body)
-            self._released = set(self._memory)
-
-    @property
-    def has_weights(self) -> bool:
-        return "weights" not in self._released
-
-    def set_version(self, version: int) -> None:
-        self._resume_memory("kv_cache")
-        super().set_version(version)
-
-    def probe(self) -> Generation:
-        """Let the server sample a token. It must not be asleep. End its pause, if it is paused."""
-        if self._released:
-            raise EngineError(
-                f"{self.url} cannot sample: it has released its {', '.join(sorted(self._released))}"
-                " to the trainer"
-            )
-        self._continue()
-        return super().probe()
-
-    def _prepare(self) -> None:
-        self._resume_memory("weights")
-        if not self.loader.is_adapter:
-            self._pause()
-
-    def _load(self, route: Route, sent: Sent) -> None:
-        self.loader.load(route, sent)
-        self._resume_memory("kv_cache")
-        if not self.loader.is_adapter:
-            self._policy_version = PolicyVersion(str(route.version), route.version)
-            self.flush_cache()
-            self._continue()
-            self._check_cache_is_empty()
-            self._weights_checker.check(route.version, sent)
-
-    def _pause(self) -> None:
-        """Abort the turns in flight, and hold back later ones, until the server has new weights.
-
-        Without a pause, a server samples between two buckets of weights. With SGLang's other modes
-        of a pause, turns keep the cache of the old weights.
-
-        Raises:
-            EngineError: a turn does not end.
-        """
-        self._gate.close()
-        end = time.monotonic() + ADMIN_SECONDS
-        while self._gate.in_flight:
-            if time.monotonic() > end:
-                raise EngineError(
-                    f"{self.url}: turns do not end {ADMIN_SECONDS:g} s after an abort"
-                )
-            # Repeat it: a request may be on its way to the scheduler. The pause itself would look
-            # for turns in flight only once in a second.
-            self.admin.manage("/abort_request", {"abort_all": True}, json=False)
-            time.sleep(0.02)
-        self._is_paused = True
-        self.admin.manage("/pause_generation", {"mode": "abort"})
-
-    def _continue(self) -> None:
-        if self._is_paused:
-            self.admin.manage("/continue_generation", {"torch_empty_cache": False})
-            self._is_paused = False
-
-    def _resume_memory(self, tag: str) -> None:
-        if tag in self._released:
-            self.admin.manage("/resume_memory_occupation", {"tags": [tag]})
-            self._released.remove(tag)
-
-    def flush_cache(self, seconds: float = ADMIN_SECONDS) -> None:
-        """Empty the cache, once the aborted turns have left it.
-
-        The cache is not flushed with the update: SGLang crashes if the cache is in use then, also
-        by paused turns.
-
-        Args:
-            seconds: the time to wait for these turns.
-
-        Raises:
-            EngineError: the cache is in use for longer.
-        """
-        end = time.monotonic() + seconds
-        while (answer := self.admin.send("/flush_cache", {}))[0] != 200:
-            if time.monotonic() > end:
-                text = answer[1].decode(errors="replace")
-                raise refusal(answer[0], text, f"{self.url}/flush_cache")
-            time.sleep(0.02)
 
 
 def _sampling_params(sampling: Sampling, limit: int, seed: int | None) -> dict[str, Any]:
@@ -300,6 +90,7 @@ def read_generation(
                     f" {final_weights!r} when it ended, and this SGLang does not report the version"
                     " of each token"
                 )
+            spans = [{"version": final_weights, "start": 0, "end": len(ids)}]
         return Generation(
             token_ids=ids,
             logprobs=logprobs,
@@ -338,3 +129,242 @@ def _tokens(entries: Sequence[Sequence[Any]]) -> tuple[array[int], array[float]]
     if not all(-math.inf < logprob < ROUNDING_TOLERANCE for logprob in logprobs):
         raise ValueError("a logprob is not finite, or is above 0")
     return token_array([entry[1] for entry in entries]), logprobs
+
+
+class WeightsChecker:
+    """Checks the weights of one SGLang server by their checksum, if the server runs on a GPU."""
+
+    def __init__(self, admin: AdminClient):
+        """Send no request yet."""
+        self._admin = admin
+        self._has_checksum = True
+        self._last: tuple[str, str] | None = None
+        """The digest of the weights that were sent last, and the server's checksum after that."""
+
+    def check(self, version: int, sent: Sent) -> None:
+        """Check that the checksum changes if and only if the weights that are sent change.
+
+        Raises:
+            EngineError: the server holds other weights.
+        """
+        if not self._has_checksum:
+            return
+        status, content = self._admin.send("/weights_checker", {"action": "checksum"})
+        if status != 200:  # No GPU.
+            self._has_checksum = False
+            return
+        answer: dict[str, Any] = orjson.loads(content)
+        checksum = str(answer.get("per_engine_checksum") or answer.get("ranks"))
+        if self._last is not None:
+            sent_changed, server_changed = sent.digest != self._last[0], checksum != self._last[1]
+            if sent_changed != server_changed:
+                raise EngineError(
+                    f"{self._admin.url}: version {version} was published, and its weights"
+                    + (
+                        " differ from the last ones, but the server's are as they were"
+                        if sent_changed
+                        else " are the last ones, but the server's have changed"
+                    )
+                )
+        self._last = sent.digest, checksum
+
+
+class SGLangEngine(RemoteEngine):
+    """Samples from one SGLang server.
+
+    Seeds have an effect only if the server runs with `--enable-deterministic-inference`; otherwise
+    two runs sample different tokens. `max_length` is slightly below the model's.
+    """
+
+    name, health_path = "SGLang", "/health_generate"
+    path, probe_tokens = "/generate", 128
+    _read_turn, _read_scores = staticmethod(read_generation), staticmethod(read_scores)
+    adapter_field, adapter_path = "lora_path", "/{}_lora_adapter"
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        dtype: torch.dtype | None = None,
+        sleep: Literal["none", "kv_cache", "all"] = "none",
+        **options: Any,
+    ):
+        """Ask a running server for its properties, and let it sample a token.
+
+        Args:
+            url: the URL of the server.
+            dtype: the dtype of the server's weights, to which updates are cast; None: do not cast.
+            sleep: the memory that the server releases while the trainer works.
+            **options: see `RemoteEngine`. Without the admin key, SGLang aborts no request.
+
+        Raises:
+            EngineError: no server answers, or it is not SGLang.
+        """
+        self.dtype = dtype
+        self._memory, self._released = MEMORY_TAGS[sleep], set[str]()
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._is_paused = False
+        super().__init__(url, **options)
+
+    def _connect(self) -> None:
+        self._weights_checker = WeightsChecker(self.admin)
+        info, model = self.admin.ask("/server_info"), self.admin.ask("/model_info")
+        self.max_length = int(info["max_req_input_len"])
+        self._uses_seeds = bool(info.get("enable_deterministic_inference"))
+        if self.delivery.source == "adapter":
+            self.adapters.check_limit(info.get("max_loaded_loras"))
+        self._policy_version = PolicyVersion(str(model["weight_version"]), 0)
+
+    # -- requests and answers ----------------------------------------------------------------------
+
+    def _body(
+        self, ids: np.ndarray, sampling: Sampling, limit: int, seed: int | None = None
+    ) -> dict[str, Any]:
+        return {
+            "input_ids": ids,
+            "return_logprob": True,
+            "sampling_params": _sampling_params(sampling, limit, seed),
+        }
+
+    def _score_body(self, ids: np.ndarray) -> dict[str, Any]:
+        return {
+            "input_ids": ids,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "sampling_params": {"max_new_tokens": 0},
+        }
+
+    async def _ask(self, body: dict[str, Any], where: str, deadline: float, episode_id: str) -> Any:
+        # SGLang aborts all requests whose id begins with the given text, so ids have equal lengths.
+        # It refuses an id that is in use, so each request has a new id.
+        rid = uuid.uuid4().hex
+        has_answer = False
+        try:
+            # SGLang's router sends the requests of an episode to one worker.
+            headers = {"x-smg-routing-key": episode_id}
+            status, answer = await self._post(body | {"rid": rid}, where, deadline, headers)
+            has_answer = True
+        finally:
+            if not has_answer:
+                task = asyncio.create_task(self._abort(rid))
+                self._aborts.add(task)
+                task.add_done_callback(self._aborts.discard)
+        if status != 200:
+            error = refusal(status, answer, where)
+            adapter = body.get("lora_path")
+            # A restarted server has lost the adapter: the request is not at fault.
+            raise EngineError(str(error)) if adapter and adapter in str(error) else error
+        return answer
+
+    async def _abort(self, rid: str) -> None:
+        """Abort a request. If the server does not receive this, the turn ends at its limit."""
+        with contextlib.suppress(EngineError):
+            await self._control_http.request_json(
+                "POST",
+                "/abort_request",
+                {"rid": rid},
+                deadline=time.monotonic() + ABORT_SECONDS,
+            )
+
+    # -- updates -----------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Release the memory that the trainer needs, once no turn is in flight."""
+        if self._memory and not self._released:
+            self.flush_cache()
+            body = {"tags": list(reversed(self._memory))}
+            self.admin.manage("/release_memory_occupation", body)
+            self._released = set(self._memory)
+
+    @property
+    def has_weights(self) -> bool:
+        return "weights" not in self._released
+
+    def set_version(self, version: int) -> None:
+        self._resume_memory("kv_cache")
+        super().set_version(version)
+
+    def probe(self) -> Generation:
+        """Let the server sample a token. It must not be asleep. End its pause, if it is paused."""
+        if self._released:
+            raise EngineError(
+                f"{self.url} cannot sample: it has released its {', '.join(sorted(self._released))}"
+                " to the trainer"
+            )
+        self._continue()
+        return super().probe()
+
+    def begin_update(self) -> None:
+        self._resume_memory("weights")
+        if self.delivery.source != "adapter":
+            self._pause()
+
+    def load(self, route: Route, sent: Sent) -> None:
+        if route.adapter_folder is not None and self.delivery.source == "adapter":
+            self.adapters.load(route.version, route.adapter_folder)
+        elif self.delivery.source == "files":
+            # Do not flush the cache with the update: SGLang crashes if the cache is in use then.
+            body = {
+                "model_path": str(route.folder),
+                "weight_version": str(route.version),
+                "flush_cache": False,
+            }
+            self.admin.manage("/update_weights_from_disk", body, seconds=load_seconds(sent))
+        self._resume_memory("kv_cache")
+
+    def _use_weights(self, sent: Sent) -> None:
+        self.flush_cache()
+        self._continue()
+        self._weights_checker.check(self.version, sent)
+
+    def _pause(self) -> None:
+        """Abort the turns in flight, and hold back later ones, until the server has new weights.
+
+        Without a pause, a server samples between two buckets of weights. With SGLang's other modes
+        of a pause, turns keep the cache of the old weights.
+
+        Raises:
+            EngineError: a turn does not end.
+        """
+        self._gate.close()
+        end = time.monotonic() + ADMIN_SECONDS
+        while self._gate.in_flight:
+            if time.monotonic() > end:
+                raise EngineError(
+                    f"{self.url}: turns do not end {ADMIN_SECONDS:g} s after an abort"
+                )
+            # Repeat it: a request may be on its way to the scheduler. The pause itself would look
+            # for turns in flight only once in a second.
+            self.admin.manage("/abort_request", {"abort_all": True}, json=False)
+            time.sleep(0.02)
+        self._is_paused = True
+        self.admin.manage("/pause_generation", {"mode": "abort"})
+
+    def _continue(self) -> None:
+        if self._is_paused:
+            self.admin.manage("/continue_generation", {"torch_empty_cache": False})
+            self._is_paused = False
+
+    def _resume_memory(self, tag: str) -> None:
+        if tag in self._released:
+            self.admin.manage("/resume_memory_occupation", {"tags": [tag]})
+            self._released.remove(tag)
+
+    def flush_cache(self, seconds: float = ADMIN_SECONDS) -> None:
+        """Empty the cache, once the aborted turns have left it.
+
+        The cache is not flushed with the update: SGLang crashes if the cache is in use then, also
+        by paused turns.
+
+        Args:
+            seconds: the time to wait for these turns.
+
+        Raises:
+            EngineError: the cache is in use for longer.
+        """
+        end = time.monotonic() + seconds
+        while (answer := self.admin.send("/flush_cache", {}))[0] != 200:
+            if time.monotonic() > end:
+                text = answer[1].decode(errors="replace")
+                raise refusal(answer[0], text, f"{self.url}/flush_cache")
+            time.sleep(0.02)

@@ -18,15 +18,22 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, as_completed, wait
+from concurrent.futures import as_completed
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import methodcaller
 from typing import NoReturn
 
 from agentrl.engine.base import Update
-from agentrl.engine.remote.admin import in_thread
+from agentrl.engine.remote.admin import close_opened, in_thread, reading
 from agentrl.engine.remote.client import RemoteEngine
-from agentrl.engine.remote.distributor import SLOW_SECONDS, Distributor, as_engine_errors
+from agentrl.engine.remote.distributor import (
+    Calls,
+    Distributor,
+    reporting_slow,
+    run_on_each,
+)
+from agentrl.engine.remote.senders import FROM_FILES
 from agentrl.errors import (
     EngineDead,
     EngineError,
@@ -149,7 +156,9 @@ class Supervisor:
         self._weights = threading.Condition()
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._asleep = self._moving = self._publishing = False
+        self._asleep = self._moving = False
+        self.is_publishing = False
+        """True while a policy is being published. Some engines have it before the others."""
 
     # -- for the event loop ------------------------------------------------------------------------
 
@@ -165,14 +174,9 @@ class Supervisor:
         return None if self._update is None else self._update.version
 
     @property
-    def is_publishing(self) -> bool:
-        """Return whether a policy is being published. Some engines have it before the others."""
-        return self._publishing
-
-    @property
     def is_suspended(self) -> bool:
         """Return whether engines need not sample now, even if they are healthy."""
-        return self._asleep or self._publishing
+        return self._asleep or self.is_publishing
 
     def record_success(self, replica: Replica, engine: RemoteEngine) -> None:
         """Record that a request was answered."""
@@ -266,19 +270,16 @@ class Supervisor:
         """Let all engines release memory; see also `weights_moving`."""
         with self._weights:
             self._asleep = self._moving = True
-            calls = {
-                in_thread(partial(self._put_to_sleep, replica)): replica.engine.url
+            engines = {
+                replica.engine: replica
                 for replica in self.replicas
                 if replica.awaits_weights or not replica.is_excluded
             }
-            if slow := wait(calls, timeout=SLOW_SECONDS).not_done:
-                log.warning(
-                    "engines are not asleep after %g s; waiting for %s",
-                    SLOW_SECONDS,
-                    ", ".join(sorted(calls[call] for call in slow)),
-                )
-            for call in calls:
-                call.result()
+            calls: Calls = {}
+            with reporting_slow("engines are not asleep", calls):
+                errors = run_on_each([*engines], methodcaller("sleep"), calls)
+            for engine, error in errors.items():
+                self.exclude(engines[engine], engine, error, broken=True, stale=True)
 
     def send_update(self, update: Update) -> int:
         """Send the policy to all replicas that can load it, at the same time.
@@ -302,12 +303,12 @@ class Supervisor:
             ]
             if not all(r.sent_update is self._update and r.engine.has_weights for r in candidates):
                 update = replace(update, is_changed=True)
-            self._update, self._publishing = update, True
+            self._update, self.is_publishing = update, True
             self._asleep = self._moving = False
             try:
                 refused = self._publish_to(candidates, update)
             finally:
-                self._publishing = False
+                self.is_publishing = False
                 self._weights.notify_all()
         while not self._is_published(update, refused):
             if self._closing.wait(0.05):
@@ -361,11 +362,8 @@ class Supervisor:
     def _publish_to(self, replicas: Sequence[Replica], update: Update) -> set[Replica]:
         """Send the update to replicas; return those that failed, which are excluded."""
         engines = {replica.engine: replica for replica in replicas}
-        if update.is_changed:
-            size, errors = self._distributor.send(list(engines), update)
-            self.sent += size
-        else:
-            errors = self._distributor.set_version(list(engines), update.version)
+        size, errors = self._distributor.send(list(engines), update)
+        self.sent += size
         # Exclude engines first: one that failed a check may have the new version already.
         dead = [in_thread(partial(is_dead, engine, error)) for engine, error in errors.items()]
         for (engine, error), broken in zip(errors.items(), dead, strict=True):
@@ -378,15 +376,6 @@ class Supervisor:
                 replica.sent_update = update
                 self._admit(replica)
         return {engines[engine] for engine in errors}
-
-    def _put_to_sleep(self, replica: Replica) -> None:
-        """Let an engine sleep; exclude it if that fails."""
-        engine = replica.engine
-        try:
-            with as_engine_errors(engine):
-                engine.sleep()
-        except EngineError as e:
-            self.exclude(replica, engine, e, broken=True, stale=True)
 
     # -- recovery ----------------------------------------------------------------------------------
 
@@ -439,30 +428,16 @@ class Supervisor:
             self._restart(replica)
             return
         try:
-            with as_engine_errors(replica.engine):
+            with reading("the server", replica.engine.url):
                 replica.engine.probe()
         except (EngineDead, EngineOverloaded):
             raise
         except EngineError as e:
             # The owner of the server may have restarted it: it samples from unknown weights.
-            if self._update is None or not self._healthy(replica):
+            if self._update is None or not replica.engine.is_healthy(self._recovery.health_timeout):
                 raise
             log.warning("engine %s is sent the policy again: %s", replica.engine.url, first_line(e))
             replica.sent_update = None
-
-    def _healthy(self, replica: Replica) -> bool:
-        """Ask an engine whether it can sample, and wait. Call it outside of the loop's thread."""
-        if replica.loop is None or not replica.loop.is_running():
-            return False
-        seconds = self._recovery.health_timeout
-        check = replica.engine.check_health(time.monotonic() + seconds)
-        answer = asyncio.run_coroutine_threadsafe(check, replica.loop)
-        try:
-            answer.result(seconds + 1)
-        except (EngineError, TimeoutError):
-            answer.cancel()
-            return False
-        return True
 
     def _restart(self, replica: Replica) -> None:
         """Close the engine and open it again, while the trainer does not use a shared GPU."""
@@ -481,8 +456,7 @@ class Supervisor:
             if self._asleep:  # The trainer began to work during the start: do not count it.
                 replica.restarts -= 1
             raise
-        if replica.engine.loader.files is None and engine.loader.files is not None:
-            engine.loader = engine.loader.files  # The one that ended could not use memory.
+        engine.delivery = replica.engine.delivery  # The one that ended may have got files.
         engine.reprefilled = replica.engine.reprefilled
         with self._lock:
             if not self._closing.is_set():
@@ -538,7 +512,7 @@ class Supervisor:
         if self._update is None or replica.sent_update is self._update:  # It needs no weights.
             return False
         return self._moving or (
-            replica.engine.loader.source == "memory" and any(map(self.is_usable, self.replicas))
+            replica.engine.delivery.source == "memory" and any(map(self.is_usable, self.replicas))
         )
 
     def _send(self, replica: Replica, update: Update) -> None:
@@ -547,15 +521,13 @@ class Supervisor:
         Raises:
             EngineError: it did not load the update.
         """
-        engine, loader = replica.engine, replica.engine.loader
-        files = loader.files if loader.source == "memory" else None
-        if files is not None:
-            engine.loader = files
+        engine, delivery = replica.engine, replica.engine.delivery
+        if delivery.may_use_files:
+            engine.delivery = FROM_FILES
         try:
-            size, errors = self._distributor.send([engine], update)
+            size, errors = self._distributor.send([engine], replace(update, is_changed=True))
         finally:
-            if files is not None:
-                engine.loader = loader
+            engine.delivery = delivery
         for error in errors.values():
             raise error
         self.sent += size
@@ -588,14 +560,9 @@ def open_all(openers: Sequence[Opener]) -> list[RemoteEngine]:
             future.result()
     except BaseException:
         for future in opened:
-            future.add_done_callback(_close_opened)
+            future.add_done_callback(close_opened)
         raise
     return [future.result() for future in opened]
-
-
-def _close_opened(opened: Future[RemoteEngine]) -> None:
-    if opened.exception() is None:
-        opened.result().close()
 
 
 def is_dead(engine: RemoteEngine, error: EngineError) -> bool:

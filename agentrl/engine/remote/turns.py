@@ -16,6 +16,7 @@ from array import array
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from agentrl.errors import EngineError
 from agentrl.http.pool import paused_time_limits
@@ -89,31 +90,26 @@ def without_last_token(part: Generation) -> Generation:
     A server that aborts a turn does not check whether the token sampled last ends it. The time of
     the abort does not depend on this token, so sampling it again changes no distribution.
     """
-    return Generation(
-        part.token_ids[:-1],
-        part.logprobs[:-1],
-        part.versions[:-1],
-        part.finish_reason,
-        part.prompt_tokens,
-        part.cached_tokens,
+    return replace(
+        part,
+        token_ids=part.token_ids[:-1],
+        logprobs=part.logprobs[:-1],
+        versions=part.versions[:-1],
     )
 
 
 def join_parts(parts: Sequence[Generation]) -> Generation:
     """Return the turn whose parts were sampled one after another. Each part has tokens."""
     first, last = parts[0], parts[-1]
-    if first is last:
-        return first
     tokens, logprobs, versions = array("i"), array("f"), array("i")
     for part in parts:
         tokens += part.token_ids
         logprobs += part.logprobs
         versions += part.versions
-    return Generation(
-        tokens,
-        logprobs,
-        versions,
-        last.finish_reason,
-        first.prompt_tokens,
-        first.cached_tokens,
+    return replace(
+        first,
+        token_ids=tokens,
+        logprobs=logprobs,
+        versions=versions,
+        finish_reason=last.finish_reason,
     )
