@@ -46,6 +46,7 @@ DOCS = ROOT / "docs"
 GUIDES = sorted(page.stem for page in DOCS.glob("*.md"))
 OTHER_PAGES = [
     "AGENTS.md", "CONTRIBUTING.md", "README.md", "SECURITY.md", "benchmarks/README.md",
+    "benchmarks/models.md", "benchmarks/templates.md",
     "datasets/README.md",
     "agentrl/cli/starter/README.md",
     *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("examples/*/README.md")),

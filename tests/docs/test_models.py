@@ -1,4 +1,4 @@
-"""The tables of docs/models.md are what the trainer and the local engine say of tiny models."""
+"""The tables of benchmarks/models.md are what the trainer and the local engine say of tiny models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/models.md about rows and the local engine: `make models`."""
+"""Writes the tables of benchmarks/models.md about rows and the local engine: `make models`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentrl.engine.local.decoder import CannotDecode, Decoder
 from agentrl.errors import ConfigError
 from agentrl.learner.modes import prove_mode
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "models.md"
 BEGIN = "<!-- table of {}: make models -->\n"
 END = "<!-- end of the table of {} -->\n"
 
