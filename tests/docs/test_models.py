@@ -1,4 +1,4 @@
-"""The tables of benchmarks/models.md are what the trainer and the local engine say of tiny models."""
+"""benchmarks/models.md has what the trainer and the local engine say of tiny models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each architecture of the table in benchmarks/models.md: a step, a checkpoint, an export, the engine."""
+"""Each architecture of benchmarks/models.md: a step, a checkpoint, an export, the engine."""
 
 from __future__ import annotations
 
