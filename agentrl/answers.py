@@ -114,7 +114,7 @@ def tagged_answer(text: str) -> str | None:
 def same_number(answer: str, ground_truth: Any) -> bool:
     """Return whether an answer equals the ground truth as text: "17" is not "17.0".
 
-    The answer has no commas and no `$`; those of the ground truth are removed.
+    The answer has no commas and no `$`; they are removed from the ground truth.
     """
     return answer == plain_number(ground_truth)
 

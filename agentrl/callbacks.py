@@ -103,7 +103,7 @@ def callback(function: C) -> C:
         function: a function, not `async`, of one argument.
 
     Raises:
-        RegistryError: the name is not that of an event, or the function cannot take one argument.
+        RegistryError: no event has the name, or the function cannot take one argument.
     """
     name = getattr(function, "__name__", repr(function))
     if name not in EVENTS:

@@ -97,7 +97,7 @@ def summarize(name: str, values: Collection[float]) -> dict[str, float]:
 def is_close(a: Any, b: Any) -> Any:
     """Return whether rewards are equal up to rounding: at most 1e-6 apart, relative to their mean.
 
-    So the rounding of a sum makes no difference, such as that of 0.1 + 0.2 + 0.3 in another order.
+    So the rounding of a sum makes no difference, such as in 0.1 + 0.2 + 0.3 in another order.
     Values that differ by at most 1e-12 are equal, too: 0.1 + 0.2 - 0.3 is 5.6e-17 and must equal 0,
     from which its relative difference is large. So all rewards of a scale below 1e-12 are equal.
 

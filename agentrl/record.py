@@ -66,7 +66,7 @@ class Record:
         """Record a step: once, in order, and before its checkpoint is published.
 
         Args:
-            step: the number of the step, larger than that of the last line.
+            step: the number of the step, larger than the last line's.
             metrics: all numbers of the step and of its validation. NaN and infinity become null.
 
         Raises:

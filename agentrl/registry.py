@@ -286,7 +286,7 @@ def shelf_folder() -> Path:
 def where_to_load(*names: str, verls_base: str = "BaseTool") -> str:
     """Return how to load the file of a name that no loaded file defines.
 
-    If a name is that of a shipped tool file, the advice contains `shelf:NAME`.
+    If a shipped tool file has the name, the advice contains `shelf:NAME`.
 
     Args:
         names: the unknown names.

@@ -317,7 +317,7 @@ class Rollouts:
     ) -> Iterator[Group]:
         """Play each sample n times, and yield its group as soon as its rollouts have ended.
 
-        The seeds are those of `collect` at step 0, so they do not depend on the other samples.
+        The seeds equal `collect`'s at step 0, so they do not depend on the other samples.
 
         Args:
             samples: any number of rows; they are drawn when their turn comes.

@@ -110,7 +110,7 @@ def _ask(server: ConfiguredServer, timeout_s: float) -> ServerReport:
     if status >= 500:
         return ServerReport(server, f"answers {server.path} with status {status}", False)
     if status != 200:
-        # It may have other paths than those of OpenAI's API.
+        # Its paths may differ from OpenAI's API.
         return ServerReport(server, f"answers, but {server.path} with status {status}", True)
     models = _models(answer) if server.path == "/models" else []
     if not models:

@@ -151,12 +151,12 @@ SCHEMA = pa.schema(
 )
 
 EPISODES_SCHEMA = pa.schema([SCHEMA.field(name) for name in _COLUMNS])
-"""The columns of `TrajectoryStore.read_episodes`: those of `SCHEMA` without the tokens."""
+"""The columns of `TrajectoryStore.read_episodes`: the columns of `SCHEMA` without the tokens."""
 
 _OTHER_SAMPLE_FIELDS = {f.name for f in fields(Sample)} - {
     path.removeprefix(f"{_SAMPLE}.") for _, path in _COLUMNS.values()
 }
-"""The fields of a sample without a column of their own; the column `sample` contains them."""
+"""The fields of a sample without their own column; the column `sample` contains them."""
 
 BYTES_PER_TOKEN = 11
 """The size of a stored token, compressed: 5 to 11 were measured, with the messages as text."""
@@ -164,7 +164,7 @@ LEARNED_BYTES_PER_TOKEN = 26
 """The size of the `LEARNED` numbers of a token, compressed: 17 were measured for GRPO with a KL
 term, 26 for PPO."""
 TRAINING = ("train", "evicted", "baseline")
-"""The splits of a training step. The others are those of validations."""
+"""The splits of a training step. The others belong to validations."""
 
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {
     "turns": TypeAdapter(tuple[Turn, ...]),
@@ -420,7 +420,7 @@ def load_trajectories(
 
 
 class TrajectoryWriter:
-    """Writes the trajectories of a training run in a thread of its own, so that no step waits.
+    """Writes the trajectories of a training run in its own thread, so that no step waits.
 
     At most one step is being written: a call of `write` for another step waits for it, so that few
     trajectories are in memory. After an error nothing more is written.

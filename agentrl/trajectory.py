@@ -344,7 +344,7 @@ class Trajectory:
         segments: the rows of tokens (`Segment`). There is one, unless the loop edited the history
             or spawned conversations, or thinking was stripped.
         turns: the assistant turns (`Turn`), with their tool calls, results and rewards.
-        messages: all messages in the order of time, those of spawned conversations included.
+        messages: all messages in the order of time, also from spawned conversations.
         sampling: the sampling parameters, such as the temperature.
         stop_reason: `done`, or the exhausted budget: `turn_tokens`, `trajectory_tokens`, `turns`,
             `tool_calls` or `time`, or `agent_error` (`agent.on_error=zero`).

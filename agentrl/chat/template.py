@@ -64,7 +64,7 @@ class ChatTemplate:
 
     Attributes:
         stop_ids: the tokens that end a sampled turn: the template's token, the EOS, `end_ids`.
-        closes: whether the template closes each turn with a token of its own.
+        closes: whether the template closes each turn with a closing token.
         close_id: the token that closes a turn or, if `closes` is false, begins the next role.
     """
 
@@ -257,7 +257,7 @@ class ChatTemplate:
         strip: bool = False,
         is_from_row: Callable[[Message], bool] = bool,
     ) -> array[int]:
-        """Return the tokens of a conversation whose assistant turns have ids of their own.
+        """Return the tokens of a conversation whose assistant turns have given ids.
 
         The header of the next assistant turn follows.
 
@@ -333,7 +333,7 @@ class ChatTemplate:
         head, last_mark, tail = text.rpartition(end)
         tokens = [*self.encoder.control.finditer(tail)]
         closing = [t for t in tokens if self.encoder.encode_trusted(t[0])[0] in self._ends]
-        # gpt-oss ends a turn with calls by a token of its own.
+        # gpt-oss ends a turn with calls by another token.
         text = head + last_mark + tail[: (closing or tokens)[0].start()]
         return encode_parts(self.encoder, [text], []).fill((), self._encode_foreign)
 
@@ -450,7 +450,7 @@ class ChatTemplate:
         for call in sorted(calls, key=lambda c: c.span or (0, len(text)), reverse=True):
             start, end = call.span or (0, len(text))
             answer = answer[: max(start - first, 0)] + answer[max(end - first, 0) :]
-        # Tags around calls are not text; those of a malformed call are what the policy wrote.
+        # Tags around calls are not text; tags of a malformed call are what the policy wrote.
         kept = frozenset() if calls else self.encoder.tags
         return self._without_control_tokens(text[:first]), self._without_control_tokens(
             answer, kept
@@ -718,7 +718,7 @@ def _marked_turn(content: str, calls: Sequence[ToolCall], as_text: bool) -> dict
 
 
 def _hermes(call: ToolCall) -> str:
-    """Return a call in the format of models whose template has no format of its own."""
+    """Return a call in the format of models whose template has no format for it."""
     body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
     return f"<tool_call>\n{body}\n</tool_call>"
 

@@ -113,7 +113,7 @@ class MessageForm:
     no_content: str | None
     """The content of a turn without text."""
     thought_in_tags: bool = False
-    """True if a thought is in the content, between tags; otherwise it has a key of its own."""
+    """True if a thought is in the content, between tags; otherwise it has a separate key."""
 
 
 MESSAGE_FORMS = tuple(MessageForm(as_text, no) for no in ("", None) for as_text in (False, True))
@@ -272,7 +272,7 @@ class _Verifier:
         """Return whether thoughts must be written into the content of messages, between tags.
 
         False if the template shows the thought in a key of the message, if it does not show
-        thoughts in the content, or if it writes an empty thought of its own before the content.
+        thoughts in the content, or if it writes an empty thought before the content.
         """
 
         def shown(form: MessageForm, *calls: str) -> str:

@@ -47,7 +47,7 @@ def colocated_slots(
     """Return slots on the ranks' machines and GPUs, in the order of ranks.
 
     Raises:
-        ConfigError: there are too few GPUs, or those of a server would be on several machines.
+        ConfigError: there are too few GPUs, or one server's GPUs would be on several machines.
     """
     each = config.tensor_parallel_size
     if cpu:

@@ -181,7 +181,7 @@ class Rows(Sequence[Sample]):
 
 
 def find_kinds(samples: Sequence[Sample]) -> list[Kind]:
-    """Return the kinds of rows; those of `Rows` are known without reading the rows."""
+    """Return the kinds of rows; `Rows` knows its kinds without reading the rows."""
     if isinstance(samples, Rows):
         return samples.kinds
     codes: dict[Any, int] = {}

@@ -355,7 +355,7 @@ def _column(path: tuple[str, ...], values: list[Any], encoded: list[Sequence[str
     nested = any(isinstance(v, dict | list) for v in present)
     try:
         array = pa.array(values)
-        # `repr` also compares the order of keys: that of `tools_kwargs` is the order of the tools.
+        # `repr` also compares the order of keys: in `tools_kwargs` it is the order of the tools.
         if not nested or (repr(array.to_pylist()) == repr(values) and not _has_empty_dict(present)):
             return array
     except (pa.ArrowException, OverflowError) as e:

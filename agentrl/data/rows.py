@@ -43,7 +43,7 @@ FALSE_KEYS = ("weight", "train", "prefix")
 
 @dataclass(frozen=True, slots=True)
 class ColumnNames:
-    """The columns of the files that have names of their own: `data.prompt_key`, `reward_fn_key`."""
+    """The columns of the files that have their own names: `data.prompt_key`, `reward_fn_key`."""
 
     prompt: str = "prompt"
     data_source: str = "data_source"

@@ -436,7 +436,7 @@ def _map(file: Path) -> Stored:
 
 
 def _limit_size(folder: Path, key: str) -> None:
-    """Remove the files that were not used for the longest time, but not those of `key`."""
+    """Remove the files that were not used for the longest time, but keep the files of `key`."""
     files = []
     for file in folder.iterdir():
         with suppress(OSError):  # another process may remove it

@@ -1,4 +1,4 @@
-"""Word problems like those of GSM8K, for all three agent loops, generated from a seed.
+"""Word problems like GSM8K's, for all three agent loops, generated from a seed.
 
 `tool_agent` and `react` rows need two operations, for which the model calls the calculator.
 `single_turn` rows ask for one number from the text. Operands are 1 to 9, so that a model of half a

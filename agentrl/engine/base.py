@@ -63,7 +63,7 @@ class Sampler(Protocol):
     max_length: int
     """The longest row in tokens: the sum of prompt, sampled and observed tokens."""
     is_concurrent: bool = False
-    """True if an episode may have several requests in flight, for conversations of its own."""
+    """True if an episode may have several requests in flight, for its own conversations."""
 
     async def ready(self) -> None:
         """Return when tokens can be requested.

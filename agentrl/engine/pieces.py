@@ -50,7 +50,7 @@ class SamplerInPieces(Sampler):
         seed: int,
         deadline: float,
     ) -> Generation:
-        """Sample a turn, see `Sampler.generate`. Each piece has a seed of its own."""
+        """Sample a turn, see `Sampler.generate`. Each piece has its own seed."""
         parts: list[Generation] = []
         row, shown, opening = prompt_ids, 0, self._template.thinking.opening(prompt_ids)
         left = min(sampling.max_tokens, self.max_length - len(prompt_ids))

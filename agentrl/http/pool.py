@@ -14,7 +14,7 @@ The length of a wait for a connection depends on what else this process does, an
 an episode, a tool or a judge. So a `TimeLimit` pauses during that wait.
 
 Health checks and aborts must not wait behind the requests that they are about. They have a few
-connections of their own, see `reserved`.
+their own connections, see `reserved`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Trackers that show the metrics of a run, such as TensorBoard. Without one, nothing is lost.
 
-A tracker is accelerate's, or that of an installed package. If it fails, training continues.
+A tracker comes from accelerate or an installed package. If it fails, training continues.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class Replayer:
         )
 
     def _first_steps(self) -> list[int]:
-        """Return the step that the run began after: 0, or that of a forked checkpoint."""
+        """Return the step that the run began after: 0, or the step of a forked checkpoint."""
         fork = read_fork(self.run.folder)
         if fork is None:
             return [0]
@@ -311,7 +311,7 @@ class Replayer:
         return differences, compared
 
     def tolerance_of(self, config: Config) -> float:
-        """Return the tolerance for a run: 0 for one process on a CPU, else that of `ROUNDING`."""
+        """Return the tolerance for a run: 0 for one process on a CPU, else from `ROUNDING`."""
         device = resolve_device(config.trainer.device)
         return 0.0 if device == "cpu" and not config.trainer.spread else ROUNDING[device]
 

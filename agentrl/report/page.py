@@ -74,7 +74,7 @@ def make_report(run: Run, findings: Sequence[Finding]) -> Report:
 
     Args:
         run: the run; it may still be training.
-        findings: those of `diagnose`.
+        findings: the findings of `diagnose`.
     """
     curves = [(name, series) for name in CURVES if len(series := read_series(run, name)) > 1]
     return Report(

@@ -212,7 +212,7 @@ class JudgeGroup(_JudgeClient):
         token_env: str = "",
         timeout_s: float = 60.0,
     ):
-        """Check the settings; the arguments are those of `Judge`."""
+        """Check the settings; it takes the arguments of `Judge`."""
         super().__init__(url, model, token_env, show, reference, timeout_s)
         self._task = (
             "Judge the answers to one task by comparing them. The rubric:\n\n"

@@ -1,6 +1,6 @@
 r"""One normal form for the ways to write an answer in LaTeX: `\dfrac12`, `1/2`, `0.5`.
 
-The rules are those of Hendrycks et al. (MATH, arXiv:2103.03874), which verl uses, too. In this
+The rules come from Hendrycks et al. (MATH, arXiv:2103.03874), which verl uses, too. In this
 module they work on LaTeX tokens, so that `\leftarrow` does not lose its `\left`. They compare
 spellings only;
 `agentrl.rewards.math_algebra` compares by algebra.

@@ -59,7 +59,7 @@ class Sandbox(ABC):
             language: the language of the program.
             stdin: the standard input of the program.
             files: the files in the program's folder, by relative path.
-            limits: the limits of the program; by default those of the section `sandbox`.
+            limits: the limits of the program; by default the limits of the section `sandbox`.
             init: run the program as process 1 of a PID namespace, if the backend creates one for
                 each program (bubblewrap does). Then no process that it starts can kill or stop it.
 

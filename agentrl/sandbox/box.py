@@ -163,7 +163,7 @@ class Box:
             code: the program.
             language: the language of the program.
             stdin: the standard input of the program.
-            seconds: the time limit; by default that of the box.
+            seconds: the time limit; by default the limit of the box.
 
         Raises:
             SandboxError: the box is closed, or its driver was lost and no other can be started.

@@ -72,7 +72,7 @@ class SandboxFusion(Sandbox):
         """Return the result of a program.
 
         Raises:
-            SandboxError: the server reports an error of its own.
+            SandboxError: the server failed, not the program.
         """
         result = answer.get("run_result") if isinstance(answer, dict) else None
         succeeded = status == 200 and answer.get("status") in ("Success", "Failed")

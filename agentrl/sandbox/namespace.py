@@ -73,7 +73,7 @@ def bwrap_options(
         inherited: the contents of files are added to it.
         files: the files in the program's folder.
         scripts: read-only files, by their absolute path in the namespace.
-        uid: the user id of the program; None for that of this process.
+        uid: the user id of the program; None for the user of this process.
 
     Raises:
         SandboxError: bwrap or the interpreter does not exist.
@@ -161,7 +161,7 @@ def python_folders(python: str) -> list[Path]:
             " /usr/bin/python3 (Debian, Ubuntu: apt-get install python3)"
         )
     folders: list[Path] = []
-    # Follow every link: the python of an environment is a link to that of the installation,
+    # Follow every link: the python of an environment is a link to the installation's,
     # possibly through another environment.
     while True:
         folder = path.parent.parent

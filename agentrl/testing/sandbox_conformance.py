@@ -699,7 +699,7 @@ async def _output_before_the_end_is_kept(s: Sandbox) -> None:
 
 @check()
 async def _children_end_with_their_program(s: Sandbox) -> None:
-    """Processes in a session of their own that keep the output open must end as well."""
+    """Processes in their own session that keep the output open must end as well."""
     code = """
 import os, sys, time
 if os.fork() == 0:

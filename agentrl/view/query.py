@@ -180,7 +180,7 @@ def search_files(
     """Yield what a query finds file by file, in the order of steps.
 
     A few files are searched ahead. If the iterator is closed, the files that follow are not read.
-    The arguments and errors are those of `find_episodes`.
+    It has the arguments and errors of `find_episodes`.
     """
     files = [f for f in run.store.files() if run.has_step(f[1]) and _may_contain(query, f)]
     ahead: deque[Future[pa.Table]] = deque()

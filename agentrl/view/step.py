@@ -81,7 +81,7 @@ def _find_calls(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> l
 def _summarize_time(rollouts: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Set `start` and `end` of the rollouts, and return how their time was spent.
 
-    If a step has rollouts of training and of a validation, only those of training are counted.
+    If a step has rollouts of training and of a validation, only the training rollouts are counted.
 
     Returns:
         None if there is no rollout. Else `seconds` from the first start to the last end;

@@ -70,7 +70,7 @@ class ChildProcess:
             command: the program and its arguments. Other users can read them: pass no secrets.
             stops_at_eof: the child stops at the end of its standard input, so the kernel does not
                 kill it.
-            environment: variables in addition to those of this process.
+            environment: variables in addition to this process's variables.
             inherits_environment: False if the child gets no other variables than `environment`.
             inherited_fds: file descriptors that the child inherits under the same numbers.
             on_line: called in a thread with each line that the child prints.

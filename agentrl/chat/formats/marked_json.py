@@ -78,7 +78,7 @@ class MarkedJson:
     """A parser of calls that are JSON objects, or lists of them, after a mark.
 
     A call counts if its object is closed (within a list: if a comma or the list's bracket follows).
-    A missing closing mark is an error of its own, and so is text before the closing mark. Within a
+    A missing closing mark is a separate error, and so is text before the closing mark. Within a
     list, an element that is not a call becomes an error, and the other elements are kept. If a list
     stops being JSON, the text up to the next mark is one error. A mark in a JSON string is text.
 

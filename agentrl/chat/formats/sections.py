@@ -25,7 +25,7 @@ its rest is skipped."""
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """A parser of calls that have tags of their own within a section of the turn.
+    """A parser of calls with their own tags within a section of the turn.
 
     A call counts if it has its closing tag, even if the end of the section is missing. Text between
     calls, a section without calls and (by default) a call outside of a section are errors.

@@ -242,7 +242,7 @@ parse_deepseek_v32 = _dsml("function_calls")
 
 The arguments may also be one JSON object between the tags of the call, and a call without
 arguments may be one tag, `<｜DSML｜invoke name="clock"/>`. A call outside of a section counts,
-because the models often leave out the section's tags, and `｜DSML｜` is a token of its own.
+because the models often leave out the section's tags, and `｜DSML｜` is one token.
 """
 
 parse_deepseek_v4 = _dsml("tool_calls")

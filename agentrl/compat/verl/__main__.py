@@ -3,7 +3,7 @@
     python -m agentrl.compat.verl gsm8k_multiturn_w_tool.py --local_save_dir data
     python -m agentrl.compat.verl -m pytest test_gsm8k_interaction.py
 
-The arguments are those of `python` itself. Imports of verl find agentrl's stand-ins, as in files of
+It takes the arguments of `python`. Imports of verl find agentrl's stand-ins, as in files of
 a run. An installed verl is used instead.
 """
 

@@ -121,7 +121,7 @@ log = logging.getLogger("agentrl.tools")
 class SearchTool(BaseTool):
     r"""Asks a retrieval server for passages.
 
-    The server is that of Search-R1 (arXiv:2503.09516), `retrieval_server.py` in verl's examples. It
+    The server is Search-R1's (arXiv:2503.09516), `retrieval_server.py` in verl's examples. It
     answers `{"queries": [...], "topk": 3, "return_scores": true}` with `{"result": [[{"document":
     {"contents": "TITLE\nTEXT"}, "score": ...}, ...], ...]}`.
     """

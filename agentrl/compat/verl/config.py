@@ -189,7 +189,7 @@ class _Translator:
     # -- reading ----------------------------------------------------------------------------------
 
     def get(self, path: str) -> Any:
-        """Return verl's value of a key: that of the config, or verl's default."""
+        """Return verl's value of a key: from the config, or verl's default."""
         return self.settings[path].value if path in self.settings else DEFAULTS.get(path)
 
     def value(self, path: str) -> Any:

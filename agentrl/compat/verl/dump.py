@@ -1,6 +1,6 @@
 """Writes the rollouts of a recorded run as verl dumps them with `trainer.rollout_data_dir`.
 
-The format is that of `RayPPOTrainer._dump_generations`: `FOLDER/STEP.jsonl` with one line per
+The format is the one of `RayPPOTrainer._dump_generations`: `FOLDER/STEP.jsonl` with one line per
 rollout, which verl's `scripts/rollout_viewer.py` shows. A run of agentrl stores more than these
 files contain, so they are written on demand.
 """
@@ -23,7 +23,7 @@ def dump_rollouts(run: Run, folder: Path, split: str = "train") -> int:
 
     A line has verl's keys `input`, `output` (both without special tokens), `gts`, `score` and
     `step`, the numbers that the grader returned, and the episode id as `request_id`. If a rollout
-    has several segments, each is a line of its own; `segment` is its index.
+    has several segments, each has one line; `segment` is its index.
 
     Args:
         run: the run.

@@ -209,7 +209,7 @@ PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "pro
 """Files of models for images, without which servers do not load them."""
 NOT_OF_THE_SAVED_MODEL = ("quantization_config", "auto_map", "torch_dtype", "transformers_version")
 """Keys of a base's config that a saved model does not take over: its weights are not quantized, it
-has no code of its own, and it has its own `dtype`."""
+has no separate code, and it has its own `dtype`."""
 
 
 def add_other_parts(folder: Path, base: str | Path) -> None:

@@ -23,7 +23,7 @@ makes. Two kernels of one precision differ by less than one such change."""
 def rounded_again(model: nn.Module, seed: int) -> Iterator[None]:
     """Add a random rounding error to the results of all layers and functions, within the block.
 
-    The size of the error is that of the rounding in the precision of the result.
+    The error is as large as the rounding in the precision of the result.
 
     Args:
         model: the model; its passes within the block are not compiled.

@@ -45,7 +45,7 @@ def sample(
 
     top_k is applied first. top_p then keeps the smallest set of the most likely tokens whose share
     of the remaining mass is at least top_p. Both only restrict which tokens can be sampled: the
-    logprob is that of the full vocabulary.
+    logprob is over the full vocabulary.
 
     Args:
         logits: (N, V).

@@ -65,7 +65,7 @@ def describe_windows(config: PretrainedConfig) -> str:
 
 
 def find_rope_types(model: PreTrainedModel) -> set[str]:
-    """Return the types of a model's rotary positions: those of its layers, else of its config.
+    """Return the types of a model's rotary positions: from its layers, else of its config.
 
     A layer may compute another type than its config names: HunYuan V1's `dynamic` has a fixed base.
     """
@@ -96,7 +96,7 @@ def small_copy(model: PreTrainedModel, device: torch.device | str | None = None)
 
     Args:
         model: any model; it is not changed.
-        device: the device of the copy; None: that of the model.
+        device: the device of the copy; None: the model's device.
 
     Raises:
         NoSmallCopy: the class of the model does not accept such a config.

@@ -54,7 +54,7 @@ def _rises(series: Series) -> bool:
 
 
 def _compare_validation(run: Run, reward: Series) -> Iterator[Finding]:
-    """Yield a finding if training rewards rose and those of the validation fell."""
+    """Yield a finding if training rewards rose and validation rewards fell."""
     for name in run.metrics.column_names:
         if not re.fullmatch(r"val/reward/mean@\d+", name):
             continue

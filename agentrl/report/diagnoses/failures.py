@@ -32,7 +32,7 @@ MIN_FAILED = 5
 
 
 def unrewarded(run: Run) -> Iterator[Finding]:
-    """No rollout of an agent loop or a data source has earned anything; those of others have."""
+    """No rollout of an agent loop or a data source has earned anything; others' rollouts have."""
     episodes, rewards = training_episodes(run), reward_range(run)
     if not len(episodes) or rewards.size <= 0:
         return

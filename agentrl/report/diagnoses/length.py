@@ -58,7 +58,7 @@ def length(run: Run) -> Iterator[Finding]:
 
 
 def _read_lengths(run: Run, episodes: Episodes) -> Iterator[_Lengths]:
-    """Yield the lengths of all rollouts, and those of each agent loop if there are several."""
+    """Yield the lengths of all rollouts, and of each agent loop if there are several."""
     yield _Lengths("", read_series(run, "response_length/mean"), read_series(run, REWARD))
     agents = episodes["agent_name"]
     for agent in sorted(set(agents)) if len(set(agents)) > 1 else ():

@@ -26,7 +26,7 @@ ten times the one before training."""
 
 
 def mismatch(run: Run) -> Iterator[Finding]:
-    """The engine's logprobs of the sampled tokens are not those of the trainer."""
+    """The engine's logprobs of the sampled tokens differ from the trainer's."""
     overall = read_series(run, MISMATCH)
     # The tokens of older versions differ from the trainer because the policy has moved.
     if len(overall) < MIN_WINDOW or config_value(run, "trainer.max_staleness"):

@@ -183,7 +183,7 @@ def _has_fallen(run: Run, best: float, last: float) -> bool:
 def _find_fallen_reward(run: Run, start: int, updates: int) -> tuple[str, float, float] | None:
     """Return a reward that fell to half of its best level while or soon after updates were large.
 
-    The rewards of all rollouts come first, then those of each agent loop.
+    The rewards of all rollouts come first, then the rewards of each agent loop.
 
     Args:
         run: the run.

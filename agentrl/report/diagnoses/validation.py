@@ -1,4 +1,4 @@
-"""Validation: rewards that fall, or that stay far below those of the training rows."""
+"""Validation: rewards that fall, or that stay far below training rewards."""
 
 from __future__ import annotations
 
