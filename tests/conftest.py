@@ -173,8 +173,9 @@ def pytest_collection_finish():
 def pytest_xdist_make_scheduler(config, log):
     """Distributes the tests by file, because the tests of a file share fixtures.
 
-    All tests of a real SGLang go to one process, so that there is one server. (xdist's own groups,
-    `--dist loadgroup`, are without effect under pytest 9.2.)
+    All tests of a real SGLang go to one process, so that there is one server, and so do those of
+    `cluster/`, which share a Ray cluster. (xdist's own groups, `--dist loadgroup`, are without
+    effect under pytest 9.2.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -182,7 +183,9 @@ def pytest_xdist_make_scheduler(config, log):
         def _split_scope(self, nodeid):
             file, _, test = nodeid.partition("::")
             name = test.partition("[")[0]
-            return "sglang" if name in sglang_tests(config.rootpath / file) else file
+            if name in sglang_tests(config.rootpath / file):
+                return "sglang"
+            return "cluster" if file.startswith("tests/cluster/") else file
 
     config.option.loadscopereorder = False
     return ByFile(config, log)
