@@ -136,6 +136,19 @@ LONG_FILES = (
 """The files whose tests take longest together (`--durations=25`), after those of a real SGLang."""
 
 
+SHARING = {
+    "a Ray cluster": ("tests/cluster/",),
+    "processes of ranks": (
+        "tests/learner/test_ranks.py",
+        "tests/learner/test_loading.py",
+        "tests/learner/test_moe.py",
+        "tests/learner/test_sft_ranks.py",
+        "tests/learner/test_state.py",
+    ),
+}
+"""The files that one process of tests runs, because starting what they share takes long."""
+
+
 def pytest_sessionstart(session):
     """Let each of several processes begin to collect at another folder.
 
@@ -173,9 +186,8 @@ def pytest_collection_finish():
 def pytest_xdist_make_scheduler(config, log):
     """Distributes the tests by file, because the tests of a file share fixtures.
 
-    All tests of a real SGLang go to one process, so that there is one server, and so do those of
-    `cluster/`, which share a Ray cluster. (xdist's own groups, `--dist loadgroup`, are without
-    effect under pytest 9.2.)
+    All tests of a real SGLang go to one process, so that there is one server, and so do the files
+    in `SHARING`. (xdist's own groups, `--dist loadgroup`, are without effect under pytest 9.2.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -185,7 +197,7 @@ def pytest_xdist_make_scheduler(config, log):
             name = test.partition("[")[0]
             if name in sglang_tests(config.rootpath / file):
                 return "sglang"
-            return "cluster" if file.startswith("tests/cluster/") else file
+            return next((n for n, files in SHARING.items() if file.startswith(files)), file)
 
     config.option.loadscopereorder = False
     return ByFile(config, log)
