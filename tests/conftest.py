@@ -97,7 +97,10 @@ def own_registries(monkeypatch):
 @cache
 def sglang_tests(file: Path) -> frozenset[str]:
     """Return the names of a file's tests that have the marker `sglang`, by its text alone."""
-    tree = ast.parse(file.read_text())
+    text = file.read_text()
+    if "mark.sglang" not in text:
+        return frozenset()
+    tree = ast.parse(text)
     tests = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     if any("mark.sglang" in ast.unparse(n) for n in tree.body if isinstance(n, ast.Assign)):
         return frozenset(test.name for test in tests)  # the file's `pytestmark`
