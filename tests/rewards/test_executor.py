@@ -184,7 +184,7 @@ async def test_a_reward_in_a_process(scorer, mine):
             "hang",
             Infrastructure,
             r"took longer than reward\.timeout_s=0\.3",
-            marks=pytest.mark.slow,  # as `match_slow_regex`, which no signal of Python's ends
+            marks=pytest.mark.slow,  # `match_slow_regex` is harder to stop
         ),
         ("match_slow_regex", Infrastructure, r"took longer than reward\.timeout_s=0\.3"),
         ("exit_at_once", GraderCrash, "exit code 3"),
