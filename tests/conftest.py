@@ -97,7 +97,10 @@ def own_registries(monkeypatch):
 @cache
 def sglang_tests(file: Path) -> frozenset[str]:
     """Return the names of a file's tests that have the marker `sglang`, by its text alone."""
-    tree = ast.parse(file.read_text())
+    text = file.read_text()
+    if "mark.sglang" not in text:
+        return frozenset()
+    tree = ast.parse(text)
     tests = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     if any("mark.sglang" in ast.unparse(n) for n in tree.body if isinstance(n, ast.Assign)):
         return frozenset(test.name for test in tests)  # the file's `pytestmark`
@@ -134,6 +137,19 @@ LONG_FILES = (
     "rewards/test_executor.py",
 )
 """The files whose tests take longest together (`--durations=25`), after those of a real SGLang."""
+
+
+SHARING = {
+    "a Ray cluster": ("tests/cluster/",),
+    "processes of ranks": (
+        "tests/learner/test_ranks.py",
+        "tests/learner/test_loading.py",
+        "tests/learner/test_moe.py",
+        "tests/learner/test_sft_ranks.py",
+        "tests/learner/test_state.py",
+    ),
+}
+"""The files that one process of tests runs, because starting what they share takes long."""
 
 
 def pytest_sessionstart(session):
@@ -173,8 +189,8 @@ def pytest_collection_finish():
 def pytest_xdist_make_scheduler(config, log):
     """Distributes the tests by file, because the tests of a file share fixtures.
 
-    All tests of a real SGLang go to one process, so that there is one server. (xdist's own groups,
-    `--dist loadgroup`, are without effect under pytest 9.2.)
+    All tests of a real SGLang go to one process, so that there is one server, and so do the files
+    in `SHARING`. (xdist's own groups, `--dist loadgroup`, are without effect under pytest 9.2.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -182,7 +198,9 @@ def pytest_xdist_make_scheduler(config, log):
         def _split_scope(self, nodeid):
             file, _, test = nodeid.partition("::")
             name = test.partition("[")[0]
-            return "sglang" if name in sglang_tests(config.rootpath / file) else file
+            if name in sglang_tests(config.rootpath / file):
+                return "sglang"
+            return next((n for n, files in SHARING.items() if file.startswith(files)), file)
 
     config.option.loadscopereorder = False
     return ByFile(config, log)

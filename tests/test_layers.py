@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -71,17 +72,26 @@ def room_of(file: Path) -> str:
     return name_of(file).partition("/")[0].removesuffix(".py")
 
 
-def imports(file: Path) -> Iterator[tuple[int, str]]:
+@cache
+def imports(file: Path) -> list[tuple[int, str]]:
     """Line and dotted name of everything a file imports."""
-    tree = ast.parse(file.read_text())
+    tree, found = ast.parse(file.read_text()), []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name_of(file)}:{node.lineno}: a relative import"
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            yield from ((node.lineno, text) for text in texts_of(node.args[0], tree))
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Call) and called_name(node).endswith("import_module"):
+            found += [(node.lineno, text) for text in texts_of(node.args[0], tree)]
+    return found
+
+
+def called_name(call: ast.Call) -> str:
+    """The last part of the name of the function that is called, or an empty text."""
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
 def texts_of(value: ast.expr, tree: ast.Module) -> Iterator[str]:

@@ -119,6 +119,7 @@ def test_the_canary_is_inside_its_limit(run):
     assert sum(data["canary/drift"] for data in metrics) > 10 * MIN_NOISE
 
 
+@pytest.mark.slow
 def test_the_exported_model_validates_to_the_same_score(run, tmp_path):
     done = run_agentrl(
         "eval", "-c", run.folder / "config.yaml", "--model", run.folder, "--output",

@@ -26,8 +26,8 @@ from agentrl.chat.verify_template import CALLS_ALONE, SHAPES, verify_template
 from agentrl.errors import TemplateError
 from agentrl.trajectory import Message, ToolCall
 
-SIX = ["qwen3", "qwen3_5_think", "glm4moe", "gptoss", "nemotron_3_nano", "lfm2_2_5"]
-FAMILIES = ["Granite 4.0", "Kimi-K2", "QwQ", "DeepSeek V3.1", "Hermes 2 Pro"]
+SOME = ["qwen3", "glm4moe", "gptoss"]
+FAMILIES = ["Kimi-K2", "DeepSeek V3.1", "Hermes 2 Pro"]
 DIFFERS = {"gemma4_v5": "text, call"}
 """It shows a text before a call behind the call's result: `check-template` says so."""
 REWRITTEN = ["deepseek_r1_distill", "Granite 20B"]
@@ -82,13 +82,13 @@ def check(name: str, tokenizer: Any) -> None:
     assert others or counts["same"] or not ok or name in REWRITTEN
 
 
-@pytest.mark.parametrize("name", SIX)
+@pytest.mark.parametrize("name", SOME)
 def test_the_row_is_the_rendered_conversation(name):
     check(name, tokenizer_of_trl(name))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in templates_of_trl() if n not in SIX])
+@pytest.mark.parametrize("name", [n for n in templates_of_trl() if n not in SOME])
 def test_the_row_is_the_rendered_conversation_for_every_template_of_trl(name):
     check(name, tokenizer_of_trl(name))
 

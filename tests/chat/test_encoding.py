@@ -13,7 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.families import FAMILIES, control_tokens, family_names, family_tokenizer
+from support.families import (
+    FAMILIES,
+    control_tokens,
+    families_of_all_vocabularies,
+    family_names,
+    family_tokenizer,
+)
 from support.family_chats import CACHED, as_decoded, chat, control_ids, near_control_tokens
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
@@ -25,6 +31,7 @@ from agentrl.trajectory import Message, Role, ToolCall
 # The number of texts: 20,000 in `make test-all`, 6,000 in `make test`.
 N = 200 * settings.default.max_examples
 families = pytest.mark.parametrize("name", family_names())
+vocabularies = pytest.mark.parametrize("name", families_of_all_vocabularies())
 
 # Text of any kind, and what may be taken for control tokens after some normalization.
 PIECES = [
@@ -70,7 +77,7 @@ def whole(encoder: Encoder, texts: tuple[str, ...]) -> list[list[int]]:
     return [e.ids for e in encoder.plain_tokenizer.encode_batch(valid, add_special_tokens=False)]
 
 
-@families
+@vocabularies
 def test_no_text_becomes_a_control_token_and_all_text_comes_back(name):
     encoder, texts = Encoder(family_tokenizer(name)), fuzz(name)
     made = [list(encoder.encode_plain(text)) for text in texts]
@@ -89,7 +96,7 @@ def test_no_text_becomes_a_control_token_and_all_text_comes_back(name):
         assert made[:5_000] == [list(encoder.encode_plain(text)) for text in texts[:5_000]]
 
 
-@families
+@vocabularies
 def test_the_tokenizers_own_methods_let_control_tokens_through(name):
     """The same texts, encoded as one would."""
     tokenizer: Any = family_tokenizer(name)
@@ -225,7 +232,7 @@ def test_attempts_are_counted(name):
     assert encoder.count_control_tokens("Nothing of it: a < b, [i], 3|4 /x " + tokens[0][:-1]) == 0
 
 
-@families
+@vocabularies
 @examples(20)
 @given(data=st.data())
 def test_any_ids_decode_as_the_tokenizer_decodes_them(name, data):

@@ -23,7 +23,8 @@ from agentrl.errors import TemplateError
 from agentrl.trajectory import Message, Sample, ToolCall
 
 SIX = ["qwen3", "llama3_1", "glm4moe", "gptoss", "gemma4", "mistral_v3"]
-REST = [name for name in family_names() if name not in SIX]
+THREE = ["qwen3", "llama3_1", "mistral_v3"]
+"""One of each kind of vocabulary: byte-level, tiktoken, SentencePiece."""
 RESULTS = ("refused", "dropped")
 
 TOOLS: list[dict[str, Any]] = [
@@ -189,17 +190,16 @@ def attack(name: str, count: int) -> dict[str, int]:
     return refused
 
 
-@pytest.mark.parametrize("name", SIX)
+@pytest.mark.parametrize("name", THREE)
 def test_no_channel_forges_a_token(name):
-    refused = attack(name, 300)
-    # Gemma's template sorts parameters by name: marked names would be sorted otherwise.
-    assert sum(refused.values()) == (refused["parameter name"] if name == "gemma4" else 0)
+    assert sum(attack(name, 300).values()) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", family_names())
 def test_no_channel_forges_a_token_at_length(name):
     refused = attack(name, 5_000)
+    # Gemma's template sorts parameters by name: marked names would be sorted otherwise.
     assert sum(refused.values()) == (refused["parameter name"] if name == "gemma4" else 0)
 
 

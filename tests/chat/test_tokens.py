@@ -12,7 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.families import FAMILIES, TOOLS, family_names, family_tokenizer
+from support.families import (
+    FAMILIES,
+    TOOLS,
+    families_of_all_templates,
+    family_names,
+    family_tokenizer,
+)
 from support.family_chats import chat, control_ids
 
 import agentrl
@@ -22,6 +28,7 @@ from agentrl.chat.verify_template import Shape, verify_template
 from agentrl.trajectory import Message, Role, ToolCall
 
 families = pytest.mark.parametrize("name", family_names())
+templates = pytest.mark.parametrize("name", families_of_all_templates())
 # What templates keep as it is: no white space around it, and nothing that speaks of thinking.
 benign = st.text("abc XYZ.,:é日🙂1234\n'\"\\{}", min_size=1, max_size=30).filter(
     lambda text: text == text.strip()
@@ -106,7 +113,7 @@ def talks(draw: st.DrawFn, name: str, *, own: bool) -> Talk:
     return Talk(messages, sampled)
 
 
-@families
+@templates
 @examples(25)
 @given(data=st.data())
 def test_sampled_tokens_keep_their_place_and_turns_are_closed_once(name, data):
@@ -152,7 +159,7 @@ def test_a_row_is_the_rendered_conversation(name, data):
     assert row == list(template.conversation(talk.messages, (), talk.sampled, strip=True))
 
 
-@families
+@templates
 def test_verify_template_finds_the_append_only_families(name):
     """The shapes of `prove`, with the tools of the tests."""
     verdicts = {v.shape: v for v in verify_template(chat(name), TOOLS)}
@@ -176,7 +183,7 @@ def proven(name: str) -> list[tuple[Role, ...]]:
     return [roles for roles, verdict in zip(legal, verdicts, strict=True) if verdict.ok]
 
 
-@families
+@templates
 @examples(8)
 @given(data=st.data())
 def test_verdicts_hold_for_any_texts_of_a_shape(name, data):

@@ -22,7 +22,7 @@ from support import adder
 from support.adder import Adder
 
 from agentrl.cluster import connect, engines, open_placement
-from agentrl.cluster.connect import check_ray, check_reachable, open_cluster
+from agentrl.cluster.connect import check_ray, check_reachable
 from agentrl.cluster.group import RankActor, WorkerGroup, describe_location, exit_reason
 from agentrl.cluster.pool import ResourcePool
 from agentrl.cluster.ship import Shipment, local_copy
@@ -98,14 +98,6 @@ def wait_until(what, seconds=15.0):
     while not what():
         assert time.monotonic() < end, "not in time"
         time.sleep(0.05)
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    before = signal.getsignal(signal.SIGTERM)
-    with open_cluster(cpus=4, gpus=False):
-        assert signal.getsignal(signal.SIGTERM) is before
-        yield os.environ["RAY_AUTH_TOKEN_PATH"]
 
 
 @pytest.fixture(scope="module")

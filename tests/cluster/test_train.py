@@ -20,7 +20,6 @@ pytest.importorskip("ray")
 
 from agentrl import load_run
 from agentrl.cluster import open_placement
-from agentrl.cluster.connect import open_cluster
 from agentrl.config import load_config
 from agentrl.errors import RunStopped
 from agentrl.record import read_metrics
@@ -82,12 +81,6 @@ RUN = [
 KINDS = {"grpo with LoRA": ["model.lora_rank=4"], "ppo": ["algorithm.name=ppo"]}
 ROUNDING = 1e-4
 """Of float32 sums in another order, after two steps, relative to what was learned."""
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with open_cluster(cpus=4, gpus=False):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -202,8 +202,8 @@ def test_commands_are_read_by_their_own_parsers(page, reader, monkeypatch):
     """No option is unknown, no key contradicts another one, and each key does something."""
     # The models and files of the pages need not exist.
     monkeypatch.setattr("agentrl.cli.options.resolve_model", lambda path, say: path)
-    for block in blocks(page, "bash"):
-        checked = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
+    if script := "\n".join(blocks(page, "bash")):
+        checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
         assert not checked.stderr, f"{page}: {checked.stderr}"
     for words in commands(page):
         program = words[0].removeprefix(".venv/bin/")
@@ -228,6 +228,7 @@ def test_commands_are_read_by_their_own_parsers(page, reader, monkeypatch):
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+COMMANDS = get_command(app)
 VERL_CONFIG = "actor_rollout_ref: {model: {path: models/mine}}\ndata: {train_files: rows.parquet}"
 
 
@@ -242,7 +243,7 @@ def reader(tmp_path, monkeypatch) -> Path:
 
 def _read_command(words: list[str], folder: Path) -> None:
     """Parse a command of agentrl, and load its config as the command does."""
-    command, name = get_command(app), "agentrl"
+    command, name = COMMANDS, "agentrl"
     while isinstance(getattr(command, "commands", None), dict):
         name, *words = words
         command = command.commands[name]

@@ -334,13 +334,18 @@ HOSTILE = ["<a ", '<a b="', "<a b=' ", "<a = ", "<!--", "<![a", "<", "</", "<scr
            "<a>", "&#1", "&" + "a" * 32, "<svg></svg>", "<svg></template>", "\n "]  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", HOSTILE)
+NESTED = "elements that are closed by another name"
+
+
+@pytest.mark.parametrize("shape", [*HOSTILE, NESTED])
 @pytest.mark.timing
 def test_the_time_for_a_page_is_linear_in_its_length(text_of, shape):
-    for page in (shape * (1_000_000 // len(shape)), "<svg>" * 60_000 + "</div>" * 60_000):
-        began = time.thread_time()
-        text_of(page)
-        assert time.thread_time() - began < 0.6  # at most half of it on a machine at rest
+    page = shape * (1_000_000 // len(shape))
+    if shape == NESTED:
+        page = "<svg>" * 60_000 + "</div>" * 60_000
+    began = time.thread_time()
+    text_of(page)
+    assert time.thread_time() - began < 0.6  # at most half of it on a machine at rest
 
 
 PIECES = [

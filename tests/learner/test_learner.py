@@ -234,7 +234,7 @@ def plain_update(
     ("kl", "entropy", "level", "mode"),
     [
         (0.0, 0.0, "token", "truncate"),
-        (0.3, 0.0, "token", "truncate"),
+        pytest.param(0.3, 0.0, "token", "truncate", marks=pytest.mark.slow),
         (0.0, 0.2, "token", "truncate"),
         (0.0, 0.0, "token", "mask"),
         (0.0, 0.0, "sequence", "truncate"),
@@ -544,7 +544,11 @@ def test_the_error_for_a_nan_loss_names_a_custom_loss_first(folder, batch):
 # --- before a weight moves ----------------------------------------------------------------------
 
 # Old logprobs found on the first pass, or given; rows that cannot move the policy; a critic.
-WAYS = [FULL, LORA, FULL | PPO, LORA | PPO, FULL | {"algorithm__mini_batch_size": 4}]
+WAYS = [
+    LORA | PPO,
+    FULL | {"algorithm__mini_batch_size": 4},
+    *(pytest.param(keys, marks=pytest.mark.slow) for keys in (FULL, LORA, FULL | PPO)),
+]
 
 
 def everything(learner: Learner, folder: Path) -> dict[str, torch.Tensor]:
@@ -648,7 +652,10 @@ def test_without_a_kl_there_is_no_reference(folder, batch):
 # --- saving -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keys", [FULL, LORA, FULL | PPO, LORA | PPO])
+@pytest.mark.parametrize(
+    "keys",
+    [FULL, LORA | PPO, *(pytest.param(k, marks=pytest.mark.slow) for k in (LORA, FULL | PPO))],
+)
 def test_a_resumed_learner_goes_on_bit_for_bit(folder, batch, tmp_path, keys):
     c = config(**keys, optim__lr_final=0.1, algorithm__ppo_epochs=2)
     straight = Learner(folder, c, total_steps=4)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.forked_python import run_python
 from torch import Tensor
 from transformers import (
     AttentionInterface,
@@ -575,8 +576,7 @@ before = memory.find_process_bytes()
 block = b"1" * 2**28
 print(memory.find_process_bytes() - before, len(block))
 """
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    result = run_python(["-c", code])
+    assert result.returncode == 0, result.stderr
     grown, size = map(int, result.stdout.split())
     assert 0.9 * size < grown < 1.1 * size

@@ -61,6 +61,8 @@ MODES = {
     "llama4": Mode.PACKED,
 }
 """The mode of the models in `OTHERS` on a CPU."""
+PLAIN_MODELS = ("opt", "cohere2", "granite", "phi")
+"""They are packed as the architectures that `make test` tries. `make test-all` tries them, too."""
 OTHERS = {
     "mamba2": (
         "mamba2",
@@ -128,7 +130,13 @@ def own_logprobs(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *MODES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *NAMES,
+        *(pytest.param(m, marks=pytest.mark.slow) if m in PLAIN_MODELS else m for m in MODES),
+    ],
+)
 def test_logprobs_and_gradients_are_those_of_one_row_after_the_other(name):
     model = model_of(name)
     policy = check_rows(model, longer_batch())
@@ -423,13 +431,21 @@ def test_positions_in_bfloat16_are_not_packed(heads):
     assert mode is Mode.PADDED and "packed whole: for longer rows packed logits differ" in reason
 
 
+SIMILAR = ("Gemma 3n", "HunYuan V1 MoE")
+"""`make test` tries a model of the same kind in their place."""
 RIGHT = (
     KINDS["layers that share keys and values"]
     | KINDS["rotary positions with a fixed base that the config calls `dynamic`"]
 )
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(n for n in RIGHT if n not in SIMILAR),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in SIMILAR),
+    ],
+)
 def test_what_a_config_says_of_layers_is_true_in_the_copy(name):
     """A static base that is called dynamic; layers that read the keys and values of others."""
     model = make_model(*RIGHT[name])

@@ -116,13 +116,8 @@ SHARED_PROMPTS = "lets a response read the one before it", "forgets the prompt o
 """These kernels compute a response right if it has its own copy of the prompt."""
 
 
-WEAKEST_FAULTS = (
-    "sees 200 tokens back",
-    "sees a little of the rows before",
-    "has a wrong scale",
-    "has gradients that are 1.5 times as large",
-)
-"""The faults that change least. `make test-all` tries all with experts, which round more."""
+WEAKEST_FAULTS = ("sees a little of the rows before",)
+"""The faults that `make test` tries with experts, which round more. `make test-all` tries all."""
 
 
 @pytest.mark.parametrize(
@@ -151,7 +146,7 @@ def test_a_fault_of_shared_prompts_has_no_effect_on_whole_rows(fault):
     assert torch.equal(visible(whole, fault), visible(whole, ""))
 
 
-@pytest.mark.parametrize("noise", [0.0, 2**-8])
+@pytest.mark.parametrize("noise", [pytest.param(0.0, marks=pytest.mark.slow), 2**-8])
 @pytest.mark.parametrize("make", [qwen3, experts])
 def test_a_right_kernel_may_round(make, noise, monkeypatch):
     assert run(monkeypatch, make(), "", noise) == (Mode.PACKED, "")

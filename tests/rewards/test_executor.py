@@ -180,14 +180,16 @@ async def test_a_reward_in_a_process(scorer, mine):
 @pytest.mark.parametrize(
     ("do", "error", "says"),
     [
-        ("hang", Infrastructure, r"took longer than reward\.timeout_s=0\.3"),
+        pytest.param(
+            "hang",
+            Infrastructure,
+            r"took longer than reward\.timeout_s=0\.3",
+            marks=pytest.mark.slow,  # `match_slow_regex` is harder to stop
+        ),
         ("match_slow_regex", Infrastructure, r"took longer than reward\.timeout_s=0\.3"),
         ("exit_at_once", GraderCrash, "exit code 3"),
         ("crash", GraderCrash, "SIGSEGV"),
         ("allocate_8_gib", GraderCrash, "2048 MiB"),
-        ("key_error", UserCodeError, r"raised KeyError: 'x' \(.*hostile_functions\.py:\d+\)"),
-        ("is_down", Infrastructure, "the judge is down"),
-        ("refuse", UserCodeError, "ToolError: not like that"),
     ],
 )
 async def test_what_happens_in_the_process_of_a_reward(scorer, mine, do, error, says):
@@ -198,7 +200,19 @@ async def test_what_happens_in_the_process_of_a_reward(scorer, mine, do, error, 
     assert (await judge.score(make_trajectory())).reward == 0.5
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+async def test_an_error_in_the_process_of_a_reward_is_reported(scorer, mine):
+    judge = scorer(function=f"{mine}:outside", workers=1)
+    for do, error, says in (
+        ("key_error", UserCodeError, r"raised KeyError: 'x' \(.*hostile_functions\.py:\d+\)"),
+        ("is_down", Infrastructure, "the judge is down"),
+        ("refuse", UserCodeError, "ToolError: not like that"),
+    ):
+        with pytest.raises(error, match=says):
+            await judge.score(make_trajectory(("assistant", do)))
+        assert (await judge.score(make_trajectory())).reward == 0.5
+
+
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 3])
 async def test_as_many_processes_as_reward_workers(scorer, mine, workers):
     judge = scorer(function=f"{mine}:outside", kwargs={"seconds": 0.2}, workers=workers)
     nap = make_trajectory(("assistant", "nap"))

@@ -248,9 +248,14 @@ def test_a_solution_that_stops_the_harness_fails_its_own_test(attacks):
 
 @needs_sandbox
 @pytest.mark.parametrize(
-    "attacks", [IN_THE_FIRST_TEST, ALL_IN_THE_FIRST_TEST], ids=["its harness", "all"]
+    ("attacks", "called"),
+    [
+        pytest.param(IN_THE_FIRST_TEST, True, id="its harness-function"),
+        pytest.param(ALL_IN_THE_FIRST_TEST, False, id="all-program"),
+        pytest.param(IN_THE_FIRST_TEST, False, id="its harness-program", marks=pytest.mark.slow),
+        pytest.param(ALL_IN_THE_FIRST_TEST, True, id="all-function", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("called", [False, True], ids=["program", "function"])
 def test_tests_after_the_one_that_ends_the_harness_count(attacks, called):
     lost = HONEST - 1 / COUNT
     assert scores(attacks, called) == pytest.approx(dict.fromkeys(attacks, lost))

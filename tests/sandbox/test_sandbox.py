@@ -96,11 +96,15 @@ BOMBS = {
     "daemon": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
     "        while True: pass\n    os._exit(0)\nprint('left')\n",
 }
+CHECKED_BOMBS = ("memory", "output", "loop", "sleep")
+"""A check of conformance has the same limit, and nothing is left of a single process."""
 BOMBED = Limits(seconds=1.5, processes=32, memory_mb=512)
 
 
 @needs_sandbox
-@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize(
+    "bomb", [pytest.param(b, marks=pytest.mark.slow) if b in CHECKED_BOMBS else b for b in BOMBS]
+)
 async def test_programs_that_take_too_much_are_stopped_and_leave_nothing(bomb):
     async with opened() as place:
         done = await place.run(BOMBS[bomb], limits=BOMBED)
@@ -482,6 +486,18 @@ def test_two_processes_never_share_an_id(tmp_path):
 # SandboxFusion
 
 
+FUSION_CHECKS = (
+    "output_is_returned",
+    "exit_codes_are_kept",
+    "stdin_is_complete",
+    "files_are_in_the_working_folder",
+    "a_program_that_takes_too_long_is_ended",
+    "many_at_once_do_not_mix",
+    "a_cancelled_run_is_stopped",
+)
+"""What the translation to fusion's API changes. `make test-all` runs all checks."""
+
+
 class Code(BaseModel):
     code: str
     language: str
@@ -536,7 +552,15 @@ def fusion():
 
 
 @needs_sandbox
-@pytest.mark.parametrize("check", [c for c in CHECKS if not c.boxes and not c.limits], ids=names)
+@pytest.mark.parametrize(
+    "check",
+    [
+        c if c.name in FUSION_CHECKS else pytest.param(c, marks=pytest.mark.slow)
+        for c in CHECKS
+        if not c.boxes and not c.limits
+    ],
+    ids=names,
+)
 async def test_sandbox_fusion_conforms(check, fusion):
     async with opened(backend=fusion) as place:
         await check.run(place)

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from support.family_table import FAMILIES, Family
 from support.vocabularies import vocabulary
 
@@ -25,6 +26,8 @@ __all__ = [
     "answering",
     "calling",
     "control_tokens",
+    "families_of_all_templates",
+    "families_of_all_vocabularies",
     "family_names",
     "family_tokenizer",
 ]
@@ -64,6 +67,47 @@ TOOLS: list[dict[str, Any]] = [
 
 def family_names() -> list[str]:
     return list(FAMILIES)
+
+
+OF_EACH_VOCABULARY = (
+    "qwen3",
+    "llama3_1",
+    "glm4moe",
+    "gemma4",
+    "gemma3_unigram",
+    "deepseekv3",
+    "phi3",
+    "bpe_owning",
+    "mistral_v3",
+)
+"""A family of each kind of vocabulary and of control tokens, with and without a normalizer."""
+
+
+ALMOST_THE_SAME_TEMPLATE = (
+    "qwen3_5_nothink",
+    "llama3",
+    "llama3_2",
+    "gemma3_unigram",
+    "phi3_5",
+    "mistral_v3_legacy",
+)
+"""Each has the roles, turns and tool calls of another family."""
+
+
+def families_of_all_templates() -> list[Any]:
+    """Return the names as parameters. Families with almost the template of another are `slow`."""
+    return [
+        pytest.param(name, marks=pytest.mark.slow) if name in ALMOST_THE_SAME_TEMPLATE else name
+        for name in FAMILIES
+    ]
+
+
+def families_of_all_vocabularies() -> list[Any]:
+    """Return the names as parameters. Families with the vocabulary of another one are `slow`."""
+    return [
+        name if name in OF_EACH_VOCABULARY else pytest.param(name, marks=pytest.mark.slow)
+        for name in FAMILIES
+    ]
 
 
 def control_tokens(name: str) -> tuple[str, ...]:

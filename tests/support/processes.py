@@ -12,12 +12,23 @@ from torch.distributed import TCPStore
 
 from agentrl.learner.dispatch import Dispatch, dispatched_methods
 
+MAKE = "make"
+"""The call that makes the rank of each process."""
 SECONDS = 120.0
 """The time limit of a call, in seconds. Ranks that wait for each other for ever fail the test."""
 
 
+_idle: dict[int, tuple[list, list]] = {}
+"""Pipes and processes of groups that were closed, by their size. The next group takes them."""
+_stores: list[TCPStore] = []
+"""The stores by which the processes have met. They last as long as the tests."""
+
+
 class Processes:
-    """A `RankGroup` (agentrl.learner.dispatch) whose ranks are processes that use gloo."""
+    """A `RankGroup` (agentrl.learner.dispatch) whose ranks are processes that use gloo.
+
+    A group takes the processes of one that was closed before, with their torch.distributed group.
+    """
 
     def __init__(self, size: int, make: Callable[..., Any], *args: Any, start: str = "forkserver"):
         """Start them. `make(*args)` makes the rank in each process, and must be importable.
@@ -26,29 +37,12 @@ class Processes:
         learner imported: half a second of each rank. With "spawn" the libraries are imported
         under the environment of the moment.
         """
-        context = multiprocessing.get_context(start)
-        multiprocessing.set_forkserver_preload(
-            [
-                "torch.distributed.fsdp",
-                "transformers.models.qwen2.modeling_qwen2",
-                "peft",
-                "agentrl.learner.rank",
-            ]
-        )
-        self.size = size
-        self.pipes, self.processes = [], []
-        # This process hosts the store: a port that is only chosen here may be taken by others.
-        self._store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, rank, size, self._store.port, make, args), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
-        self.call("is_ready")
+        self.size, self.reusable = size, start == "forkserver"
+        if self.reusable and size in _idle:
+            self.pipes, self.processes = _idle.pop(size)
+        else:
+            self.pipes, self.processes = _start(size, start)
+        self.call(MAKE, make, *args)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: self.call(name, *args, **kwargs)
@@ -58,20 +52,51 @@ class Processes:
             pipe.send((rank, name, args, kwargs))
         answers = []
         for pipe in self.pipes:
-            assert pipe.poll(SECONDS), f"{name}: a rank does not answer"
+            if not pipe.poll(SECONDS):
+                self.reusable = False
+                raise AssertionError(f"{name}: a rank does not answer")
             how, answer, error = pipe.recv()
             if error:
+                self.reusable = False
                 raise AssertionError(error)
             answers.append(answer)
         return answers if how is Dispatch.SPLIT else answers[0]
 
     def close(self) -> None:
+        if self.reusable and self.size not in _idle:
+            _idle[self.size] = self.pipes, self.processes
+            return
         for process in self.processes:
             process.kill()
             process.join()
 
 
-def _serve(pipe: Any, rank: int, size: int, port: int, make: Callable[..., Any], args: Any) -> None:
+def _start(size: int, method: str) -> tuple[list, list]:
+    """Start the processes of `size` ranks. Returns a pipe to each, and the processes."""
+    context = multiprocessing.get_context(method)
+    multiprocessing.set_forkserver_preload(
+        [
+            "torch.distributed.fsdp",
+            "transformers.models.qwen2.modeling_qwen2",
+            "peft",
+            "agentrl.learner.rank",
+        ]
+    )
+    pipes, processes = [], []
+    # This process hosts the store: a port that is only chosen here may be taken by others.
+    store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+    _stores.append(store)
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, rank, size, store.port), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    return pipes, processes
+
+
+def _serve(pipe: Any, rank: int, size: int, port: int) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -84,20 +109,20 @@ def _serve(pipe: Any, rank: int, size: int, port: int, make: Callable[..., Any],
     import torch
 
     torch.set_num_threads(1)
-    thing = made = None
+    thing = None
     while True:
-        index, name, positional, kwargs = pipe.recv()
         try:
-            if thing is None:
-                thing, made = make(*args), True
-                ways = dispatched_methods(type(thing))
-            how = ways.get(name)
-            if name == "is_ready":
-                answer = made
+            index, name, positional, kwargs = pipe.recv()
+            if name == MAKE:
+                make, *arguments = positional
+                thing, how, answer = make(*arguments), None, None
             else:
+                how = dispatched_methods(type(thing)).get(name)
                 if how is Dispatch.SPLIT:
                     positional = (positional[0][index], *positional[1:])
                 answer = getattr(thing, name)(*positional, **kwargs)
             pipe.send((how, answer, None))
+        except EOFError:  # the tests have ended
+            return
         except Exception:
             pipe.send((None, None, traceback.format_exc()))
