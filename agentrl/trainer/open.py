@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 from transformers.utils import logging
 
 from agentrl.agent_loops.attempt import load_template
+from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.base import Engine
 from agentrl.engine.local import LocalEngine
@@ -27,7 +29,7 @@ from agentrl.learner.mismatch import MismatchGuard
 from agentrl.learner.modes import describe_mode
 from agentrl.learner.packing import Mode
 from agentrl.learner.policy import describe_targets
-from agentrl.learner.rank import start_ranks
+from agentrl.learner.rank import LearnerRanks, start_ranks
 from agentrl.plan import (
     CANARY_TOKENS,
     CANARY_TOKENS_OF_FLOAT32,
@@ -39,7 +41,7 @@ from agentrl.plan import (
     make_canary_row,
 )
 from agentrl.record import TRAJECTORIES
-from agentrl.rollout import open_rollouts
+from agentrl.rollout import Rollouts, open_rollouts
 from agentrl.store import TrajectoryStore, TrajectoryWriter
 from agentrl.torch_threads import choose_threads
 from agentrl.trainer.clock import StepClock
@@ -50,6 +52,7 @@ from agentrl.trainer.publisher import ROW_TOKENS_PER_SAMPLE, SAMPLED_SECONDS, Pu
 from agentrl.trainer.resume import Start
 from agentrl.trainer.speed import describe_local_speed, measure_sampling
 from agentrl.trainer.stream import RolloutStream
+from agentrl.trajectory import Generation
 
 
 @contextmanager
@@ -84,19 +87,12 @@ def open_run(
         slots = placement.engine_slots() if placement else None
         opening = EngineStart(config, tokenizer, slots)
         stack.callback(opening.close)
-        load = partial(start_ranks, placement, config.model.path, config)
-        starting = in_thread(load, "start-ranks") if placement else None
         with display.phase("load the model"):
-            check_template_fits(plan, template)
-            # A rank in this process belongs to this thread, as all its later work does.
-            group = load() if starting is None else opening.wait_for(starting)
-            learner = Learner(config.model.path, config, total_steps=start.total_steps, group=group)
-            if starting is None:
-                stack.callback(learner.ranks.close)
-        mode, reason = learner.ranks.mode()
-        if mode is not Mode.PACKED:
-            display.note(describe_mode(mode, reason, config.rollout.n))
-        if config.model.lora_rank and (line := describe_targets(config.model)):
+            ranks = _start_ranks(config, plan, template, opening, placement)
+            learner = Learner(config.model.path, config, total_steps=start.total_steps, group=ranks)
+            if placement is None:
+                stack.callback(ranks.close)
+        for line in _describe_learner(learner):
             display.note(line)
         with display.phase("load the checkpoint"):
             canary = _load(learner, start, state, display)
@@ -115,26 +111,12 @@ def open_run(
             config, plan.train, rollouts, total_steps=start.total_steps, pad_id=pad_id
         )
         stack.callback(stream.close)
-        publisher = Publisher(
-            learner,
-            engine,
-            make_canary_row(plan, template, _canary_tokens(engine)),
-            lambda ids: rollouts.run(engine.scores(ids)),
-            canary,
-            sample=lambda ids: rollouts.run(
-                engine.continue_row(ids, -(-len(ids) // ROW_TOKENS_PER_SAMPLE), SAMPLED_SECONDS)
-            ),
-        )
+        row = make_canary_row(plan, template, _canary_tokens(engine))
+        publisher = _make_publisher(learner, engine, rollouts, row, canary)
         with display.phase("send the weights and compare the engine"):
             publisher.publish(state.step)
-        on_gpu = resolve_device(config.trainer.device) != "cpu"
-        if on_gpu and isinstance(engine, LocalEngine) and plan.train:
-            rows = min(LOCAL_ROWS, config.rollouts_of_step)
-            samples = islice(plan.train, config.data.batch_size)
-            prompts = [*encode_prompts(samples, template)]
-            with suppress(EngineError):  # A slow engine is no reason to end the run.
-                speed = rollouts.run(measure_sampling(engine, prompts, rows))
-                display.note(describe_local_speed(speed, config.rollout.python))
+        if isinstance(engine, LocalEngine) and resolve_device(config.trainer.device) != "cpu":
+            _note_speed(engine, rollouts, plan, template, display)
         trajectories = TrajectoryStore(Path(config.trainer.output) / TRAJECTORIES)
         store = TrajectoryWriter(trajectories, config.trainer.keep_trajectories, display.warning)
         stack.callback(store.close)
@@ -157,6 +139,60 @@ def open_run(
             clock=StepClock(),
             interrupt=stack.enter_context(Interrupt()),
         )
+
+
+def _start_ranks(
+    config: Config,
+    plan: Plan,
+    template: ChatTemplate,
+    opening: EngineStart,
+    placement: Placement | None,
+) -> LearnerRanks:
+    """Start the learner's ranks, and check the chat template meanwhile."""
+    start = partial(start_ranks, placement, config.model.path, config)
+    starting = in_thread(start, "start-ranks") if placement else None
+    check_template_fits(plan, template)
+    # A rank in this process belongs to this thread, as all its later work does.
+    return start() if starting is None else opening.wait_for(starting)
+
+
+def _describe_learner(learner: Learner) -> Iterator[str]:
+    """Yield what is not as usual: the mode of the rows, and what LoRA leaves out."""
+    mode, reason = learner.ranks.mode()
+    if mode is not Mode.PACKED:
+        yield describe_mode(mode, reason, learner.config.rollout.n)
+    if learner.config.model.lora_rank and (line := describe_targets(learner.config.model)):
+        yield line
+
+
+def _make_publisher(
+    learner: Learner,
+    engine: Engine,
+    rollouts: Rollouts,
+    row: array[int],
+    canary: Mapping[str, Any] | None,
+) -> Publisher:
+    def sample(ids: array[int]) -> Generation:
+        tokens = -(-len(ids) // ROW_TOKENS_PER_SAMPLE)
+        return rollouts.run(engine.continue_row(ids, tokens, SAMPLED_SECONDS))
+
+    return Publisher(
+        learner, engine, row, lambda ids: rollouts.run(engine.scores(ids)), canary, sample=sample
+    )
+
+
+def _note_speed(
+    engine: LocalEngine, rollouts: Rollouts, plan: Plan, template: ChatTemplate, display: Display
+) -> None:
+    """Measure how fast a local engine on a GPU samples, and show it."""
+    config = plan.config
+    rows = min(LOCAL_ROWS, config.rollouts_of_step)
+    prompts = [*encode_prompts(islice(plan.train, config.data.batch_size), template)]
+    if not prompts:
+        return
+    with suppress(EngineError):  # A slow engine is no reason to end the run.
+        speed = rollouts.run(measure_sampling(engine, prompts, rows))
+        display.note(describe_local_speed(speed, config.rollout.python))
 
 
 def _canary_tokens(engine: Engine) -> int:
