@@ -20,6 +20,7 @@ from agentrl.cli.options import (
     Deterministic,
     Files,
     Model,
+    Output,
     Overrides,
     ValDataset,
     read_config,
@@ -49,6 +50,7 @@ def check(
     dataset: Dataset = None,
     val_dataset: ValDataset = None,
     model: Model = None,
+    output: Output = None,
     file: Files = None,
     config: ConfigFile = None,
     deterministic: Deterministic = False,
@@ -61,10 +63,11 @@ def check(
 ) -> None:
     """Check config, rows, tools, rewards and the chat template, and describe the run.
 
-    Asks the servers of rewards and interactions whether they answer, estimates the memory of a GPU
-    or of a run on the CPU, and lists what was not checked. Loads the weights of a small model on
-    the CPU, to measure how long a step takes; loads no others. `train --dry-run` does the same, and
-    also checks the run's folder and the checkpoint of `trainer.resume`.
+    Checks that the run can start in its folder and from the checkpoint of `trainer.resume`, of
+    which it reads every byte. Asks the servers of rewards and interactions whether they answer,
+    estimates the memory of a GPU or of a run on the CPU, and lists what was not checked. Loads the
+    weights of a small model on the CPU, to measure how long a step takes; loads no others. Writes
+    nothing.
 
     Examples:
         agentrl check --dataset rows.jsonl --model tiny -f my_tools.py
@@ -77,21 +80,18 @@ def check(
         dataset=dataset,
         val_dataset=val_dataset,
         model=model,
+        output=output,
         file=file,
         deterministic=deterministic,
     )
-    check_run(settings, gpu_memory=gpu_memory)
+    _check_run(settings, gpu_memory)
 
 
-def check_run(
-    settings: Config, *, checks_start: bool = False, gpu_memory: float | None = None
-) -> None:
-    """Check a run and print a description of it; see `check`.
+def _check_run(settings: Config, gpu_memory: float | None) -> None:
+    """Check a run and print a description of it.
 
     Args:
         settings: the config of the run.
-        checks_start: also check that the run can start in `trainer.output`, and from the checkpoint
-            of `trainer.resume`. This reads every byte of the checkpoint, and writes nothing.
         gpu_memory: the memory of a GPU in GiB; None: the memory of this machine's first GPU.
     """
     from agentrl.agent_loops.attempt import load_template
@@ -110,7 +110,7 @@ def check_run(
     check_policy_learns(plan)
     check_open_files(plan)
     settings = with_model_folder(settings)
-    start = _describe_start(settings, plan) if checks_start else []
+    start = _describe_start(settings, plan)
     template = load_template(settings)
     # This import takes seconds, so it comes after the checks.
     from agentrl.engine.local.decoder import check_config
