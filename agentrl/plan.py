@@ -448,7 +448,7 @@ def check_template_fits(plan: Plan, template: ChatTemplate) -> None:
             " tokens of an episode:\n"
             + indent("\n".join(lines), "  ")
             + "\nUse another model or template"
-            f" (`agentrl check-template {plan.config.model.path} --fix` looks for a small change)"
+            f" (`agentrl check template {plan.config.model.path} --fix` looks for a small change)"
             + (
                 ". The loop react starts its rows with a system message."
                 if react
@@ -721,7 +721,7 @@ def describe_history(plan: Plan, template: ChatTemplate) -> str:
     if kinds:
         exception = (
             f"; it cannot render turns of {', '.join(dict.fromkeys(kinds))}: rows keep them as they"
-            " were sampled (`agentrl check-template` shows why)"
+            " were sampled (`agentrl check template` shows why)"
         )
     if all(v.status == "append-only" for v in verdicts):
         return (

@@ -1,4 +1,4 @@
-"""`agentrl gateway check`: play your own agent against a scripted policy."""
+"""`agentrl check agent`: play your own agent against a scripted policy."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def check_agent(
     cleanly, 1 if there are problems.
 
     Examples:
-        agentrl gateway check -- python my_agent.py
+        agentrl check agent -- python my_agent.py
 
-        agentrl gateway check --dataset rows.jsonl -n 3 --model Qwen/Qwen3-8B -- python my_agent.py
+        agentrl check agent --dataset rows.jsonl -n 3 --model Qwen/Qwen3-8B -- python my_agent.py
 
-        agentrl gateway check rollout.max_turns=4 -- python my_agent.py
+        agentrl check agent rollout.max_turns=4 -- python my_agent.py
     """
     import asyncio
     import shlex

@@ -1,4 +1,4 @@
-"""`agentrl check-template`: verify a chat template, and look for a change that repairs it."""
+"""`agentrl check template`: verify a chat template, and look for a change that repairs it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NOTHING_TO_FIX = "nothing to fix: all conversations that the template accepts a
 _CANNOT_BE_FIXED = (
     "no small change helps: all conversations that the template accepts are append-only, and it"
     " has no text for the others. Rows with tools need the loop `react`, or a model whose template"
-    " shows tools; check-template --with-tools hermes writes one for models with ChatML's tokens."
+    " shows tools; check template --with-tools hermes writes one for models with ChatML's tokens."
 )
 
 
@@ -71,13 +71,13 @@ def check_template(
     folder replaces any other template there.
 
     Examples:
-        agentrl check-template Qwen/Qwen3-0.6B
+        agentrl check template Qwen/Qwen3-0.6B
 
-        agentrl check-template models/mine -f my_tools.py
+        agentrl check template models/mine -f my_tools.py
 
-        agentrl check-template models/mine --fix --output models/mine/chat_template.jinja
+        agentrl check template models/mine --fix --output models/mine/chat_template.jinja
 
-        agentrl check-template models/mine --with-tools hermes
+        agentrl check template models/mine --with-tools hermes
     """
     from agentrl.chat import ChatTemplate, load_tokenizer
     from agentrl.chat.formats.detect import detect_format, explain_unknown_format

@@ -65,7 +65,7 @@ def sft(
 
     A tool call is text in the assistant's content, in the format of the model: for Qwen2.5
     <tool_call>, {"name": "add", "arguments": {"a": 1}} and </tool_call>, on a line each. Structured
-    `tool_calls` are refused. `agentrl check-template MODEL` prints the model's format. Assistant
+    `tool_calls` are refused. `agentrl check template MODEL` prints the model's format. Assistant
     messages with `weight` 0 or `train` false are not trained.
 
     Examples:

@@ -154,7 +154,7 @@ def saved(tmp_path):
 
 
 def run(*words: str):
-    return CliRunner().invoke(app, ["check-template", *words])
+    return CliRunner().invoke(app, ["check", "template", *words])
 
 
 def rows_of(text: str) -> dict[str, str]:
@@ -710,7 +710,7 @@ def test_a_run_is_refused_if_its_rows_need_more(plan, name, row, shape):
         return
     with pytest.raises(TemplateError, match=rf"1 row of {row['agent_name']}, .*{shape}.*:\n") as e:
         check_model_fits(plan(row, ROW), template, 10_000)
-    assert "agentrl check-template mine --fix" in str(e.value)
+    assert "agentrl check template mine --fix" in str(e.value)
 
 
 def test_every_kind_of_rows_that_is_refused_is_in_the_message(plan):
