@@ -15,8 +15,8 @@ from typing import Any
 from agentrl.compat.verl.hydra import read_config, resolve
 from agentrl.config import FIELDS
 from agentrl.config.environment import hide_secrets, map_leaves, replace_texts
-from agentrl.config.sections import TRACKERS
 from agentrl.config.sources import Setting, assignment, read_overrides
+from agentrl.config.trackers import TRACKERS
 from agentrl.config.verl_keys import (
     CHANGED,
     DEFAULTS,
