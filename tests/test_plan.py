@@ -5,7 +5,7 @@ from support.trainer_fixtures import config
 
 from agentrl.data import open_rows, write_rows
 from agentrl.errors import ConfigError
-from agentrl.plan import Plan, check_policy_learns, describe_run
+from agentrl.preflight import Plan, check_policy_learns, describe_run
 from agentrl.rewards import Scorer
 from agentrl.trajectory import Sample
 

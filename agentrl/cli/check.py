@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from agentrl.config import Config
     from agentrl.config.sections import TrainerConfig
     from agentrl.learner.memory import Gpu, MemoryEstimate, ModelShape
-    from agentrl.plan import Plan
+    from agentrl.preflight import Plan
     from agentrl.tools import Toolbox
     from agentrl.trajectory import ToolCall
 
@@ -95,9 +95,9 @@ def _check_run(settings: Config, gpu_memory: float | None) -> None:
         gpu_memory: the memory of a GPU in GiB; None: the memory of this machine's first GPU.
     """
     from agentrl.agent_loops.attempt import load_template
-    from agentrl.capacity import check_open_files
-    from agentrl.plan import (
+    from agentrl.preflight import (
         check_model_fits,
+        check_open_files,
         check_policy_learns,
         describe_history,
         describe_run,
@@ -164,7 +164,7 @@ def _describe_start(settings: Config, plan: Plan) -> list[str]:
 
 def _ask_servers(plan: Plan) -> list[str]:
     """Print what the servers of rewards, interactions and engines answer; return the unusable."""
-    from agentrl.servers import ask_servers
+    from agentrl.preflight import ask_servers
 
     unusable = []
     for server, text, is_usable in ask_servers(plan):
@@ -189,7 +189,7 @@ def _check_machine(
     """
     from agentrl.errors import ConfigError
     from agentrl.learner import memory
-    from agentrl.plan import longest_prompt, longest_response
+    from agentrl.preflight import longest_prompt, longest_response
 
     config, t, gpu = plan.config, plan.config.trainer, memory.find_gpu()
     weights = f"weights of {config.model.path}: only its config and tokenizer were loaded"
@@ -240,7 +240,7 @@ def _measure_time(plan: Plan, template: ChatTemplate, prompt: int, response: int
 
     from agentrl.engine.local import LocalEngine
     from agentrl.errors import EngineError
-    from agentrl.plan import encode_prompts
+    from agentrl.preflight import encode_prompts
     from agentrl.trainer import speed
 
     config, steps = plan.config, plan.total_steps

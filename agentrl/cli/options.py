@@ -95,7 +95,7 @@ def read_config(
     from agentrl.config import FIELDS, TINY
     from agentrl.config.load import flag_of, load_config, refuse
     from agentrl.errors import ConfigError
-    from agentrl.plan import announce_files, find_code, load_files
+    from agentrl.preflight import announce_files, find_code, load_files
 
     run_config = config_of_run(flags.get("model")) if uses_run_config and not config else None
     config = config or run_config
@@ -328,7 +328,7 @@ def _refuse_mistakes(
     from agentrl.config import TINY
     from agentrl.config.load import refuse
     from agentrl.errors import ConfigError, UserError
-    from agentrl.plan import find_problems, load_files
+    from agentrl.preflight import find_problems, load_files
 
     problems = []
     file_problems = load_files(config)

@@ -80,9 +80,8 @@ def train(
 
 
 def _train(settings: Config, console: Console) -> None:
-    from agentrl.capacity import check_open_files
     from agentrl.config import TINY
-    from agentrl.plan import check_policy_learns, make_plan
+    from agentrl.preflight import check_open_files, check_policy_learns, make_plan
 
     with console.phase("check the dataset"):
         plan = make_plan(settings)

@@ -1,6 +1,7 @@
 """Notes on settings that have no effect, or probably not the intended one.
 
-These checks read only the config. Checks that need the rows or the model are in `agentrl.plan`.
+These checks read only the config. Those that need the rows or the model are in
+`agentrl.preflight`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from agentrl.callbacks import Callbacks
 from agentrl.errors import RunStopped, Terminated
 from agentrl.evaluate import evaluate
 from agentrl.learner.dispatch import Placement
-from agentrl.plan import Plan
+from agentrl.preflight import Plan
 from agentrl.record import METRICS, read_metrics
 from agentrl.report.live import LiveDiagnosis
 from agentrl.store import TrajectoryStore

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from agentrl.callbacks import Callbacks
-from agentrl.capacity import check_open_files
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.load import resolve_device
@@ -21,7 +20,7 @@ from agentrl.errors import ConfigError
 from agentrl.learner.algorithms import KLController
 from agentrl.learner.dispatch import Placement, check_single_controller
 from agentrl.open_files import spare_files
-from agentrl.plan import Plan, check_policy_learns, make_plan
+from agentrl.preflight import Plan, check_open_files, check_policy_learns, make_plan
 from agentrl.report.live import LiveDiagnosis
 from agentrl.trainer.checkpoint import recover, run_lock
 from agentrl.trainer.console import Console, open_console

@@ -34,7 +34,13 @@ from agentrl.chat.verify_template import (
 )
 from agentrl.cli import app
 from agentrl.errors import TemplateError
-from agentrl.plan import SHIPPED_LOOPS, check_model_fits, describe_history, make_plan, verify_rows
+from agentrl.preflight import (
+    SHIPPED_LOOPS,
+    check_model_fits,
+    describe_history,
+    make_plan,
+    verify_rows,
+)
 from agentrl.trajectory import Message
 
 ROWS = [shape.name for shape in SHAPES]

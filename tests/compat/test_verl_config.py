@@ -642,7 +642,7 @@ def add(a: int, b: int) -> str:
 
 
 def test_rows_that_name_no_tools_have_all_of_the_files(tmp_path, caplog):
-    from agentrl.plan import make_plan
+    from agentrl.preflight import make_plan
     from agentrl.registry import tools
 
     (tmp_path / "two.py").write_text(TWO_TOOLS)

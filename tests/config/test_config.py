@@ -691,7 +691,7 @@ def test_what_is_no_key_may_be_stored(monkeypatch):
     assert "${oc.env:ENGINES}: 1" in config.resolved_yaml()
     assert config.rollout.engines == 3 and "engines: ${oc.env:ENGINES}" in config.resolved_yaml()
     assert config.reward.kwargs["api_key"] == "${oc.env:NO_SUCH_KEY}"
-    from agentrl.plan import make_plan
+    from agentrl.preflight import make_plan
     from agentrl.rewards import Scorer
 
     for use in (make_plan, lambda config: Scorer(config.reward)):

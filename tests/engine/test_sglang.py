@@ -32,7 +32,7 @@ from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import EngineDead, EngineError, PromptTooLong, RunStopped
 from agentrl.http import fetch_json
 from agentrl.metrics import rollout_metrics
-from agentrl.plan import make_plan
+from agentrl.preflight import make_plan
 from agentrl.record import read_metrics
 from agentrl.rollout import open_rollouts
 from agentrl.store import load_trajectories

@@ -25,7 +25,7 @@ from agentrl.learner.algorithms import (
 )
 from agentrl.learner.batch import collate
 from agentrl.metrics import rollout_metrics
-from agentrl.plan import make_plan
+from agentrl.preflight import make_plan
 
 NAN = float("nan")
 PAD = 0
