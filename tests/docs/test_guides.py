@@ -243,7 +243,8 @@ def _read_command(words: list[str], folder: Path) -> None:
     """Parse a command of agentrl, and load its config as the command does."""
     command, name = get_command(app), "agentrl"
     while isinstance(getattr(command, "commands", None), dict):
-        name, command, words = command.resolve_command(command.make_context(name, []), words)
+        context = command.context_class(command, info_name=name)
+        name, command, words = command.resolve_command(context, words)
     parameters = command.make_context(name, words).params
     if "overrides" not in parameters:
         return
