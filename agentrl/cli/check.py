@@ -154,12 +154,19 @@ def _describe_start(settings: Config, plan: Plan) -> list[str]:
     """Return lines about the state that the run starts from.
 
     Raises:
-        ConfigError: the run cannot start from that state.
+        ConfigError: the run cannot start from the checkpoint that `trainer.resume` names.
     """
+    from agentrl.errors import ConfigError
     from agentrl.trainer.resume import find_start
 
-    start = find_start(settings, plan.fingerprint, plan.total_steps)
-    return start.describe() or [f"{settings.trainer.output}: the run starts from the base model"]
+    folder = settings.trainer.output
+    try:
+        start = find_start(settings, plan.fingerprint, plan.total_steps)
+    except ConfigError as e:
+        if settings.trainer.resume != "auto":
+            raise
+        return [f"{folder}: `agentrl train` refuses to resume the run in this folder: {e}"]
+    return start.describe() or [f"{folder}: the run starts from the base model"]
 
 
 def _ask_servers(plan: Plan) -> list[str]:

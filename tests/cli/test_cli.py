@@ -83,17 +83,17 @@ def test_an_option_that_is_a_key_names_the_key(run_cli, words, keys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("train --dateset f", "Did you mean --dataset?"),
+        ("train --dateset f", "(Possible options: --dataset"),
         ("train --frobnicate", "No such option: --frobnicate"),
-        ("init --tempalte game", "Did you mean --template?"),
+        ("init --tempalte game", "(Possible options: --template"),
         ("sft --learning-rate=1", "No such option: --learning-rate"),
-        ("tools serve --prot 3", "Did you mean --port?"),
-        ("check template --fxi", "Did you mean --fix?"),
+        ("tools serve --prot 3", "--port)"),
+        ("check template --fxi", "--fix)"),
     ],
 )
 def test_an_unknown_option_is_wrong_usage(words, message):
     result = CliRunner().invoke(app, words.split())
-    assert result.exit_code == 2 and message in result.output
+    assert result.exit_code == 2 and message in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("old", REMOVED)
