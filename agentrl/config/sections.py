@@ -25,6 +25,7 @@ from pydantic.fields import FieldInfo
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.contradictions import MAX_UNCORRECTED_MISMATCH, contradictions
 from agentrl.config.environment import REFERENCE, expand, map_leaves
+from agentrl.config.removed import without_removed
 from agentrl.config.section import LocalPath, Section, key, refuse_url
 from agentrl.config.server_arguments import check_arguments
 from agentrl.config.sources import assignment, dump_yaml
@@ -78,10 +79,6 @@ class DataConfig(Section):
     learning signal. 0: batch_size."""
     shuffle: bool = True
     """Shuffle the rows in every epoch. false: the order of the file."""
-    drop_last: bool = False
-    """Round the batches of each epoch down when trainer.total_epochs is turned into steps, as verl
-    does. The run is shorter; batches still continue into the next epoch. false: rows x epochs are
-    rounded up once."""
     agent_name: str = "single_turn"
     """The agent loop of rows without an `agent_name`."""
     tools: Literal["row", "all"] = "row"
@@ -575,8 +572,6 @@ class TrainerConfig(Section):
     """The name of the run in trackers. Empty: the name of the run's folder."""
     tags: list[str] = key([])
     """Tags of the run in wandb, mlflow, swanlab and clearml; others have them in the config."""
-    watchdog_s: float = key(300.0, gt=0)
-    """Seconds without progress after which the run prints what each episode is waiting for."""
     profile_steps: list[Annotated[int, Field(ge=1)]] = key(
         [], allowed="a list of numbers of steps, from 1 on"
     )
@@ -656,6 +651,7 @@ class Config(Section):
     @classmethod
     def _expand(cls, tree: Any, handler: Callable[[Any], Config]) -> Config:
         """Replace references to environment variables by their values, and keep the references."""
+        tree = without_removed(tree) if isinstance(tree, dict) else tree
         config = handler(map_leaves(expand, tree))
         for path in FIELDS if REFERENCE.search(str(tree)) else ():
             section, _, leaf = path.rpartition(".")
