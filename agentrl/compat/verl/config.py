@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agentrl.compat.verl.hydra import read_config, resolve
+from agentrl.compat.verl.hydra import read_verl_config, resolve
 from agentrl.config import FIELDS
 from agentrl.config.environment import hide_secrets, map_leaves, replace_texts
 from agentrl.config.sources import Setting, assignment, read_overrides
@@ -102,7 +102,7 @@ def translate(
         flags: the values of agentrl's keys that options of the command line set.
     """
     translation = Translation()
-    settings = read_config(file, translation.mistakes)
+    settings = read_verl_config(file, translation.mistakes)
     verls_key = {ours: verls for verls, ours in reversed(RENAMED.items())}
     verls_key["data.train"] = "data.train_files"
     agentrl_settings: list[Setting] = []
