@@ -133,7 +133,7 @@ class Validation:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class PairedDifference:
     """The mean difference between two validations over the rows that both played."""
 
     rows: int
@@ -206,7 +206,7 @@ def shared_rows(first: Validation, second: Validation) -> list[str]:
 
 def paired_difference(
     first: Validation, second: Validation, value: Callable[[Scored], float]
-) -> Difference:
+) -> PairedDifference:
     """Return the mean of `second - first` over their shared rows, with an interval of 95 %.
 
     A row's value is the mean over its rollouts. The interval is that of the paired t-test: with the
@@ -228,7 +228,7 @@ def paired_difference(
     if len(differences) > 1:
         error = standard_error([[d] for d in differences])
         half = t_quantile(0.975, len(differences) - 1) * error
-    return Difference(len(differences), center, center - half, center + half)
+    return PairedDifference(len(differences), center, center - half, center + half)
 
 
 # -- stored responses -----------------------------------------------------------------------------

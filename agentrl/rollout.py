@@ -54,6 +54,8 @@ from agentrl.workers import LoopThread, run_all
 
 log = logging.getLogger("agentrl")
 
+WATCHDOG_SECONDS = 300.0
+"""The time without progress after which a report says what each episode waits for."""
 RETRY_SECONDS = (2.0, 20.0)
 """The pauses before the second and the third attempt of an episode or a reward, after failures of
 the infrastructure. So no episode is dropped because an engine or a judge fails for 20 seconds."""
@@ -223,7 +225,7 @@ class Rollouts:
         self._working_agents: set[str] = set()
         """The agent loops that have ended an episode without an error."""
         self._counts: list[_RolloutCount] = []
-        self._watchdog = Watchdog(runtime.config.trainer.watchdog_s, causes=waiting_requests)
+        self._watchdog = Watchdog(WATCHDOG_SECONDS, causes=waiting_requests)
         self._loop = LoopThread("rollouts", _new_loop)
 
     def collect(

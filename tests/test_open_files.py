@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 from support.forked_python import run_agentrl, run_python
 
-from agentrl import capacity, open_files, registry
+from agentrl import open_files, registry
 from agentrl.config import Config
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.http import HttpClient
-from agentrl.plan import Plan
+from agentrl.preflight import Plan, capacity
 from agentrl.rewards import Scorer
 from agentrl.tools import HttpToolbox, tool
 from agentrl.tools.serving.listen import BoundedHttpProtocol, ToolServer

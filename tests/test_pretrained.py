@@ -78,7 +78,7 @@ def test_a_template_that_shows_no_tools_is_replaced(smollm2, tmp_path, capsys):
 
     def check(*options: str) -> tuple[object, str]:
         with pytest.raises(SystemExit) as stopped:
-            main(["check-template", str(tmp_path), *options])
+            main(["check", "template", str(tmp_path), *options])
         return stopped.value.code, capsys.readouterr().out
 
     code, printed = check()
@@ -99,7 +99,7 @@ def base(smollm2, tmp_path):
 
 
 BASE_COMMANDS = (
-    ["check-template"], ["chat", "--model"],
+    ["check", "template"], ["play", "chat", "--model"],
     *(
         [command, "--dataset", "recipes/facts/val.jsonl", "-f", "recipes/facts/env.py",
          "reward.function=number", "--model"]
@@ -117,13 +117,13 @@ def test_a_base_model_is_told_how_to_get_a_template(base, command, capsys, monke
     assert stopped.value.code
     printed = "".join(capsys.readouterr())
     assert "has no chat template (base models have none). Use an instruct model." in printed
-    assert f"`agentrl check-template {base} --with-tools hermes` writes one" in printed
+    assert f"`agentrl check template {base} --with-tools hermes` writes one" in printed
     assert "Then train it with `agentrl sft`" in printed
 
 
 def test_a_base_model_gets_a_template(base, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(["check-template", str(base), "--with-tools", "hermes"])
+        main(["check", "template", str(base), "--with-tools", "hermes"])
     printed = capsys.readouterr().out
     assert not stopped.value.code, printed
     assert "A base model must first imitate conversations in this template: agentrl sft" in printed

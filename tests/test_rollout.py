@@ -419,15 +419,14 @@ def test_a_spent_episode_cannot_be_caught_and_continued(rollouts):
     assert [s.trajectory.stop_reason for s in group.scored] == ["turns", "turns"]
 
 
-def test_the_watchdog_sees_a_reward_that_hangs(rollouts, capfd):
+def test_the_watchdog_sees_a_reward_that_hangs(rollouts, capfd, monkeypatch):
     @reward("slow_reward")
     async def slow(trajectory) -> float:
         await asyncio.sleep(0.8)
         return 1.0
 
-    r = rollouts(
-        FailingEngine(["a"]), reward={"function": "slow_reward"}, trainer={"watchdog_s": 0.2}
-    )
+    monkeypatch.setattr("agentrl.rollout.WATCHDOG_SECONDS", 0.2)
+    r = rollouts(FailingEngine(["a"]), reward={"function": "slow_reward"})
     r.collect(rows(1, "single_turn"), n=1, sampling=SAMPLING, step=0)
     assert "turn 1  reward" in capfd.readouterr().err
 

@@ -13,8 +13,7 @@ from fastapi.responses import JSONResponse, RedirectResponse
 from support.small_server import serving
 
 from agentrl.config import Config
-from agentrl.plan import Plan
-from agentrl.servers import ask_servers, configured_servers
+from agentrl.preflight import Plan, ask_servers, configured_servers
 from agentrl.trajectory import Sample
 
 

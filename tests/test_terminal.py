@@ -96,7 +96,7 @@ def test_commands_escape_their_texts(tmp_path, tiny_model, shipped_registries):
         ["tools", "call", "look", "-f", f"{tmp_path}/look.py"],
         ["play", *row_words, "rollout.max_turn_tokens=4", "reward.function=gsm8k"],
         ["check", *row_words, "reward.function=gsm8k"],
-        ["gateway", "check", "--", sys.executable, "-c", agent],
+        ["check", "agent", "--", sys.executable, "-c", agent],
     ):
         result = CliRunner().invoke(app, words)
         assert "\\x1b[31m" in result.output and is_clean(result.output), (words, result.output)

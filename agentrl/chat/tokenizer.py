@@ -84,7 +84,7 @@ def _explain_missing_template(tokenizer: Any, path: str | Path) -> str:
     """Return a message that says how a model without a chat template gets one."""
     is_folder = Path(path).is_dir()
     if is_folder and has_chatml(tokenizer):
-        how = f"`agentrl check-template {path} --with-tools hermes` writes one into its folder"
+        how = f"`agentrl check template {path} --with-tools hermes` writes one into its folder"
     else:
         download = "" if is_folder else "download the model, and "
         how = (

@@ -18,12 +18,12 @@ from agentrl import __version__
 from agentrl.cli import (
     chat,
     check,
+    check_agent,
     check_template,
     data,
     doctor,
     evaluate,
     export,
-    gateway,
     generate,
     init,
     model,
@@ -37,11 +37,12 @@ from agentrl.cli import (
     train,
     view,
 )
-from agentrl.cli.options import Command
+from agentrl.cli.spelling import Command, Commands, command_words
 from agentrl.terminal import echo
 
 app = typer.Typer(
     name="agentrl",
+    cls=Commands,
     help="Reinforcement learning for language-model agents that talk over several turns and call"
     " tools.",
     no_args_is_help=True,
@@ -50,9 +51,10 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("check")(check.check)
-app.command("check-template")(check_template.check_template)
+app.command("check template")(check_template.check_template)
+app.command("check agent")(check_agent.check_agent)
 app.command("play")(play.play)
-app.command("chat")(chat.chat)
+app.command("play chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("eval")(evaluate.eval_)
 app.command("compare")(evaluate.compare)
@@ -67,7 +69,6 @@ app.command("export")(export.export)
 app.command("init")(init.init)
 app.command("doctor")(doctor.doctor)
 app.add_typer(tools.app, name="tools")
-app.add_typer(gateway.app, name="gateway")
 app.add_typer(data.app, name="data")
 app.add_typer(model.app, name="model")
 
@@ -77,7 +78,6 @@ def _refuse_urls(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
-        from agentrl.cli.options import command_words
         from agentrl.config.section import refuse_url
         from agentrl.errors import ConfigError
 
@@ -95,7 +95,7 @@ def _refuse_urls(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for _typer in (app, tools.app, gateway.app, data.app, model.app):
+for _typer in (app, tools.app, data.app, model.app):
     for _info in _typer.registered_commands:
         assert _info.callback
         _info.callback, _info.cls = _refuse_urls(_info.callback), Command
@@ -125,7 +125,6 @@ def main(words: Sequence[str] | None = None) -> None:
     Args:
         words: the command and its arguments; None: those of this process.
     """
-    from agentrl.cli.options import command_words
     from agentrl.errors import AgentRLError
     from agentrl.torch_threads import prepare_threads
 

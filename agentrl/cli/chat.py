@@ -1,4 +1,4 @@
-"""`agentrl chat`: talk with a policy in the terminal, and let it use its tools."""
+"""`agentrl play chat`: talk with a policy in the terminal, and let it use its tools."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def chat(
     `/reset` begins a new conversation, `/exit` or the end of the input ends it.
 
     Examples:
-        agentrl chat --model tiny --file shelf:calculator
+        agentrl play chat --model tiny --file shelf:calculator
 
-        agentrl chat --model runs/a
+        agentrl play chat --model runs/a
     """
     from transformers.utils import logging
 

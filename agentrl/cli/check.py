@@ -20,6 +20,7 @@ from agentrl.cli.options import (
     Deterministic,
     Files,
     Model,
+    Output,
     Overrides,
     ValDataset,
     read_config,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from agentrl.config import Config
     from agentrl.config.sections import TrainerConfig
     from agentrl.learner.memory import Gpu, MemoryEstimate, ModelShape
-    from agentrl.plan import Plan
+    from agentrl.preflight import Plan
     from agentrl.tools import Toolbox
     from agentrl.trajectory import ToolCall
 
@@ -49,6 +50,7 @@ def check(
     dataset: Dataset = None,
     val_dataset: ValDataset = None,
     model: Model = None,
+    output: Output = None,
     file: Files = None,
     config: ConfigFile = None,
     deterministic: Deterministic = False,
@@ -61,10 +63,11 @@ def check(
 ) -> None:
     """Check config, rows, tools, rewards and the chat template, and describe the run.
 
-    Asks the servers of rewards and interactions whether they answer, estimates the memory of a GPU
-    or of a run on the CPU, and lists what was not checked. Loads the weights of a small model on
-    the CPU, to measure how long a step takes; loads no others. `train --dry-run` does the same, and
-    also checks the run's folder and the checkpoint of `trainer.resume`.
+    Checks that the run can start in its folder and from the checkpoint of `trainer.resume`, of
+    which it reads every byte. Asks the servers of rewards and interactions whether they answer,
+    estimates the memory of a GPU or of a run on the CPU, and lists what was not checked. Loads the
+    weights of a small model on the CPU, to measure how long a step takes; loads no others. Writes
+    nothing.
 
     Examples:
         agentrl check --dataset rows.jsonl --model tiny -f my_tools.py
@@ -77,27 +80,24 @@ def check(
         dataset=dataset,
         val_dataset=val_dataset,
         model=model,
+        output=output,
         file=file,
         deterministic=deterministic,
     )
-    check_run(settings, gpu_memory=gpu_memory)
+    _check_run(settings, gpu_memory)
 
 
-def check_run(
-    settings: Config, *, checks_start: bool = False, gpu_memory: float | None = None
-) -> None:
-    """Check a run and print a description of it; see `check`.
+def _check_run(settings: Config, gpu_memory: float | None) -> None:
+    """Check a run and print a description of it.
 
     Args:
         settings: the config of the run.
-        checks_start: also check that the run can start in `trainer.output`, and from the checkpoint
-            of `trainer.resume`. This reads every byte of the checkpoint, and writes nothing.
         gpu_memory: the memory of a GPU in GiB; None: the memory of this machine's first GPU.
     """
     from agentrl.agent_loops.attempt import load_template
-    from agentrl.capacity import check_open_files
-    from agentrl.plan import (
+    from agentrl.preflight import (
         check_model_fits,
+        check_open_files,
         check_policy_learns,
         describe_history,
         describe_run,
@@ -110,7 +110,7 @@ def check_run(
     check_policy_learns(plan)
     check_open_files(plan)
     settings = with_model_folder(settings)
-    start = _describe_start(settings, plan) if checks_start else []
+    start = _describe_start(settings, plan)
     template = load_template(settings)
     # This import takes seconds, so it comes after the checks.
     from agentrl.engine.local.decoder import check_config
@@ -154,17 +154,24 @@ def _describe_start(settings: Config, plan: Plan) -> list[str]:
     """Return lines about the state that the run starts from.
 
     Raises:
-        ConfigError: the run cannot start from that state.
+        ConfigError: the run cannot start from the checkpoint that `trainer.resume` names.
     """
+    from agentrl.errors import ConfigError
     from agentrl.trainer.resume import find_start
 
-    start = find_start(settings, plan.fingerprint, plan.total_steps)
-    return start.describe() or [f"{settings.trainer.output}: the run starts from the base model"]
+    folder = settings.trainer.output
+    try:
+        start = find_start(settings, plan.fingerprint, plan.total_steps)
+    except ConfigError as e:
+        if settings.trainer.resume != "auto":
+            raise
+        return [f"{folder}: `agentrl train` refuses to resume the run in this folder: {e}"]
+    return start.describe() or [f"{folder}: the run starts from the base model"]
 
 
 def _ask_servers(plan: Plan) -> list[str]:
     """Print what the servers of rewards, interactions and engines answer; return the unusable."""
-    from agentrl.servers import ask_servers
+    from agentrl.preflight import ask_servers
 
     unusable = []
     for server, text, is_usable in ask_servers(plan):
@@ -189,7 +196,7 @@ def _check_machine(
     """
     from agentrl.errors import ConfigError
     from agentrl.learner import memory
-    from agentrl.plan import longest_prompt, longest_response
+    from agentrl.preflight import longest_prompt, longest_response
 
     config, t, gpu = plan.config, plan.config.trainer, memory.find_gpu()
     weights = f"weights of {config.model.path}: only its config and tokenizer were loaded"
@@ -240,7 +247,7 @@ def _measure_time(plan: Plan, template: ChatTemplate, prompt: int, response: int
 
     from agentrl.engine.local import LocalEngine
     from agentrl.errors import EngineError
-    from agentrl.plan import encode_prompts
+    from agentrl.preflight import encode_prompts
     from agentrl.trainer import speed
 
     config, steps = plan.config, plan.total_steps

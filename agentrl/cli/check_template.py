@@ -1,4 +1,4 @@
-"""`agentrl check-template`: verify a chat template, and look for a change that repairs it."""
+"""`agentrl check template`: verify a chat template, and look for a change that repairs it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NOTHING_TO_FIX = "nothing to fix: all conversations that the template accepts a
 _CANNOT_BE_FIXED = (
     "no small change helps: all conversations that the template accepts are append-only, and it"
     " has no text for the others. Rows with tools need the loop `react`, or a model whose template"
-    " shows tools; check-template --with-tools hermes writes one for models with ChatML's tokens."
+    " shows tools; check template --with-tools hermes writes one for models with ChatML's tokens."
 )
 
 
@@ -71,16 +71,15 @@ def check_template(
     folder replaces any other template there.
 
     Examples:
-        agentrl check-template Qwen/Qwen3-0.6B
+        agentrl check template Qwen/Qwen3-0.6B
 
-        agentrl check-template models/mine -f my_tools.py
+        agentrl check template models/mine -f my_tools.py
 
-        agentrl check-template models/mine --fix --output models/mine/chat_template.jinja
+        agentrl check template models/mine --fix --output models/mine/chat_template.jinja
 
-        agentrl check-template models/mine --with-tools hermes
+        agentrl check template models/mine --with-tools hermes
     """
     from agentrl.chat import ChatTemplate, load_tokenizer
-    from agentrl.chat.formats.detect import detect_format, explain_unknown_format
     from agentrl.chat.tokenizer import end_of_turn_ids
     from agentrl.chat.verify_template import verify_tokenizer
     from agentrl.errors import UserError
@@ -110,12 +109,7 @@ def check_template(
     verdicts = verify_tokenizer(tokenizer, ends, schemas)
     for line in report(verdicts):
         echo(line)
-    tool_format = detect_format(template)
-    if tool_format:
-        echo(f"tool calls are parsed as: {tool_format} (rollout.tool_format)")
-    else:
-        reason = explain_unknown_format(template)
-        echo(f"rows with tools are refused, because tool calls cannot be parsed: {reason}")
+    reads_calls = _describe_format(template)
     stops = ", ".join(f"{template.decode([i])!r} ({i})" for i in template.stop_ids)
     echo(f"a turn ends with: {stops}")
     if template.encoder.cache is None:
@@ -124,8 +118,20 @@ def check_template(
         echo(note)
     if fix:
         _fix(tokenizer, ends, schemas, verdicts, output)
-    if not tool_format or any(v.fails for v in verdicts):
+    if not reads_calls or any(v.fails for v in verdicts):
         raise typer.Exit(1)
+
+
+def _describe_format(template: ChatTemplate) -> bool:
+    """Print the format of tool calls; return whether they can be parsed."""
+    from agentrl.chat.formats.detect import detect_format, explain_unknown_format
+
+    if tool_format := detect_format(template):
+        echo(f"tool calls are parsed as: {tool_format} (rollout.tool_format)")
+        return True
+    reason = explain_unknown_format(template)
+    echo(f"rows with tools are refused, because tool calls cannot be parsed: {reason}")
+    return False
 
 
 def report(verdicts: Sequence[Verdict]) -> list[str]:

@@ -29,7 +29,7 @@ print("uid", os.getuid())
 """
 
 
-class Finding(NamedTuple):
+class Outcome(NamedTuple):
     """A line of the report."""
 
     state: str
@@ -63,27 +63,27 @@ def doctor(
 
     config = load_config(flags={"sandbox.backend": sandbox} if sandbox else {}).sandbox
     failed = False
-    findings = (
+    outcomes = (
         *_packages(),
         *_devices(),
         *_threads(),
         *_disks(output),
         *_sandbox(config, bool(sandbox)),
     )
-    for finding in findings:
-        echo(f"{finding.state:<8}{finding.subject}: {finding.text}")
-        failed = failed or finding.state == "failed"
+    for outcome in outcomes:
+        echo(f"{outcome.state:<8}{outcome.subject}: {outcome.text}")
+        failed = failed or outcome.state == "failed"
     if failed:
         raise typer.Exit(1)
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[Outcome]:
     import platform
     from importlib.metadata import PackageNotFoundError, distribution, version
 
     from agentrl.installation import DISTRIBUTION, install_command
 
-    yield Finding("ok", "python", platform.python_version())
+    yield Outcome("ok", "python", platform.python_version())
     with contextlib.suppress(PackageNotFoundError):
         other = distribution("agentrl")
         text = (
@@ -91,53 +91,53 @@ def _packages() -> Iterator[Finding]:
             " Remove it, then install this one again:"
             f" pip uninstall {other.name} && {install_command()}"
         )
-        yield Finding("note", other.name, text)
+        yield Outcome("note", other.name, text)
     for name in ("torch", "transformers", "ray", "sglang", "vllm"):
         try:
-            yield Finding("ok", name, version(name))
+            yield Outcome("ok", name, version(name))
         except PackageNotFoundError:
             if name not in ("sglang", "vllm"):
-                yield Finding("failed", name, f"not installed: {install_command()}")
+                yield Outcome("failed", name, f"not installed: {install_command()}")
                 continue
             requirement = (
                 f"rollout.name={name} needs it in this environment, or in the one of rollout.python"
             )
             text = f"not installed here; {requirement}: {install_command(name)}"
-            yield Finding("missing", name, text)
+            yield Outcome("missing", name, text)
 
 
-def _devices() -> Iterator[Finding]:
+def _devices() -> Iterator[Outcome]:
     """Query the GPU driver, because importing torch takes seconds."""
     import shutil
     import subprocess
 
     if not (program := shutil.which("nvidia-smi")):
-        yield Finding("missing", "GPU", "none (no nvidia-smi): runs use the CPU")
+        yield Outcome("missing", "GPU", "none (no nvidia-smi): runs use the CPU")
         return
     command = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         completed = subprocess.run(command, capture_output=True, text=True, timeout=4)
     except subprocess.TimeoutExpired:
-        yield Finding("failed", "GPU", "nvidia-smi does not answer: the driver hangs")
+        yield Outcome("failed", "GPU", "nvidia-smi does not answer: the driver hangs")
         return
     if completed.returncode:
         error = (completed.stdout or completed.stderr).strip().partition("\n")[0]
-        yield Finding("failed", "GPU", f"nvidia-smi: {error}")
+        yield Outcome("failed", "GPU", f"nvidia-smi: {error}")
         return
     for line in completed.stdout.splitlines():
-        yield Finding("ok", "GPU", line)
+        yield Outcome("ok", "GPU", line)
 
 
-def _threads() -> Iterator[Finding]:
+def _threads() -> Iterator[Outcome]:
     """Report the CPU threads of a learner in one process."""
     from agentrl.torch_threads import NUMBER, choose_threads
 
     threads = choose_threads()
     text = f"a learner uses {threads}; {NUMBER} sets another number"
-    yield Finding("ok" if threads.count <= threads.cores else "note", "threads", text)
+    yield Outcome("ok" if threads.count <= threads.cores else "note", "threads", text)
 
 
-def _disks(output: str) -> Iterator[Finding]:
+def _disks(output: str) -> Iterator[Outcome]:
     import os
     import shutil
     from pathlib import Path
@@ -149,14 +149,14 @@ def _disks(output: str) -> Iterator[Finding]:
         free = shutil.disk_usage(existing).free
         text = f"{free / 2**30:.0f} GiB free in {folder}"
         if not os.access(existing, os.W_OK):
-            yield Finding("failed", subject, f"{existing} is not writable")
+            yield Outcome("failed", subject, f"{existing} is not writable")
         elif free < MIN_FREE_DISK:
-            yield Finding("note", subject, f"{text}: a model and its checkpoints may not fit")
+            yield Outcome("note", subject, f"{text}: a model and its checkpoints may not fit")
         else:
-            yield Finding("ok", subject, text)
+            yield Outcome("ok", subject, text)
 
 
-def _sandbox(config: SandboxConfig, is_required: bool) -> Iterator[Finding]:
+def _sandbox(config: SandboxConfig, is_required: bool) -> Iterator[Outcome]:
     import asyncio
     import shutil
     import subprocess
@@ -166,31 +166,31 @@ def _sandbox(config: SandboxConfig, is_required: bool) -> Iterator[Finding]:
     subject = f"sandbox {config.backend}"
     if config.backend == "bubblewrap" and (bwrap := shutil.which("bwrap")):
         completed = subprocess.run([bwrap, "--version"], capture_output=True, text=True, timeout=4)
-        yield Finding("ok", "bwrap", completed.stdout.strip().removeprefix("bubblewrap "))
+        yield Outcome("ok", "bwrap", completed.stdout.strip().removeprefix("bubblewrap "))
     if problem := probe(config):
         if not is_required:
             problem = f"needed by tools and rewards that run programs, no others. {problem}"
-        yield Finding("failed" if is_required else "missing", subject, problem)
+        yield Outcome("failed" if is_required else "missing", subject, problem)
         return
     *reached, uid = asyncio.run(_probe_sandbox(config)).splitlines()
     if not reached:
         text = f"a program ran without access to network, files and processes, as {uid}"
-        yield Finding("ok", subject, text)
+        yield Outcome("ok", subject, text)
         if config.backend == "bubblewrap":
             yield _memory_limit()
         return
     state = "failed" if config.backend == "bubblewrap" else "note"
-    yield Finding(state, subject, f"a program ran as {uid} and reached: {', '.join(reached)}")
+    yield Outcome(state, subject, f"a program ran as {uid} and reached: {', '.join(reached)}")
 
 
-def _memory_limit() -> Finding:
+def _memory_limit() -> Outcome:
     """Report whether there is a memory limit for all processes of a program together."""
     from agentrl.sandbox.cgroup import find_parent
 
     if parent := find_parent():
-        return Finding("ok", "sandbox memory", f"each program gets a cgroup in {parent.folder}")
+        return Outcome("ok", "sandbox memory", f"each program gets a cgroup in {parent.folder}")
     text = "cannot create cgroups: only the container's memory limit applies to a whole program"
-    return Finding("note", "sandbox memory", text)
+    return Outcome("note", "sandbox memory", text)
 
 
 async def _probe_sandbox(config: SandboxConfig) -> str:

@@ -122,8 +122,7 @@ def _score_stored(
 
     from agentrl import sandbox
     from agentrl.data import ColumnNames
-    from agentrl.evaluate import accuracy, read_responses, score_responses
-    from agentrl.metrics import grader_metrics, mean, standard_error, t_quantile
+    from agentrl.evaluate import read_responses, score_responses
     from agentrl.registry import load_file
     from agentrl.rewards import Scorer, check_graders
 
@@ -162,12 +161,27 @@ def _score_stored(
     if len(groups) < len(rows):
         missing = plural(len(rows) - len(groups), "row")
         echo(f"note: {missing} without responses: left out", err=True)
+    lines, metrics = _score_table(groups)
+    echo("\n".join(aligned(lines, 1)))
+    if output is not None:
+        from agentrl.trainer.checkpoint import make_private_folder, replace_file
+
+        make_private_folder(output)
+        replace_file(output / "metrics.json", json.dumps(metrics, indent=2) + "\n")
+        echo(f"saved the scores to {output / 'metrics.json'}")
+
+
+def _score_table(groups: Sequence[Group]) -> tuple[list[list[str]], dict[str, float]]:
+    """Return the cells of the table of scores, a line for each data source, and the metrics."""
+    from agentrl.evaluate import accuracy
+    from agentrl.metrics import grader_metrics, mean, standard_error, t_quantile
+
     by_source: dict[str, list[Group]] = {}
     for group in groups:
         by_source.setdefault(group.sample.data_source or "none", []).append(group)
     parts = [("all", groups)] if len(by_source) > 1 else []
     lines = [["data source", "rows", "responses", "score", "95 % interval", "acc"]]
-    metrics = {}
+    metrics: dict[str, float] = {}
     for source, part in [*parts, *sorted(by_source.items())]:
         # As in verl: a row's score is the mean of its responses, and a source's that of its rows.
         scores = [mean([s.reward for s in group.scored]) for group in part]
@@ -187,13 +201,7 @@ def _score_stored(
             metrics[f"test_score_se/{source}"] = error
         scored = [s for group in part for s in group.scored]
         metrics |= {f"test_{name}/{source}": x for name, x in grader_metrics(scored).items()}
-    echo("\n".join(aligned(lines, 1)))
-    if output is not None:
-        from agentrl.trainer.checkpoint import make_private_folder, replace_file
-
-        make_private_folder(output)
-        replace_file(output / "metrics.json", json.dumps(metrics, indent=2) + "\n")
-        echo(f"saved the scores to {output / 'metrics.json'}")
+    return lines, metrics
 
 
 def table(metrics: Mapping[str, float], agents: Sequence[str], n: int) -> list[str]:

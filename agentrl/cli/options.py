@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from contextvars import ContextVar
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand
 
 from agentrl.registry import YAML, did_you_mean
 from agentrl.terminal import echo
@@ -100,7 +95,7 @@ def read_config(
     from agentrl.config import FIELDS, TINY
     from agentrl.config.load import flag_of, load_config, refuse
     from agentrl.errors import ConfigError
-    from agentrl.plan import announce_files, find_code, load_files
+    from agentrl.preflight import announce_files, find_code, load_files
 
     run_config = config_of_run(flags.get("model")) if uses_run_config and not config else None
     config = config or run_config
@@ -333,7 +328,7 @@ def _refuse_mistakes(
     from agentrl.config import TINY
     from agentrl.config.load import refuse
     from agentrl.errors import ConfigError, UserError
-    from agentrl.plan import find_problems, load_files
+    from agentrl.preflight import find_problems, load_files
 
     problems = []
     file_problems = load_files(config)
@@ -369,62 +364,3 @@ def _explain_old_run(output: str) -> str:
     """Return how to use the config of the run in a folder, or "" if there is none."""
     file = Path(output).expanduser() / "config.yaml"
     return f". To use the config of the run in {output}: --config {file}" if file.is_file() else ""
-
-
-command_words: ContextVar[tuple[str, ...]] = ContextVar("command_words")
-"""The running command and its arguments."""
-
-
-class Command(TyperCommand):
-    """A command that says what to write instead of an option that it does not have."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words after the command.
-
-        Raises:
-            ConfigError: the command does not have some of the options.
-        """
-        from agentrl.errors import ConfigError
-
-        names = [name for p in self.params for name in (*p.opts, *p.secondary_opts)]
-        options = {name for name in names if name.startswith("--")}
-        mistakes = []
-        words = args[: args.index("--")] if "--" in args else args  # only arguments follow it
-        for word, following in pairwise([*words, ""]):
-            name, _, value = word.partition("=")
-            if name in {*options, "--help"} or not re.fullmatch(r"--\w[\w.-]*", name):
-                continue
-            if not value and not following.startswith("-") and "=" not in following:
-                value = following
-            mistakes.append(_advice(name, value or "VALUE", ctx.command_path, options))
-        if mistakes:
-            raise ConfigError("\n".join(mistakes))
-        return super().parse_args(ctx, args)
-
-
-def _advice(name: str, value: str, command: str, options: set[str]) -> str:
-    """Return the message for an option that a command does not have: what to write instead."""
-    if "." in name:
-        return f"{name}: write config keys without dashes: {name[2:]}={value}"
-    from agentrl.config import FIELDS
-    from agentrl.config.load import flag_of
-    from agentrl.config.sources import keys_named
-
-    word = name.removeprefix("--").replace("-", "_")
-    flags = {key: flag for key in FIELDS if (flag := flag_of(key)) in options}
-    usable = FIELDS.keys() if "--config" in options else flags.keys()
-    if command == "agentrl sft":
-        from agentrl.learner.sft import FLAG_OF_KEY as flags
-        from agentrl.learner.sft import SFT_KEYS
-
-        usable = {*flags, *SFT_KEYS}
-    keys = [key for key in keys_named(word, FIELDS) if key in usable]
-    if not keys and (close := difflib.get_close_matches(name, options, n=1, cutoff=0.75)):
-        return f"no option {name}. Did you mean {close[0]}?"
-    if not keys:
-        keys = [key for key in keys_named(word, FIELDS, cutoff=0.75) if key in usable]
-    if keys:
-        texts = [f"{flags[key]} {value}" if key in flags else f"{key}={value}" for key in keys]
-        return f"no option {name}. Use {' or '.join(texts)}"
-    advice = "; docs/config.md lists the config keys" if "--config" in options else ""
-    return f"no option {name}. `{command} --help` lists the options{advice}"

@@ -12,7 +12,7 @@ from agentrl.cli.options import with_model_folder
 
 if TYPE_CHECKING:
     from agentrl.config import Config
-    from agentrl.plan import Plan
+    from agentrl.preflight import Plan
     from agentrl.rollout import Rollouts
     from agentrl.trainer.display import Display
 
@@ -30,7 +30,7 @@ def open_session(config: Config, console: Display | None = None) -> Iterator[tup
     Raises:
         UserError: config, rows or model are invalid.
     """
-    from agentrl.plan import make_plan
+    from agentrl.preflight import make_plan
 
     phase = console.phase if console else contextlib.nullcontext
     with phase("check the dataset"):
@@ -41,7 +41,7 @@ def open_session(config: Config, console: Display | None = None) -> Iterator[tup
 
         from agentrl.agent_loops.attempt import load_template
         from agentrl.engine.open import open_engine
-        from agentrl.plan import check_model_fits
+        from agentrl.preflight import check_model_fits
         from agentrl.rollout import open_rollouts
 
     if plan.config.rollout.name != "local" and plan.config.rollout.urls:

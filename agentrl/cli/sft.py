@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agentrl.cli.options import Files, resolve_model
 from agentrl.plural import plural
 from agentrl.terminal import echo
+
+if TYPE_CHECKING:
+    from agentrl.config import Config
+    from agentrl.learner.sft import Example
 
 FEW_STEPS = 20
 """With fewer steps, the default learning rates hardly change a model."""
@@ -65,7 +70,7 @@ def sft(
 
     A tool call is text in the assistant's content, in the format of the model: for Qwen2.5
     <tool_call>, {"name": "add", "arguments": {"a": 1}} and </tool_call>, on a line each. Structured
-    `tool_calls` are refused. `agentrl check-template MODEL` prints the model's format. Assistant
+    `tool_calls` are refused. `agentrl check template MODEL` prints the model's format. Assistant
     messages with `weight` 0 or `train` false are not trained.
 
     Examples:
@@ -93,7 +98,7 @@ def sft(
 
     from agentrl.chat import ChatTemplate
     from agentrl.cluster import open_placement
-    from agentrl.config import TINY, without_effect
+    from agentrl.config import without_effect
     from agentrl.engine.local.load import load_model_config, max_row_length
     from agentrl.learner.sft import SFTLearner, batches, make_sft_config
     from agentrl.trainer.sft import ProgressPrinter, load_examples
@@ -113,26 +118,36 @@ def sft(
         files=file or (),
         overrides=overrides or (),
     )
-    notes = without_effect(config)
-    if steps < FEW_STEPS and lr is None:
-        advice = "--steps trains on the rows again, --lr sets the peak"
-        if model == TINY:
-            advice += f"; for {TINY}, --lr 1e-3 is a start"
-        notes.append(
-            f"{plural(steps, 'step')} with a peak learning rate of {config.optim.lr:g}: this"
-            f" changes the model very little. {advice}"
-        )
-    for note in notes:
+    for note in [*without_effect(config), *_note_few_steps(model, steps, lr, config)]:
         echo(f"note: {note}", err=True)
     with open_placement(config) if config.trainer.spread else nullcontext() as placement:
         learner = SFTLearner(config, fresh=fresh, placement=placement)
-        trained, tokens = (sum(sum(e.mask) for e in examples), sum(len(e.ids) for e in examples))
-        echo(
-            f"{plural(len(examples), 'conversation')} with {tokens:,} tokens, {trained:,} of them"
-            f" from the assistant; {plural(steps, 'step')} of {batch_size}"
-        )
+        _describe(examples, steps, batch_size)
         learner.fit(batches(examples, batch_size, seed), ProgressPrinter(steps, echo))
         output.mkdir(parents=True, exist_ok=True)
         learner.ranks.save_pretrained(output)
     template.tokenizer.save_pretrained(output)
     echo(f"saved to {output}")
+
+
+def _note_few_steps(model: str, steps: int, lr: float | None, config: Config) -> Iterator[str]:
+    """Yield a note if there are so few steps that the default learning rate changes little."""
+    from agentrl.config import TINY
+
+    if steps >= FEW_STEPS or lr is not None:
+        return
+    advice = "--steps trains on the rows again, --lr sets the peak"
+    if model == TINY:
+        advice += f"; for {TINY}, --lr 1e-3 is a start"
+    yield (
+        f"{plural(steps, 'step')} with a peak learning rate of {config.optim.lr:g}: this"
+        f" changes the model very little. {advice}"
+    )
+
+
+def _describe(examples: Sequence[Example], steps: int, batch_size: int) -> None:
+    trained, tokens = (sum(sum(e.mask) for e in examples), sum(len(e.ids) for e in examples))
+    echo(
+        f"{plural(len(examples), 'conversation')} with {tokens:,} tokens, {trained:,} of them"
+        f" from the assistant; {plural(steps, 'step')} of {batch_size}"
+    )

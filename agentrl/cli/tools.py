@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -10,6 +10,7 @@ from agentrl.plural import plural
 from agentrl.terminal import echo
 
 if TYPE_CHECKING:
+    from agentrl.config import SandboxConfig
     from agentrl.tools import Tool
 
 app = typer.Typer(
@@ -67,49 +68,54 @@ def serve(
         agentrl tools serve shelf:calculator --mcp
     """
     import os
-    import sys
 
     from agentrl.config import load_config
-    from agentrl.errors import Terminated
+    from agentrl.errors import Terminated, UserError
 
     token, paths = os.environ.get(token_env, ""), [*(files or []), *(file or [])]
     missing_token = "" if token else token_env
     programs = load_config(flags={"sandbox.backend": sandbox}).sandbox
-    if workers == 1:
-        from agentrl.registry import tools
-        from agentrl.sandbox import configure
-        from agentrl.tools.serving.listen import ToolServer
+    if workers > 1:
+        if mcp:
+            raise UserError("--mcp needs a single process: remove --workers")
+        settings = {"host": host, "port": port, "token": token, "max_calls": max_calls}
+        _serve_workers(paths, missing_token, workers, programs, settings)
+    from agentrl.registry import tools
+    from agentrl.sandbox import configure
+    from agentrl.tools.serving.listen import ToolServer
 
-        configure(programs)
-        _load(paths)
-        server = ToolServer(
-            host,
-            port,
-            token,
-            lambda: _print_address(server.url, tools.names(), missing_token),
-            max_calls=max_calls,
-            mcp=mcp,
-        )
-        server.serve_forever()  # It returns after SIGTERM; Ctrl-C raises KeyboardInterrupt.
-        raise Terminated
-    if mcp:
-        from agentrl.errors import UserError
+    configure(programs)
+    _load(paths)
+    server = ToolServer(
+        host,
+        port,
+        token,
+        lambda: _print_address(server.url, tools.names(), missing_token),
+        max_calls=max_calls,
+        mcp=mcp,
+    )
+    server.serve_forever()  # It returns after SIGTERM; Ctrl-C raises KeyboardInterrupt.
+    raise Terminated
 
-        raise UserError("--mcp needs a single process: remove --workers")
+
+def _serve_workers(
+    paths: list[str],
+    missing_token: str,
+    workers: int,
+    programs: SandboxConfig,
+    settings: dict[str, Any],
+) -> NoReturn:
+    """Serve tools with several processes, until the process that watches them ends."""
+    import sys
+
     from agentrl.http import fetch_json
     from agentrl.tools.serving.background import serve_in_background
 
     served = serve_in_background(  # the workers load the files, not this process
-        paths,
-        workers=workers,
-        host=host,
-        port=port,
-        token=token,
-        max_calls=max_calls,
-        sandbox=programs.model_dump(),
+        paths, workers=workers, sandbox=programs.model_dump(), **settings
     )
     with served.handle as handle:
-        _, answer = fetch_json(served.url, "/tools", token=token, timeout=15.0)
+        _, answer = fetch_json(served.url, "/tools", token=settings["token"], timeout=15.0)
         names = [t["name"] for t in answer["tools"]]
         _check_not_empty(names, paths)
         _print_address(served.url, names, missing_token)

@@ -6,11 +6,9 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from agentrl.cli.check import check_run, print_notes
+from agentrl.cli.check import print_notes
 from agentrl.cli.options import (
     ConfigFile,
     Dataset,
@@ -21,12 +19,11 @@ from agentrl.cli.options import (
     Output,
     Overrides,
     ValDataset,
-    command_words,
     read_config,
     with_model_folder,
 )
 from agentrl.cli.restarts import exit_code_of_crashes, is_supervised, run_supervised
-from agentrl.errors import UserError
+from agentrl.cli.spelling import command_words
 
 if TYPE_CHECKING:
     from agentrl.config import Config
@@ -42,14 +39,6 @@ def train(
     file: Files = None,
     config: ConfigFile = None,
     deterministic: Deterministic = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Check everything that `check` does, the run's folder and the checkpoint of"
-            " trainer.resume; train nothing.",
-        ),
-    ] = False,
     log_format: LogFormat = "text",
 ) -> None:
     """Train a policy on the rows of a dataset.
@@ -69,10 +58,8 @@ def train(
     """
     from agentrl.observers import open_console
 
-    if dry_run and log_format == "json":
-        raise UserError("--dry-run prints text: leave out --log-format json")
     restarts = 0
-    with nullcontext() if dry_run else open_console(log_format) as console:
+    with open_console(log_format) as console:
         settings = read_config(
             config,
             overrides,
@@ -83,9 +70,6 @@ def train(
             file=file,
             deterministic=deterministic,
         )
-        if console is None:
-            check_run(settings, checks_start=True)
-            return
         if not is_supervised():
             restarts = settings.trainer.max_restarts
         if not restarts:
@@ -96,9 +80,8 @@ def train(
 
 
 def _train(settings: Config, console: Console) -> None:
-    from agentrl.capacity import check_open_files
     from agentrl.config import TINY
-    from agentrl.plan import check_policy_learns, make_plan
+    from agentrl.preflight import check_open_files, check_policy_learns, make_plan
 
     with console.phase("check the dataset"):
         plan = make_plan(settings)

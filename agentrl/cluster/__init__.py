@@ -98,7 +98,6 @@ class RayPlacement:
             self._pool,
             *args,
             shipment=Shipment.pack([*config.files, *config.reward.files], [config.model.path]),
-            watchdog_s=config.trainer.watchdog_s,
             **kwargs,
         )
         self._stack.callback(self._group.close)

@@ -8,8 +8,6 @@ from agentrl.config.checks import without_effect
 from agentrl.config.load import load_config
 from agentrl.config.sections import (
     FIELDS,
-    TINY,
-    TINY_SETTINGS,
     AgentConfig,
     AlgorithmConfig,
     Config,
@@ -26,6 +24,7 @@ from agentrl.config.sections import (
     file_names,
     row_files,
 )
+from agentrl.config.tiny import TINY, TINY_SETTINGS
 
 __all__ = [
     "FIELDS", "TINY", "TINY_SETTINGS", "AgentConfig", "AlgorithmConfig", "Config", "DataConfig",

@@ -62,8 +62,6 @@ class AlgorithmConfig(Section):
     """Divide a group's advantages by their standard deviation."""
     whiten_advantages: bool = False
     """Normalize the advantages of all tokens of a batch to mean 0 and variance 1."""
-    whiten_rewards: bool = False
-    """Scale the rewards of all tokens of a batch, KL penalties included, to variance 1."""
     kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL divergence to the reference policy. In the reward only k1 is allowed, and
     it is the default there."""

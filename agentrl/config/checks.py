@@ -1,6 +1,7 @@
 """Notes on settings that have no effect, or probably not the intended one.
 
-These checks read only the config. Checks that need the rows or the model are in `agentrl.plan`.
+These checks read only the config. Those that need the rows or the model are in
+`agentrl.preflight`.
 """
 
 from __future__ import annotations
@@ -55,23 +56,24 @@ VALIDATION_KEYS = (
 
 def without_effect(c: Config) -> list[str]:
     """Return a note for each key that was set but has no effect in this run, with the reason."""
-    a, o, r, t = c.algorithm, c.optim, c.reward, c.trainer
     # The algorithm's name sets some keys, which are not the user's settings.
-    defaults = type(c).model_validate({"algorithm": {"name": a.name}})
+    defaults = type(c).model_validate({"algorithm": {"name": c.algorithm.name}})
+    reasons = _reasons_of_engines(c) | _reasons_of_algorithm(c) | _reasons_of_run(c)
+    return [
+        f"{assignment(path, c.stored_value(path))} has no effect: {reason}"
+        for path, reason in reasons.items()
+        if reason and c.value(path) != defaults.value(path)
+    ]
+
+
+def _reasons_of_engines(c: Config) -> dict[str, str]:
+    """Return the reason why a key of agents and engines has no effect, or "", by key."""
     lora = "" if c.model.lora_rank else "model.lora_rank is 0"
-    estimator = f"algorithm.adv_estimator is {a.adv_estimator}"
-    critic = "" if a.critic else estimator
-    # An estimator that the user registered may read any key.
-    is_custom = a.adv_estimator not in advantage_estimators.shipped
-    ratio_is_1 = (
-        "" if a.ppo_epochs > 1 or a.mini_batch_size else "there is one optimizer step per batch"
-    )
-    on_cpu = "trainer.device is cpu" if t.device == "cpu" else ""
     agent = "" if c.agent.command or c.agent.python else "agent.command and agent.python are empty"
-    unfiltered = "" if a.filter_groups else "algorithm.filter_groups is false"
     local = "" if c.rollout.name != "local" else "rollout.name is local"
     own_servers = local or ("rollout.urls names servers that run already" if c.rollout.urls else "")
-    reasons = {
+    on_cpu = "trainer.device is cpu" if c.trainer.device == "cpu" else ""
+    return {
         "agent.reward": agent,
         "agent.on_error": agent,
         "agent.env": "" if c.agent.command else agent or "a function has all variables",
@@ -85,6 +87,22 @@ def without_effect(c: Config) -> list[str]:
         "rollout.deterministic": "" if c.rollout.name == "vllm" else own_servers,
         "model.lora_alpha": lora,
         "model.lora_target_modules": lora,
+        "trainer.placement": own_servers or on_cpu,
+    }
+
+
+def _reasons_of_algorithm(c: Config) -> dict[str, str]:
+    """Return the reason why a key of the algorithm has no effect, or "", by key."""
+    a = c.algorithm
+    estimator = f"algorithm.adv_estimator is {a.adv_estimator}"
+    critic = "" if a.critic else estimator
+    # An estimator that the user registered may read any key.
+    is_custom = a.adv_estimator not in advantage_estimators.shipped
+    ratio_is_1 = (
+        "" if a.ppo_epochs > 1 or a.mini_batch_size else "there is one optimizer step per batch"
+    )
+    unfiltered = "" if a.filter_groups else "algorithm.filter_groups is false"
+    return {
         "algorithm.gamma": ""
         if is_custom or a.critic or a.adv_estimator == "reinforce_plus_plus"
         else estimator,
@@ -107,6 +125,14 @@ def without_effect(c: Config) -> list[str]:
         "algorithm.max_gen_batches": unfiltered,
         "data.gen_batch_size": unfiltered,
         "optim.critic_lr": critic,
+    }
+
+
+def _reasons_of_run(c: Config) -> dict[str, str]:
+    """Return the reason why a key of the learner, reward and run has no effect, or "", by key."""
+    o, r, t = c.optim, c.reward, c.trainer
+    on_cpu = "trainer.device is cpu" if t.device == "cpu" else ""
+    reasons = {
         "optim.lr_final": "no step is left after the warm-up"
         if 0 < t.total_steps <= o.lr_warmup_steps + 1
         else "",
@@ -114,8 +140,6 @@ def without_effect(c: Config) -> list[str]:
         "optim.offload": on_cpu,
         "reward.overlong_penalty": "" if r.overlong_buffer else "reward.overlong_buffer is 0",
         "reward.overlong_buffer": "" if r.overlong_penalty else "reward.overlong_penalty is 0",
-        "trainer.placement": own_servers or on_cpu,
-        "data.drop_last": "trainer.total_steps is set" if t.total_steps else "",
         "trainer.total_epochs": "trainer.total_steps is set" if t.total_steps else "",
         "trainer.profile_steps": "trainer.val_only is true" if t.val_only else "",
         "trainer.patience": "trainer.test_freq is 0" if not t.test_freq else "",
@@ -123,8 +147,4 @@ def without_effect(c: Config) -> list[str]:
     if not c.data.val:
         paths = [f"val.{leaf}" for leaf in type(c.val).model_fields]
         reasons |= dict.fromkeys([*paths, *VALIDATION_KEYS], "data.val is empty")
-    return [
-        f"{assignment(path, c.stored_value(path))} has no effect: {reason}"
-        for path, reason in reasons.items()
-        if reason and c.value(path) != defaults.value(path)
-    ]
+    return reasons

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from agentrl.config.load import allowed, description, flag_of
-from agentrl.config.sections import FIELDS, TINY_SETTINGS, Config
+from agentrl.config.sections import FIELDS, Config
+from agentrl.config.tiny import TINY_SETTINGS
 
 HEAD = """\
 # Configuration

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from agentrl.config.removed import REMOVED, is_constant
 from agentrl.regular_files import read_regular
 
 MAX_NODES = 100_000
@@ -319,6 +320,8 @@ def merge(
                 merged.pop(leaf.path, None)
                 if leaf.value is not None:
                     merged[leaf.path] = leaf
+            elif is_constant(leaf.path, leaf.value):
+                continue
             elif fields.get(owner) is dict:
                 value = merged[owner].value if owner in merged else {}
                 if isinstance(value, dict):  # otherwise validation reports it
@@ -412,6 +415,8 @@ def keys_named(word: str, fields: Iterable[str], *, cutoff: float = 1.0) -> list
 
 
 def _unknown_key(path: str, fields: Mapping[str, type]) -> str:
+    if path in REMOVED:
+        return f"this key was removed: {REMOVED[path][1]}"
     if explanation := verl_keys().explain_key(
         path, [f for f, kind in fields.items() if kind is dict]
     ):

@@ -6,5 +6,5 @@ session.py    matches the requests of an episode with the turns that the policy 
 stateless.py  answers requests without an episode, for `agentrl serve`
 serve.py      the HTTP server
 agent.py      the agent loop `external`, which runs the user's agent
-check.py      `agentrl gateway check`: plays an agent against a scripted policy
+check.py      `agentrl check agent`: plays an agent against a scripted policy
 """

@@ -254,7 +254,7 @@ class _Host:
 
 
 open_session: ContextVar[Callable[[Episode], Session]] = ContextVar("open_session", default=Session)
-"""The function that opens the session of an episode; `agentrl gateway check` replaces it."""
+"""The function that opens the session of an episode; `agentrl check agent` replaces it."""
 _host: PerLoop[_Host] = PerLoop(_Host, _Host.close)
 
 

@@ -1,4 +1,4 @@
-"""A person at the terminal as the user of a conversation (`agentrl chat`)."""
+"""A person at the terminal as the user of a conversation (`agentrl play chat`)."""
 
 from __future__ import annotations
 

@@ -146,8 +146,6 @@ def estimate(
     """
     if penalty is not None:
         batch = _subtract_penalty(batch, penalty)
-    if config.whiten_rewards:
-        batch = _scale_rewards(batch)
     name = config.adv_estimator
     estimator = advantage_estimators.get(name)
     try:
@@ -192,21 +190,6 @@ def _subtract_penalty(batch: Batch, penalty: Tensor) -> Batch:
     rewards = batch.rewards.double().index_add(0, owner, penalty[mask].double(), alpha=-1)
     return replace(
         batch, rewards=rewards.to(batch.rewards.dtype), token_rewards=batch.token_rewards - penalty
-    )
-
-
-def _scale_rewards(batch: Batch) -> Batch:
-    """Divide all rewards by the standard deviation of those at chosen tokens.
-
-    Rewards are not shifted: a shift would reward length. The greedy baseline is scaled by the same
-    factor.
-    """
-    scale = unit_variance_scale(batch.token_rewards, batch.action_mask)
-    return replace(
-        batch,
-        rewards=batch.rewards * scale,
-        token_rewards=batch.token_rewards * scale,
-        baseline=None if batch.baseline is None else batch.baseline * scale,
     )
 
 
@@ -536,20 +519,6 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
         return white
     centred = chosen - chosen.mean()
     return white.masked_scatter(mask, (centred / _std(centred)).to(x.dtype))
-
-
-def unit_variance_scale(x: Tensor, mask: Tensor) -> float:
-    """Return the factor that gives the masked entries (unbiased) variance 1, without a shift.
-
-    Args:
-        x: any shape; values outside the mask are not read.
-        mask: bool, the same shape.
-
-    Returns:
-        1 for a single entry and for equal ones: they have no spread.
-    """
-    chosen = x[mask].double()
-    return 1 / _std(chosen - chosen.mean()) if _has_spread(chosen) else 1.0
 
 
 def _has_spread(chosen: Tensor) -> bool:

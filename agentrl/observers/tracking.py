@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from agentrl.callbacks import Event, Observer
 from agentrl.config import Config
-from agentrl.config.sections import TRACKERS, other_trackers
+from agentrl.config.trackers import TRACKERS, other_trackers
 from agentrl.engine.local.load import without_launcher_variables
 from agentrl.errors import ConfigError
 from agentrl.installation import install_command

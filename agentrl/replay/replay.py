@@ -30,8 +30,8 @@ from agentrl.learner.learner import Learner
 from agentrl.learner.sharding import full_tensor
 from agentrl.learner.state import dequantize, read_state, shapes_in
 from agentrl.metrics import rollout_metrics
-from agentrl.plan import announce_files, load_files
 from agentrl.plural import format_steps, plural
+from agentrl.preflight import announce_files, load_files
 from agentrl.record import METRICS, read_metrics
 from agentrl.registry import advantage_estimators, policy_losses
 from agentrl.report.rescore import recompute

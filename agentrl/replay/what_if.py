@@ -28,7 +28,7 @@ from agentrl.trajectory import Group
 
 ADVANTAGE_KEYS = (
     "algorithm.name", "algorithm.adv_estimator", "algorithm.gamma", "algorithm.lam",
-    "algorithm.norm_adv_by_std", "algorithm.whiten_advantages", "algorithm.whiten_rewards",
+    "algorithm.norm_adv_by_std", "algorithm.whiten_advantages",
     "algorithm.kl_type", "algorithm.kl_reward_coef", *REWARD_KEYS,
 )  # fmt: skip
 """The keys that change advantages."""
@@ -286,7 +286,6 @@ def _targets_of_credit(
         policy_loss="vanilla",
         loss_agg_mode="seq-mean-token-sum",
         whiten_advantages=False,
-        whiten_rewards=False,
         gamma=1.0,
         kl_loss_coef=0.0,
         entropy_coef=0.0,

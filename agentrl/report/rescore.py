@@ -22,8 +22,8 @@ from agentrl.config import FIELDS, Config, load_config
 from agentrl.config.sources import Setting, assignment, read_overrides
 from agentrl.errors import ConfigError, DataError, RunStopped
 from agentrl.evaluate import score_stored
-from agentrl.plan import announce_files, load_files
 from agentrl.plural import plural
+from agentrl.preflight import announce_files, load_files
 from agentrl.registry import is_shipped, rewards
 from agentrl.report.run import Run
 from agentrl.rewards import Scorer

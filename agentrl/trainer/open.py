@@ -30,7 +30,7 @@ from agentrl.learner.modes import describe_mode
 from agentrl.learner.packing import Mode
 from agentrl.learner.policy import describe_targets
 from agentrl.learner.rank import LearnerRanks, start_ranks
-from agentrl.plan import (
+from agentrl.preflight import (
     CANARY_TOKENS,
     CANARY_TOKENS_OF_FLOAT32,
     Plan,

@@ -15,7 +15,7 @@ from agentrl.learner.algorithms import KLController
 from agentrl.learner.dispatch import Placement
 from agentrl.learner.learner import Learner
 from agentrl.learner.mismatch import MismatchGuard
-from agentrl.plan import Plan
+from agentrl.preflight import Plan
 from agentrl.rollout import Rollouts
 from agentrl.store import TrajectoryWriter
 from agentrl.trainer.clock import StepClock

@@ -35,7 +35,7 @@ CONFIG = "config.yaml"
 FORK = "fork.json"
 
 CHANGEABLE_KEYS = frozenset({
-    "data.drop_last", "data.train", "data.val", "optim.compile", "optim.critic_lr", "optim.lr",
+    "data.train", "data.val", "optim.compile", "optim.critic_lr", "optim.lr",
     "optim.lr_final", "optim.lr_warmup_steps", "optim.micro_batch_tokens", "optim.offload",
     "optim.recompute", "reward.timeout_s", "reward.workers", "rollout.engines",
     "rollout.gpu_memory_utilization", "rollout.launch", "rollout.lora", "rollout.python",
@@ -45,7 +45,7 @@ CHANGEABLE_KEYS = frozenset({
     "trainer.logger", "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.patience",
     "trainer.placement", "trainer.profile_steps", "trainer.project_name", "trainer.ray_address",
     "trainer.save_freq", "trainer.tags", "trainer.test_freq", "trainer.total_epochs",
-    "trainer.total_steps", "trainer.val_before_train", "trainer.watchdog_s", "val.*",
+    "trainer.total_steps", "trainer.val_before_train", "val.*",
 })  # fmt: skip
 """Config keys that a resumed run may change: the learning rate, the length, time limits, and what
 does not change the weights except for rounding. The rows of `data.train` are compared by content.

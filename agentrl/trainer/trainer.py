@@ -13,14 +13,13 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from agentrl.callbacks import Notifier, Observer
-from agentrl.capacity import check_open_files
 from agentrl.config import Config
 from agentrl.engine.local.load import resolve_device
 from agentrl.errors import ConfigError
 from agentrl.learner.algorithms import KLController
 from agentrl.learner.dispatch import Placement, check_single_controller
 from agentrl.open_files import spare_files
-from agentrl.plan import Plan, check_policy_learns, make_plan
+from agentrl.preflight import Plan, check_open_files, check_policy_learns, make_plan
 from agentrl.trainer import default_observers
 from agentrl.trainer.best import Best
 from agentrl.trainer.checkpoint import recover, run_lock

@@ -102,68 +102,98 @@ def create_app(folders: Sequence[Path], token: str, names: frozenset[str]) -> Fa
     async def answer_mistake(request: Request, error: UserError) -> Response:
         return error_response(400, type(error).__name__, str(error))
 
-    def open_run(r: int) -> Run:
-        if not 0 <= r < len(folders):
-            raise DataError(f"there is no run {r}; there are {len(folders)}, counted from 0")
-        return load_run(folders[r])  # for each request, because the run may still be training
-
-    @lru_cache(4)
-    def cached_view(r: int, episode: str, step: int | None, version: object) -> EpisodeView:
-        return EpisodeView(open_run(r), episode, step)
-
-    def open_view(r: int, episode: str, step: int | None) -> EpisodeView:
-        return cached_view(r, episode, step, _version(folders[r]) if r < len(folders) else None)
-
     for path, file in FILES.items():
         content, kind = file.read_bytes(), _KINDS[file.suffix]
         app.add_api_route(path, lambda c=content, k=kind: Response(c, media_type=k))
 
+    runs = _Runs(folders)
+    _add_runs(app, runs)
+    _add_episodes(app, runs)
+    return app
+
+
+class _Runs:
+    """The runs of the page. A run is read again for each request, because it may be training."""
+
+    def __init__(self, folders: Sequence[Path]):
+        self.folders = folders
+        self._cached_view = lru_cache(4)(self._view)
+        self._cached_findings = lru_cache(4)(self._findings)
+
+    def open(self, r: int) -> Run:
+        """Return the run with a number.
+
+        Raises:
+            DataError: there is no such run.
+        """
+        if not 0 <= r < len(self.folders):
+            raise DataError(f"there is no run {r}; there are {len(self.folders)}, counted from 0")
+        return load_run(self.folders[r])
+
+    def view(self, r: int, episode: str, step: int | None) -> EpisodeView:
+        """Return an episode of a run."""
+        return self._cached_view(r, episode, step, _version(self.open(r).folder))
+
+    def findings(self, r: int) -> list[dict[str, Any]]:
+        """Return the findings of a run."""
+        return self._cached_findings(r, _version(self.open(r).folder))
+
+    def _view(self, r: int, episode: str, step: int | None, version: object) -> EpisodeView:
+        return EpisodeView(self.open(r), episode, step)
+
+    def _findings(self, r: int, version: object) -> list[dict[str, Any]]:
+        return self.open(r).findings.to_pylist()
+
+
+def _add_runs(app: FastAPI, runs: _Runs) -> None:
+    """Add the routes of whole runs and of their steps."""
+
     @app.get("/api/runs")
     def list_runs() -> Response:
-        runs = [load_run(folder) for folder in folders]
+        loaded = [load_run(folder) for folder in runs.folders]
         return _json(
             [
                 {"name": name, "steps": run.store.all_steps()}
-                for run, name in zip(runs, names_of(folders), strict=True)
+                for run, name in zip(loaded, names_of(runs.folders), strict=True)
             ]
         )
 
     @app.get("/api/state")
     def state() -> Response:
-        return _json([_version(folder) for folder in folders])
+        return _json([_version(folder) for folder in runs.folders])
 
     @app.get("/api/runs/{r}/metrics")
     def metrics(r: int) -> Response:
-        return _json(open_run(r).metrics.to_pydict())
-
-    @lru_cache(4)
-    def cached_findings(r: int, version: object) -> list[dict[str, Any]]:
-        return open_run(r).findings.to_pylist()
+        return _json(runs.open(r).metrics.to_pydict())
 
     @app.get("/api/runs/{r}/findings")
     def findings(r: int) -> Response:
-        return _json(cached_findings(r, _version(open_run(r).folder)))
+        return _json(runs.findings(r))
 
     @app.get("/api/runs/{r}/curves")
     def curves(r: int, by: Part = "all") -> Response:
-        return _json(rollout_curves(open_run(r), by))
+        return _json(rollout_curves(runs.open(r), by))
 
     @app.get("/api/runs/{r}/episodes")
     def episodes(r: int, q: str = "", after: Index = 0, limit: Limit = 100) -> Response:
-        lines = _search(open_run(r), parse_query(q), after, limit)
+        lines = _search(runs.open(r), parse_query(q), after, limit)
         return StreamingResponse(lines, media_type="application/x-ndjson")
 
     @app.get("/api/runs/{r}/step")
     def step(r: int, step: Index) -> Response:
-        return _json(describe_step(open_run(r), step))
+        return _json(describe_step(runs.open(r), step))
 
     @app.get("/api/runs/{r}/gaps")
     def gaps(r: int, step: Index) -> Response:
-        return _json(largest_gaps(open_run(r), step, GAPS))
+        return _json(largest_gaps(runs.open(r), step, GAPS))
+
+
+def _add_episodes(app: FastAPI, runs: _Runs) -> None:
+    """Add the routes of one episode."""
 
     @app.get("/api/runs/{r}/episode")
     def episode(r: int, id: str, step: Step = None) -> Response:
-        data = open_view(r, id, step).describe()
+        data = runs.view(r, id, step).describe()
         for message in data["messages"]:
             message["length"] = len(message["content"])
             message["content"] = message["content"][:MAX_TEXT]
@@ -171,7 +201,7 @@ def create_app(folders: Sequence[Path], token: str, names: frozenset[str]) -> Fa
 
     @app.get("/api/runs/{r}/message")
     def message(r: int, id: str, index: Index, step: Step = None) -> Response:
-        messages = open_view(r, id, step).trajectory.messages
+        messages = runs.view(r, id, step).trajectory.messages
         if index >= len(messages):
             raise DataError(f"episode {id!r} has {len(messages)} messages, counted from 0")
         return _json({"content": messages[index].content})
@@ -185,10 +215,8 @@ def create_app(folders: Sequence[Path], token: str, names: frozenset[str]) -> Fa
         segment: Index = 0,
         step: Step = None,
     ) -> Response:
-        rows = open_view(r, id, step).tokens(segment, start, min(to, start + MAX_LIMIT))
+        rows = runs.view(r, id, step).tokens(segment, start, min(to, start + MAX_LIMIT))
         return _json(rows)
-
-    return app
 
 
 class ViewServer(HttpServer):

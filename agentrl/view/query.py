@@ -139,7 +139,7 @@ def _parse_term(part: str, name: str, operator: str, value: str) -> Term:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class SearchProgress:
     """The result of a search in one more file."""
 
     rows: pa.Table
@@ -176,7 +176,7 @@ def find_episodes(run: Run, query: Query, after: int = 0, limit: int | None = No
 
 def search_files(
     run: Run, query: Query, after: int = 0, limit: int | None = None
-) -> Generator[Progress, None, None]:
+) -> Generator[SearchProgress, None, None]:
     """Yield what a query finds file by file, in the order of steps.
 
     A few files are searched ahead. If the iterator is closed, the files that follow are not read.
@@ -199,7 +199,7 @@ def search_files(
                 if len(chosen):
                     rows = _read_fields(run, path, COLUMNS).take(chosen["row"])
                     rows = _with_turns(run, path, rows).select(FOUND_SCHEMA.names)
-                yield Progress(rows, total, searched, len(files))
+                yield SearchProgress(rows, total, searched, len(files))
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -29,7 +29,7 @@ from agentrl.trajectory import Message, ToolCall
 SOME = ["qwen3", "glm4moe", "gptoss"]
 FAMILIES = ["Kimi-K2", "DeepSeek V3.1", "Hermes 2 Pro"]
 DIFFERS = {"gemma4_v5": "text, call"}
-"""It shows a text before a call behind the call's result: `check-template` says so."""
+"""It shows a text before a call behind the call's result: `check template` says so."""
 REWRITTEN = ["deepseek_r1_distill", "Granite 20B"]
 """No rendered turn goes on from its prompt: R1 never shows a thought that the prompt has begun,
 Granite drops the line break behind which the turn begins."""
@@ -64,7 +64,7 @@ def check(name: str, tokenizer: Any) -> None:
     try:
         template = ChatTemplate(tokenizer)
     except TemplateError:
-        return  # said by `check-template`: images alone, or nothing that ends a turn
+        return  # said by `check template`: images alone, or nothing that ends a turn
     counts = outcomes(template)
     others = {what for what in counts if what.startswith(("other", "ends inside"))}
     verdicts = verify_template(template, TOOLS, (*SHAPES, CALLS_ALONE))

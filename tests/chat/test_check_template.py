@@ -39,7 +39,13 @@ from agentrl.chat.verify_template import (
 )
 from agentrl.cli import app
 from agentrl.errors import TemplateError
-from agentrl.plan import SHIPPED_LOOPS, check_model_fits, describe_history, make_plan, verify_rows
+from agentrl.preflight import (
+    SHIPPED_LOOPS,
+    check_model_fits,
+    describe_history,
+    make_plan,
+    verify_rows,
+)
 from agentrl.trajectory import Message
 
 ROWS = [shape.name for shape in SHAPES]
@@ -159,7 +165,7 @@ def saved(tmp_path):
 
 
 def run(*words: str):
-    return CliRunner().invoke(app, ["check-template", *words])
+    return CliRunner().invoke(app, ["check", "template", *words])
 
 
 def rows_of(text: str) -> dict[str, str]:
@@ -714,7 +720,7 @@ def test_a_run_is_refused_if_its_rows_need_more(plan, name, row, shape):
         return
     with pytest.raises(TemplateError, match=rf"1 row of {row['agent_name']}, .*{shape}.*:\n") as e:
         check_model_fits(plan(row, ROW), template, 10_000)
-    assert "agentrl check-template mine --fix" in str(e.value)
+    assert "agentrl check template mine --fix" in str(e.value)
 
 
 def test_every_kind_of_rows_that_is_refused_is_in_the_message(plan):

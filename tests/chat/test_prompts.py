@@ -18,7 +18,7 @@ from support.forgery_checks import comparable_text, family_control_ids
 from agentrl import load_config
 from agentrl.chat import ChatTemplate
 from agentrl.errors import TemplateError
-from agentrl.plan import check_prompts, make_plan
+from agentrl.preflight import check_prompts, make_plan
 from agentrl.trajectory import Message, Role
 
 families = pytest.mark.parametrize("name", family_names())

@@ -1,4 +1,4 @@
-"""`agentrl chat`: the person at the terminal is the user."""
+"""`agentrl play chat`: the person at the terminal is the user."""
 
 import asyncio
 import time
@@ -20,7 +20,14 @@ from agentrl.trajectory import Generation, Message
 @pytest.fixture
 def chat(tiny_model):
     def run(text, *options):
-        command = ["chat", "--model", str(tiny_model), "rollout.max_turn_tokens=48", *options]
+        command = [
+            "play",
+            "chat",
+            "--model",
+            str(tiny_model),
+            "rollout.max_turn_tokens=48",
+            *options,
+        ]
         # Without the tools of other tests. A file is loaded once, so its tool is kept.
         with registry.tools.isolated(keep=("calculator",) if options else ()):
             result = CliRunner().invoke(app, command, input=text)
@@ -164,6 +171,6 @@ def test_the_same_words_get_another_answer(chat):
 
 
 def test_a_loop_without_an_interaction_is_refused(tiny_model):
-    command = ["chat", "--model", str(tiny_model), "--agent", "single_turn"]
+    command = ["play", "chat", "--model", str(tiny_model), "--agent", "single_turn"]
     result = CliRunner().invoke(app, command)
     assert "use tool_agent" in str(result.exception)

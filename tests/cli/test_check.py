@@ -335,19 +335,19 @@ def test_rows_without_ground_truth_but_with_answers_are_noted(check, gpus, tmp_p
             assert ("--rename answer=ground_truth" in caplog.text) == is_noted, row
 
 
-def test_a_dry_run_checks_the_checkpoint_and_writes_nothing(tmp_path, random_model):
+def test_it_checks_the_checkpoint_and_writes_nothing(tmp_path, random_model):
     rows, run = tmp_path / "rows.jsonl", tmp_path / "run"
     rows.write_text(json.dumps(ROW))
 
-    def dry_run(*words: str, output=run) -> str:
+    def check(*words: str, output=run) -> str:
         common = ["--dataset", str(rows), "--model", str(random_model), "--output", str(output)]
         before = sorted(tmp_path.rglob("*"))
-        result = CliRunner().invoke(app, ["train", "--dry-run", *common, *words])
+        result = CliRunner().invoke(app, ["check", *common, *words])
         assert sorted(tmp_path.rglob("*")) == before
         return result.output if result.exit_code == 0 else str(result.exception)
 
-    assert f"{run}: the run starts from the base model" in dry_run()
-    assert f"trainer.resume={run}/best: " in dry_run(f"trainer.resume={run}/best")
+    assert f"{run}: the run starts from the base model" in check()
+    assert f"trainer.resume={run}/best: " in check(f"trainer.resume={run}/best")
 
     settings = {
         "data.train": str(rows), "model.path": str(random_model), "trainer.output": str(run),
@@ -356,9 +356,9 @@ def test_a_dry_run_checks_the_checkpoint_and_writes_nothing(tmp_path, random_mod
     meta = {"config": config.model_dump(mode="json"), "rows": hash_file(str(rows))}
     meta |= {"position": 1, "order_start": 0, "changes": []}
     folder = save_checkpoint(run, 1, lambda staging: None, meta)
-    assert "  rollout.n: 8 -> 16" in dry_run("rollout.n=16")
+    assert "  rollout.n: 8 -> 16" in check("rollout.n=16")
     fork = (f"trainer.resume={run}", "rollout.n=16", "trainer.total_steps=2")
-    shown = dry_run(*fork, output=tmp_path / "fork")
+    shown = check(*fork, output=tmp_path / "fork")
     assert f"fork of {folder}" in shown and "all checks passed" in shown
 
 

@@ -206,7 +206,7 @@ def test_a_run_brings_its_config(tmp_path, capsys, name):
             in capsys.readouterr().err) == (name not in ("", "other"))  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["chat", "serve"])
+@pytest.mark.parametrize("command", ["play chat", "serve"])
 @pytest.mark.parametrize("name", ["", "model", "best", "global_step_00000001"])
 def test_a_model_runs_no_code_of_its_config(tmp_path, command, name):
     mark = tmp_path / "mark"
@@ -215,11 +215,11 @@ def test_a_model_runs_no_code_of_its_config(tmp_path, command, name):
     (tmp_path / name).mkdir(exist_ok=True)
     (tmp_path / name / "config.json").write_text("{}")
     (tmp_path / "metrics.jsonl").touch()
-    words = [command, "--model", str(tmp_path / name), "rollout.n=0"]
+    words = [*command.split(), "--model", str(tmp_path / name), "rollout.n=0"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code and not mark.exists() and "is not used" in result.stderr
     (tmp_path / name / "config.json").unlink()
-    result = CliRunner().invoke(app, [command, "--model", str(tmp_path), "rollout.n=0"])
+    result = CliRunner().invoke(app, [*command.split(), "--model", str(tmp_path), "rollout.n=0"])
     assert result.exit_code and mark.exists()
     loads = f"loads {tmp_path}/evil.py: {tmp_path}/config.yaml names them"
     assert loads in result.stderr

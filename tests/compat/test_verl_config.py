@@ -81,7 +81,7 @@ def test_a_config_is_translated_and_reported(tmp_path):
     assert (config.algorithm.kl_loss_coef, config.algorithm.kl_type) == (0.001, "k3")
     assert (config.trainer.logger, config.trainer.save_freq) == (["wandb"], 0)
     short = config_of(translated(tmp_path, "actor_rollout_ref: {rollout: {n: 2}}\n"))
-    assert short.trainer.total_epochs == 30 and short.data.drop_last
+    assert short.trainer.total_epochs == 30
     assert (
         "trainer.total_epochs"
         not in translate(str(tmp_path / "verl.yaml"), ["trainer.total_training_steps=5"]).report()
@@ -642,7 +642,7 @@ def add(a: int, b: int) -> str:
 
 
 def test_rows_that_name_no_tools_have_all_of_the_files(tmp_path, caplog):
-    from agentrl.plan import make_plan
+    from agentrl.preflight import make_plan
     from agentrl.registry import tools
 
     (tmp_path / "two.py").write_text(TWO_TOOLS)

@@ -20,7 +20,7 @@ from agentrl.compat.verl.config import translate
 from agentrl.config import Config, RewardConfig, load_config
 from agentrl.demo.arithmetic import rows as arithmetic_rows
 from agentrl.errors import ConfigError, RegistryError, UserError
-from agentrl.plan import make_plan
+from agentrl.preflight import make_plan
 from agentrl.registry import load_file
 from agentrl.report import diagnose, load_run
 from agentrl.rewards import Scorer

@@ -23,6 +23,7 @@ from agentrl.config import (
 from agentrl.config.checks import doubtful
 from agentrl.config.load import allowed
 from agentrl.config.page import page
+from agentrl.config.removed import REMOVED
 from agentrl.config.section import Section, refuse_url
 from agentrl.config.sources import assignment, parse_value
 from agentrl.config.verl_keys import VERL_KEYS
@@ -691,7 +692,7 @@ def test_what_is_no_key_may_be_stored(monkeypatch):
     assert "${oc.env:ENGINES}: 1" in config.resolved_yaml()
     assert config.rollout.engines == 3 and "engines: ${oc.env:ENGINES}" in config.resolved_yaml()
     assert config.reward.kwargs["api_key"] == "${oc.env:NO_SUCH_KEY}"
-    from agentrl.plan import make_plan
+    from agentrl.preflight import make_plan
     from agentrl.rewards import Scorer
 
     for use in (make_plan, lambda config: Scorer(config.reward)):
@@ -732,3 +733,15 @@ def test_every_key_of_a_path_is_tested():
     assert declared | {"data.train", "data.val"} == PATHS.keys()
     for text in ("mcp+http://h/mcp", "shelf:calculator", "C:/a.py"):
         assert load_config(None, [f"files={text}"]).files == [text]
+
+
+@pytest.mark.parametrize(("path", "constant"), [(p, value) for p, (value, _) in REMOVED.items()])
+def test_a_stored_config_may_have_the_constant_of_a_removed_key(path, constant):
+    section, _, leaf = path.partition(".")
+    assert path not in FIELDS
+    assert load_config(None, [f"{path}={json.dumps(constant)}"]) == load_config()
+    assert Config.model_validate({section: {leaf: constant}}) == Config()
+    with pytest.raises(ConfigError, match=rf"{path}=7 .*this key was removed: "):
+        load_config(None, [f"{path}=7"])
+    with pytest.raises(ValidationError):
+        Config.model_validate({section: {leaf: 7}})

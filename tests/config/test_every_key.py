@@ -59,11 +59,6 @@ async def heard(ep):
     await ep.interact()
     await ep.generate(stop=("a", "e", " "))
 
-@agent_loop("slow_every_key")
-async def slow(ep):
-    await ep.generate()
-    await asyncio.sleep(0.6)
-
 @reward("spread_of_letters")
 def spread_of_letters(trajectory, scale=1.0) -> float:
     return scale * len(set(trajectory.assistant_text)) / 10
@@ -114,7 +109,6 @@ CHANGES = {
     "data.shuffle": ("false", []),
     "data.agent_name": ("react", []),
     "data.tools": ("all", ["data.train={asked_rows}"]),
-    "data.drop_last": ("true", ["trainer.total_steps=0", "data.batch_size=4"]),
     "data.prompt_key": ("question", ["data.train={asked_rows}", "data.val={asked_rows}"]),
     "data.reward_fn_key": ("topic", ["data.train={asked_rows}", "data.val={asked_rows}"]),
     "data.untrusted": ("true", ["data.train={tagged_rows}"]),
@@ -174,7 +168,6 @@ CHANGES = {
     "algorithm.loss_agg_mode": ("seq-mean-token-mean", []),
     "algorithm.loss_scale": ("7", ["algorithm.name=dr_grpo"]),
     "algorithm.whiten_advantages": ("true", []),
-    "algorithm.whiten_rewards": ("true", ["algorithm.norm_adv_by_std=false"]),
     "algorithm.gamma": ("0.5", PPO),
     "algorithm.lam": ("0.5", PPO),
     "algorithm.norm_adv_by_std": ("false", []),
@@ -222,7 +215,6 @@ CHANGES = {
     "trainer.placement": ("separate", [*SERVER, "rollout.sleep=all"]),
     "trainer.ray_address": ("127.0.0.1:1", []),
     "trainer.logger": ("[tensorboard]", []),
-    "trainer.watchdog_s": ("0.1", ["data.agent_name=slow_every_key"]),
     "trainer.max_staleness": ("1", []),
     "trainer.profile_steps": ("[2]", []),
 }  # fmt: skip

@@ -40,7 +40,7 @@ from agentrl.data import (
 from agentrl.data import dataset as dataset_module
 from agentrl.data import table as table_module
 from agentrl.errors import ConfigError, DataError
-from agentrl.plan import check_prompts, describe_run, make_plan
+from agentrl.preflight import check_prompts, describe_run, make_plan
 from agentrl.tools import tool
 from agentrl.trajectory import Message, Sample
 
@@ -523,7 +523,7 @@ def test_only_prompts_that_may_be_too_long_are_tokenized(tmp_path, monkeypatch, 
     path = jsonl(tmp_path / "a.jsonl", *rows)
     config = load_config(None, [f"data.train={path}", "reward.function=gsm8k", "model.path=tiny"])
     plan = make_plan(config)
-    monkeypatch.setattr("agentrl.plan.MAX_COMPARE_SECONDS", 0.0)
+    monkeypatch.setattr("agentrl.preflight.prompts.MAX_COMPARE_SECONDS", 0.0)
     longest = len(template.prompt([Message("user", rows[17]["prompt"])]))
     with pytest.raises(DataError, match=rf"a\.jsonl: row 17: the prompt has {longest} tokens"):
         check_prompts(plan, template, 200)

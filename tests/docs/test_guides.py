@@ -245,8 +245,8 @@ def _read_command(words: list[str], folder: Path) -> None:
     """Parse a command of agentrl, and load its config as the command does."""
     command, name = COMMANDS, "agentrl"
     while isinstance(getattr(command, "commands", None), dict):
-        name, *words = words
-        command = command.commands[name]
+        context = command.context_class(command, info_name=name)
+        name, command, words = command.resolve_command(context, words)
     parameters = command.make_context(name, words).params
     if "overrides" not in parameters:
         return
@@ -301,7 +301,7 @@ def test_extras_are_installed_from_the_checkout():
 def test_the_command_for_a_laptop_works(tiny_model):
     (words,) = (words for words in commands("scaling") if "tiny" in words)
     assert words[:2] == ["agentrl", "train"]
-    done = run_agentrl(*words[1:], "--dry-run", cwd=DOCS.parent)
+    done = run_agentrl("check", *words[2:], cwd=DOCS.parent)
     assert done.returncode == 0 and "all checks passed" in done.stdout, done.stderr
 
 

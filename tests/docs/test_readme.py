@@ -55,10 +55,10 @@ def test_the_commands(folder, tiny_model):
         if words[1:3] == ["model", "get"]:
             continue  # it downloads
         if "recipes/facts/run.yaml" in words:
-            words, cwd = [*words, "--model", "tiny", "--dry-run"], ROOT
+            words, cwd = ["agentrl", "check", *words[2:], "--model", "tiny"], ROOT
         elif "datasets/arithmetic_train.parquet" in words:
             words = [str(ROOT / w) if w.startswith("datasets/") else w for w in words]
-            words.append("--dry-run")  # `make demo` runs it in full
+            words[1] = "check"  # `make demo` trains
         elif words[1] == "train":
             words += ["trainer.total_steps=1", "data.batch_size=1"]
         done = run_agentrl(*words[1:], cwd=cwd)

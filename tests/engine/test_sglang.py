@@ -32,7 +32,7 @@ from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import EngineDead, EngineError, PromptTooLong, RunStopped
 from agentrl.http import fetch_json
 from agentrl.metrics import rollout_metrics
-from agentrl.plan import make_plan
+from agentrl.preflight import make_plan
 from agentrl.record import read_metrics
 from agentrl.rollout import open_rollouts
 from agentrl.store import load_trajectories
@@ -149,7 +149,7 @@ async def test_greedy_and_its_end(engine, model, tiny_tokenizer):
 
 
 async def test_a_turn_is_the_same_in_pieces(engine, tiny_tokenizer):
-    """`agentrl chat` samples in pieces, to print an answer before it is complete."""
+    """`agentrl play chat` samples in pieces, to print an answer before it is complete."""
     prompt, pieces = question(tiny_tokenizer), []
     template = ChatTemplate(tiny_tokenizer)
     sampler = SamplerInPieces(engine, template, lambda *piece: pieces.append(piece))

@@ -14,7 +14,7 @@ from agentrl import play, registry
 from agentrl.config import load_config
 from agentrl.data import load_checked
 from agentrl.demo import TINY_SETTINGS
-from agentrl.plan import make_plan
+from agentrl.preflight import make_plan
 from agentrl.record import METRICS, read_metrics
 from agentrl.rewards import Scorer
 from agentrl.testing import Scripted, byte_tokenizer

@@ -34,7 +34,7 @@ from agentrl.errors import (
 from agentrl.gateway import agent as agent_module
 from agentrl.gateway.agent import check_agent, describe_sample
 from agentrl.metrics import rollout_metrics
-from agentrl.plan import describe_run, make_plan
+from agentrl.preflight import describe_run, make_plan
 from agentrl.rewards import Scorer
 from agentrl.rollout import Rollouts
 from agentrl.testing import byte_tokenizer, call

@@ -36,7 +36,7 @@ from agentrl.interactions import (
     interaction,
     respond,
 )
-from agentrl.plan import describe_run, make_plan
+from agentrl.preflight import describe_run, make_plan
 from agentrl.rewards.gsm8k import compute_score
 from agentrl.signatures import find_argument_problems
 from agentrl.testing import Scripted, byte_tokenizer

@@ -12,7 +12,6 @@ from agentrl.learner.algorithms import (
     generalized_advantages,
     subtract_group_mean,
     subtract_mean_of_others,
-    unit_variance_scale,
     whiten,
 )
 
@@ -289,14 +288,3 @@ def test_whiten_reads_the_masked_entries_only():
     assert abs(white[mask].mean().item()) < 1e-6
     assert abs(white[mask].var().item() - 1) < 1e-4
     assert not white[~mask].any()
-
-
-def test_unit_variance_of_nothing_one_two_and_equals():
-    x = tensor([[3.0, NAN, 5.0]])
-    for mask, expected in (
-        ([[False, False, False]], 1.0),
-        ([[True, False, False]], 1.0),
-        ([[True, False, True]], 0.5**0.5),
-    ):
-        assert unit_variance_scale(x, tensor(mask)) == pytest.approx(expected)
-    assert unit_variance_scale(torch.full((4,), 2.5), torch.ones(4, dtype=torch.bool)) == 1

@@ -11,7 +11,7 @@ from support.trajectories import row
 
 from agentrl.config import load_config
 from agentrl.demo.arithmetic import rows as demo_rows
-from agentrl.plan import make_plan
+from agentrl.preflight import make_plan
 from agentrl.rewards.leaks import find_leaks
 from agentrl.trajectory import Message
 

@@ -15,7 +15,7 @@ from support.needs import needs_sandbox
 from agentrl import sandbox
 from agentrl.config import SandboxConfig, load_config
 from agentrl.errors import ConfigError, SandboxError
-from agentrl.plan import describe_run, make_plan
+from agentrl.preflight import describe_run, make_plan
 from agentrl.sandbox.settings import open_sandbox
 
 UNSAFE = "sandbox.backend=unsafe-subprocess"

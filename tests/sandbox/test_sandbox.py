@@ -28,6 +28,7 @@ from support.cheats import (
     scores,
 )
 from support.needs import needs_sandbox
+from support.sandbox_conformance import CHECKS
 
 from agentrl import sandbox
 from agentrl.config import SandboxConfig
@@ -36,7 +37,6 @@ from agentrl.sandbox import Limits
 from agentrl.sandbox.bubblewrap import Child
 from agentrl.sandbox.settings import open_sandbox
 from agentrl.sandbox.uids import has_processes, process_uids
-from agentrl.testing.sandbox_conformance import CHECKS
 
 ROOT = Path(__file__).parents[2]
 

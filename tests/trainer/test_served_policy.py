@@ -113,7 +113,7 @@ COMMANDS = {
     "eval": ["eval", "-c", "{run}/config.yaml"],
     "play": ["play", "-c", "{run}/config.yaml", "-n", "1"],
     "generate": ["generate", "-c", "{run}/config.yaml", "--output", "{out}/answers.parquet"],
-    "chat": ["chat", "-c", "{run}/config.yaml"],
+    "chat": ["play", "chat", "-c", "{run}/config.yaml"],
     "serve": ["serve", "-c", "{run}/config.yaml", "--check", "1"],
     "train": ["train", "-c", "{run}/config.yaml", "--output", "{out}/new", "trainer.val_only=true"],
 }

@@ -23,7 +23,7 @@ from agentrl.chat import ChatTemplate
 from agentrl.data import RowOrder
 from agentrl.engine.scripted import Scripted
 from agentrl.errors import EngineError, RunStopped, UserCodeError
-from agentrl.plan import Plan, describe_run
+from agentrl.preflight import Plan, describe_run
 from agentrl.rewards import Scorer, reward
 from agentrl.rollout import PlayedSample, Rollouts
 from agentrl.tools import LocalToolbox

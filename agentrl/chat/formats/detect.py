@@ -114,7 +114,7 @@ def explain_unknown_format(template: ChatTemplate) -> str:
         f"{finding}. agentrl reads: {', '.join(sorted(FORMATS))}. Set rollout.tool_format to one of"
         f" these if the prompts teach it, or to sglang:{sglang or 'NAME'} for one of SGLang's"
         " parsers, or set agent_name=react in the rows, which shows tools and results as text. For"
-        " models with ChatML's tokens, `agentrl check-template MODEL --with-tools hermes` writes a"
+        " models with ChatML's tokens, `agentrl check template MODEL --with-tools hermes` writes a"
         " template that shows tools"
     )
 

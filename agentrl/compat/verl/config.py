@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agentrl.compat.verl.hydra import read_config, resolve
+from agentrl.compat.verl.hydra import read_verl_config, resolve
 from agentrl.config import FIELDS
 from agentrl.config.environment import hide_secrets, map_leaves, replace_texts
-from agentrl.config.sections import TRACKERS
 from agentrl.config.sources import Setting, assignment, read_overrides
+from agentrl.config.trackers import TRACKERS
 from agentrl.config.verl_keys import (
     CHANGED,
     DEFAULTS,
@@ -102,7 +102,7 @@ def translate(
         flags: the values of agentrl's keys that options of the command line set.
     """
     translation = Translation()
-    settings = read_config(file, translation.mistakes)
+    settings = read_verl_config(file, translation.mistakes)
     verls_key = {ours: verls for verls, ours in reversed(RENAMED.items())}
     verls_key["data.train"] = "data.train_files"
     agentrl_settings: list[Setting] = []
@@ -625,8 +625,6 @@ def _rows(t: _Translator) -> None:
     for path, ours in (("data.train_files", "data.train"), ("data.val_files", "data.val")):
         if paths := _files(t, path):
             t.take(ours, paths if len(paths) > 1 else paths[0], path)
-    if "trainer.total_training_steps" not in t.settings:
-        t.take("data.drop_last", True)
 
 
 def _files(t: _Translator, path: str) -> list[str]:

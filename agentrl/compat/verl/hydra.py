@@ -43,7 +43,7 @@ def is_verl_config(file: str) -> bool:
     )
 
 
-def read_config(file: str, mistakes: list[str]) -> dict[str, Setting]:
+def read_verl_config(file: str, mistakes: list[str]) -> dict[str, Setting]:
     """Return the settings of a config of verl's and of the files that its `defaults` name.
 
     Args:
@@ -72,7 +72,7 @@ def read_config(file: str, mistakes: list[str]) -> dict[str, Setting]:
         if name.startswith("ppo_") or all(re.split("[@/]", str(g))[0] in _GROUPS for g in groups):
             continue
         if name and included.is_file() and included.resolve() != Path(file).resolve():
-            merged |= read_config(str(included), mistakes)
+            merged |= read_verl_config(str(included), mistakes)
         else:
             mistakes.append(
                 f"defaults: {entry!r} ({defaults.source}): must be verl's ppo_trainer, _self_ or"

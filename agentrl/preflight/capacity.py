@@ -12,8 +12,8 @@ from agentrl import open_files, registry
 from agentrl.config import file_names
 from agentrl.errors import ConfigError
 from agentrl.open_files import RESERVED
-from agentrl.plan import Plan, rewards_with_programs
 from agentrl.plural import plural
+from agentrl.preflight.plan import Plan, rewards_with_programs
 from agentrl.tools.descriptors import descriptors_of_connections, descriptors_of_programs
 
 MIN_CONNECTIONS = 256

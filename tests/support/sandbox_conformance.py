@@ -1,13 +1,5 @@
 """Conformance checks for sandbox backends. They run real programs in a sandbox.
 
-In a test of your own backend::
-
-    from agentrl.testing.sandbox_conformance import CHECKS
-
-    @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.name)
-    async def test_it_conforms(check):
-        await check.run(MySandbox())
-
 Checks with `isolating` apply to backends that isolate programs from this machine, checks with
 `boxes` to backends that have boxes, and checks with `limits` to backends that enforce all `Limits`.
 """

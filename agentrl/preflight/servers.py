@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from agentrl.errors import AgentRLError
 from agentrl.http import fetch
-from agentrl.plan import Plan
+from agentrl.preflight.plan import Plan
 
 TIMEOUT_SECONDS = 5.0
 """The time limit of an answer. All servers are asked at the same time."""

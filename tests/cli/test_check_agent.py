@@ -1,4 +1,4 @@
-"""`agentrl gateway check` names what is wrong with an agent."""
+"""`agentrl check agent` names what is wrong with an agent."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def check(tmp_path, monkeypatch):
     def run(change: str = "", *options: str) -> tuple[int, str]:
         script = tmp_path / "my_agent.py"
         script.write_text(AGENT % change)
-        command = ["gateway", "check", *options, "--", sys.executable, str(script)]
+        command = ["check", "agent", *options, "--", sys.executable, str(script)]
         result = CliRunner().invoke(app, command)
         if result.exception and not isinstance(result.exception, SystemExit):
             raise result.exception
@@ -237,10 +237,10 @@ def test_rows_of_a_file(check, tmp_path):
 
 
 def test_a_time_of_0_is_refused():
-    result = CliRunner().invoke(app, ["gateway", "check", "--timeout", "0", "--", "ls"])
+    result = CliRunner().invoke(app, ["check", "agent", "--timeout", "0", "--", "ls"])
     assert "rollout.timeout_s=0.0" in str(result.exception)
 
 
 def test_an_agent_must_be_named():
-    result = CliRunner().invoke(app, ["gateway", "check"])
+    result = CliRunner().invoke(app, ["check", "agent"])
     assert "agent.command" in str(result.exception)

@@ -1,4 +1,4 @@
-"""`agentrl gateway check`: play your own agent against a scripted policy."""
+"""`agentrl check agent`: play your own agent against a scripted policy."""
 
 from __future__ import annotations
 
@@ -10,20 +10,12 @@ import typer
 from agentrl.cli.options import ConfigFile, PlayedDataset
 from agentrl.terminal import echo
 
-app = typer.Typer(help="Check agents of your own, which play rows with agent_name: external.")
-
 QUESTION = "How much is 3*4?"
 OVERRIDE = re.compile(r"\w+(\.\w+)+=")
 """The beginning of a config key with its value."""
 
 
-@app.callback()
-def _group() -> None:
-    """Make `check` a command of its own although it is the only one."""
-
-
-@app.command("check")
-def check(
+def check_agent(
     command: Annotated[
         list[str] | None,
         typer.Argument(
@@ -63,11 +55,11 @@ def check(
     cleanly, 1 if there are problems.
 
     Examples:
-        agentrl gateway check -- python my_agent.py
+        agentrl check agent -- python my_agent.py
 
-        agentrl gateway check --dataset rows.jsonl -n 3 --model Qwen/Qwen3-8B -- python my_agent.py
+        agentrl check agent --dataset rows.jsonl -n 3 --model Qwen/Qwen3-8B -- python my_agent.py
 
-        agentrl gateway check rollout.max_turns=4 -- python my_agent.py
+        agentrl check agent rollout.max_turns=4 -- python my_agent.py
     """
     import asyncio
     import shlex
@@ -78,7 +70,7 @@ def check(
     from agentrl.cli.options import resolve_model
     from agentrl.config import load_config
     from agentrl.data import load_samples
-    from agentrl.gateway.agent import check_agent
+    from agentrl.gateway.agent import check_agent as check_settings
     from agentrl.gateway.check import check_agent_against_script
     from agentrl.testing import byte_tokenizer
     from agentrl.trajectory import Message, Sample
@@ -100,7 +92,7 @@ def check(
     settings = load_config(
         str(config) if config else None, overrides, {k: v for k, v in keys.items() if v}
     )
-    check_agent(settings.agent)
+    check_settings(settings.agent)
     tokenizer = load_template(settings).tokenizer if settings.model.path else byte_tokenizer()
     if dataset:
         samples = [*islice((s for file in dataset for s in load_samples(file)), n)]

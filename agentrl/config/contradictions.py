@@ -1,0 +1,239 @@
+"""Combinations of values that are refused, because the keys contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agentrl.config.sections import Config
+
+MAX_UNCORRECTED_MISMATCH = 0.2
+"""The mean difference of logprobs, in nats, above which a run must correct its updates."""
+GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "turn_rloo")
+"""Advantage estimators that compare the rollouts of a prompt with each other."""
+
+
+def contradictions(c: Config) -> Iterator[str]:
+    """Yield a message for each combination of values that is refused, with the fix."""
+    for check in (
+        _agent_contradictions,
+        _kl_contradictions,
+        _algorithm_contradictions,
+        _trainer_contradictions,
+        _engine_contradictions,
+        _staleness_contradictions,
+        _filter_contradictions,
+        _reward_contradictions,
+    ):
+        yield from check(c)
+
+
+def _agent_contradictions(c: Config) -> Iterator[str]:
+    if c.agent.command and c.agent.python:
+        yield (
+            f"agent.command={c.agent.command!r} and agent.python={c.agent.python}: set one of them"
+        )
+    if c.agent.python and c.agent.reward == "exit":
+        yield (
+            f"agent.reward=exit with agent.python={c.agent.python}: a function has no exit code."
+            " Set agent.reward=post and return the reward, or use agent.command"
+        )
+
+
+def _kl_contradictions(c: Config) -> Iterator[str]:
+    a = c.algorithm
+    if a.kl_loss_coef > 0 and a.kl_reward_coef > 0:
+        yield (
+            f"algorithm.kl_loss_coef={a.kl_loss_coef} and algorithm.kl_reward_coef="
+            f"{a.kl_reward_coef} penalize the same KL twice. Set one of them to 0"
+        )
+    if a.kl_type != "k1" and a.kl_reward_coef > 0 and not a.kl_loss_coef:
+        yield (
+            f"algorithm.kl_type={a.kl_type} in the reward does not keep the policy near the"
+            f" reference: only k1 works there (algorithm.kl_reward_coef={a.kl_reward_coef}). Set"
+            " algorithm.kl_type=k1, or penalize the loss with algorithm.kl_loss_coef"
+        )
+    if a.kl_type == "k1" and a.kl_loss_coef > 0:
+        yield (
+            "algorithm.kl_type=k1 in the loss has an expected gradient of 0:"
+            f" algorithm.kl_loss_coef={a.kl_loss_coef} would only add noise. Set"
+            " algorithm.kl_type=k2 or k3, or penalize the reward with algorithm.kl_reward_coef"
+        )
+    rollouts = c.rollouts_of_step
+    if a.kl_target and rollouts >= 5 * a.kl_horizon:
+        yield (
+            f"algorithm.kl_horizon={a.kl_horizon} is so small compared with the {rollouts} rollouts"
+            " of a step that a single step could make the KL weight negative. Set it to"
+            f" {10 * rollouts} (10 steps) or more"
+        )
+
+
+def _algorithm_contradictions(c: Config) -> Iterator[str]:
+    a, rollouts = c.algorithm, c.rollouts_of_step
+    if c.val.temperature == 0 and c.val.n > 1:
+        yield f"val.temperature=0 is greedy: all val.n={c.val.n} rollouts are equal. Set val.n=1"
+    if a.adv_estimator in GROUP_ESTIMATORS and c.rollout.n < 2 and not c.trainer.val_only:
+        yield (
+            f"rollout.n=1: algorithm.adv_estimator={a.adv_estimator} compares the rollouts of a"
+            " prompt, so that every advantage would be 0. Set rollout.n to 2 or more"
+        )
+    if a.mini_batch_size > rollouts:
+        yield (
+            f"algorithm.mini_batch_size={a.mini_batch_size} is more than the rollouts of a batch:"
+            f" data.batch_size={c.data.batch_size} times rollout.n={c.rollout.n}. Set it to 0 for"
+            " one optimizer step per batch. From a config of verl's, it is rollout.n times"
+            " actor_rollout_ref.actor.ppo_mini_batch_size (256 by default)"
+        )
+    if a.tis_mode == "mask" and a.tis_cap == 1:
+        yield (
+            "algorithm.tis_mode=mask with algorithm.tis_cap=1 masks every token whose logprobs in"
+            " engine and trainer differ at all. Set algorithm.tis_cap above 1"
+        )
+
+
+def _trainer_contradictions(c: Config) -> Iterator[str]:
+    t = c.trainer
+    if t.val_only and not c.data.val:
+        yield "trainer.val_only=true needs validation rows. Set data.val (--val-dataset)"
+    if t.nnodes > 1 and not t.ray_address:
+        yield (
+            f"trainer.nnodes={t.nnodes}: a run can start a Ray cluster on this machine only. Start"
+            " one on all machines (`ray start`) and set trainer.ray_address"
+        )
+    if t.total_steps and (late := [step for step in t.profile_steps if step > t.total_steps]):
+        yield (
+            f"trainer.profile_steps={late}: the run ends after step {t.total_steps}"
+            " (trainer.total_steps). Choose earlier steps"
+        )
+    if t.keep_best and t.save_freq == "never":
+        yield (
+            f"trainer.keep_best={t.keep_best} with trainer.save_freq=never: no checkpoint is saved."
+            " Set trainer.save_freq=0"
+        )
+    if t.max_restarts and t.save_freq in (0, "never"):
+        yield (
+            f"trainer.max_restarts={t.max_restarts} with trainer.save_freq={t.save_freq}: a run"
+            " that crashed would start from the beginning. Set trainer.save_freq=auto"
+        )
+
+
+def _reward_contradictions(c: Config) -> Iterator[str]:
+    r = c.reward
+    if r.overlong_buffer > c.rollout.max_trajectory_tokens:
+        yield (
+            f"reward.overlong_buffer={r.overlong_buffer} is more than"
+            f" rollout.max_trajectory_tokens={c.rollout.max_trajectory_tokens}: every rollout would"
+            " get a penalty. Set it to a part of that, such as a fifth"
+        )
+    if r.function and r.functions:
+        yield (
+            f"reward.function={r.function} and reward.functions={{{', '.join(r.functions)}}} are"
+            f" both set. Move {r.function} with a weight to reward.functions"
+        )
+    if r.functions and not any(r.functions.values()):
+        yield "reward.functions: all weights are 0, so that all rewards are 0. Set one of them"
+    if not (r.outcome_weight or r.turn_weight or r.tool_weight):
+        yield (
+            "reward.outcome_weight, reward.turn_weight and reward.tool_weight are all 0, so that"
+            " all rewards are 0. Set one of them"
+        )
+
+
+def _filter_contradictions(c: Config) -> Iterator[str]:
+    """Yield a message for each value that `filter_groups` does not work with.
+
+    The run must decide right after the rollouts of a group whether the group has a learning signal.
+    """
+    a, d = c.algorithm, c.data
+    if not a.filter_groups:
+        return
+    reasons = {
+        "gae": "the critic's values differ between tokens",
+        "reinforce_plus_plus": "it compares rollouts with those of other prompts",
+    }
+    if reason := reasons.get(a.adv_estimator):
+        yield (
+            "algorithm.filter_groups=true removes groups whose rewards are all equal. With"
+            f" algorithm.adv_estimator={a.adv_estimator} these have a learning signal: {reason}."
+            " Set algorithm.filter_groups=false"
+        )
+    if a.kl_reward_coef:
+        yield (
+            f"algorithm.kl_reward_coef={a.kl_reward_coef} makes the rewards of a group differ, so"
+            " that algorithm.filter_groups=true removes no group. Penalize the loss instead with"
+            " algorithm.kl_loss_coef, or set algorithm.filter_groups=false"
+        )
+    max_prompts = (d.gen_batch_size or d.batch_size) * a.max_gen_batches
+    if max_prompts < d.batch_size:
+        yield (
+            f"data.gen_batch_size={d.gen_batch_size} times algorithm.max_gen_batches="
+            f"{a.max_gen_batches} is less than data.batch_size={d.batch_size}. Increase one of the"
+            " first two"
+        )
+
+
+def _staleness_contradictions(c: Config) -> Iterator[str]:
+    """Yield a message for each value that rollouts in the background do not work with."""
+    r, staleness = c.rollout, f"trainer.max_staleness={c.trainer.max_staleness}"
+    if not c.trainer.max_staleness:
+        if r.max_in_flight:
+            yield (
+                f"rollout.max_in_flight={r.max_in_flight} has no effect with {staleness}: a step"
+                " plays all its episodes at the same time. Remove it, or decrease data.batch_size"
+            )
+        return
+    group = r.n + (c.algorithm.adv_estimator == "remax")
+    if 0 < r.max_in_flight < group:
+        yield (
+            f"rollout.max_in_flight={r.max_in_flight} is less than the {group} rollouts of a row,"
+            f" which are played together. Set it to {group} or more, or to 0 for no limit"
+        )
+    if r.name == "vllm" and not c.model.lora_rank:
+        yield (
+            f"{staleness} with rollout.name=vllm needs LoRA (model.lora_rank): vLLM can get all"
+            " weights only while no turn is in flight. Set rollout.name=sglang or"
+            " trainer.max_staleness=0"
+        )
+    if r.sleep != "none":
+        yield (
+            f"rollout.sleep={r.sleep} with {staleness}: rollouts go on while the trainer computes,"
+            " so that no memory can be released. Set rollout.sleep=none"
+        )
+    if r.deterministic:
+        yield (
+            f"rollout.deterministic=true with {staleness}: rollouts depend on when new weights"
+            " arrive. Set rollout.deterministic=false or trainer.max_staleness=0"
+        )
+    if not c.algorithm.tis_cap:
+        yield (
+            f"algorithm.tis_cap=0 with {staleness}: older versions of the policy sample a part of"
+            " the tokens, which only importance weights correct. Set algorithm.tis_cap=2"
+        )
+
+
+def _engine_contradictions(c: Config) -> Iterator[str]:
+    r = c.rollout
+    if r.max_mismatch > MAX_UNCORRECTED_MISMATCH and not c.algorithm.tis_cap:
+        yield (
+            f"algorithm.tis_cap=0 with rollout.max_mismatch={r.max_mismatch:g}: above"
+            f" {MAX_UNCORRECTED_MISMATCH:g} nats only importance weights correct the updates. Set"
+            " algorithm.tis_cap=2"
+        )
+    if r.urls and r.sync in ("ipc", "nccl"):
+        yield (
+            f"rollout.sync={r.sync} works only with servers that the run starts. Servers of"
+            " rollout.urls read weights from files (rollout.sync=disk), which they must be able to"
+            " read"
+        )
+    if r.name == "vllm" and r.sync in ("ipc", "nccl"):
+        yield (
+            f"rollout.sync={r.sync} is not supported with rollout.name=vllm: set rollout.sync=disk"
+        )
+    if c.trainer.placement == "separate" and r.sleep != "none":
+        yield (
+            f"rollout.sleep={r.sleep}: with trainer.placement=separate no server shares a GPU with"
+            " the learner. Set rollout.sleep=none"
+        )
+    if r.name == "vllm" and r.sleep != "none":
+        yield f"rollout.sleep={r.sleep} is not supported with rollout.name=vllm: set it to none"

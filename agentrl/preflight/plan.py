@@ -1,0 +1,360 @@
+"""Load and check the rows, tools and rewards of a run before a model is loaded.
+
+`agentrl check`, `train`, `eval`, `generate` and `play` all start here. So a typo in the last row of
+the validation set costs seconds, and not the minutes that a model takes to load.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import chain
+from pathlib import Path
+from typing import TypeVar
+
+from agentrl import registry, sandbox
+from agentrl.config import FIELDS, Config, file_names, row_files
+from agentrl.config.environment import REFERENCE
+from agentrl.data import (
+    ColumnNames,
+    Kind,
+    Rows,
+    find_kinds,
+    load_checked,
+    parts_to_check,
+    row_order,
+)
+from agentrl.errors import ConfigError, DataError, UserError
+from agentrl.gateway.agent import check_agent, describe_sample
+from agentrl.plural import plural
+from agentrl.rewards import Scorer, check_graders
+from agentrl.rewards.leaks import find_leaks
+from agentrl.terminal import echo
+from agentrl.tools import LocalToolbox
+from agentrl.trajectory import Sample
+
+T = TypeVar("T")
+log = logging.getLogger("agentrl")
+EXTERNAL = "external"
+"""The loop whose agent is another program. It sends tools and messages of its own."""
+ANSWER_NAMES = ("answer", "solution", "label", "target", "final_answer", "expected_answer")
+"""Names of the column of ground truths in datasets of other projects."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run after its checks: the config, the rows and the scorer."""
+
+    config: Config
+    train: Sequence[Sample]
+    val: Sequence[Sample]
+    scorer: Scorer
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """The kinds of rows, those for training first."""
+        return [*find_kinds(self.train), *find_kinds(self.val)]
+
+    @property
+    def splits(self) -> list[tuple[str, Sequence[Sample]]]:
+        """The rows for training and those for validation, with the names of their files."""
+        data = self.config.data
+        return [(file_names(data.train), self.train), (file_names(data.val), self.val)]
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the training rows; "" if they are not from files."""
+        return self.train.fingerprint if isinstance(self.train, Rows) else ""
+
+    @property
+    def epoch_rows(self) -> int:
+        """The number of rows in an epoch: files with a weight are played more or less often."""
+        return row_order(self.train, self.config.trainer.seed).epoch_rows
+
+    @property
+    def total_steps(self) -> int:
+        """The number of training steps: `trainer.total_steps`, or as many as `total_epochs` take.
+
+        A step counts as one batch, even if more rows are played to fill it. The last batch may
+        contain rows of one more epoch.
+        """
+        trainer, data = self.config.trainer, self.config.data
+        if trainer.total_steps:
+            return trainer.total_steps
+        rows = row_order(self.train, 0).first(trainer.total_epochs)
+        return max(1, -(-rows // data.batch_size))
+
+
+def make_plan(config: Config) -> Plan:
+    """Load the user's files and rows, and check all of them.
+
+    Raises:
+        UserError: the message lists all mistakes.
+    """
+    for path in FIELDS:
+        if match := REFERENCE.search(str(config.value(path))):
+            raise ConfigError(f"{path}: the environment variable {match[1]} is not set")
+    if not config.data.train and not config.data.val:
+        raise ConfigError("no rows: set --dataset FILE (data.train), .parquet or .jsonl")
+    problems = load_files(config)
+    all_files_loaded = not problems
+    for name, where in registry.interactions.replaced().items():
+        log.warning("the interaction %r is that of %s, not the shipped one", name, where)
+    if all_files_loaded:
+        problems += _find_unknown_names(config)
+    scorer = _make_scorer(config, problems)
+    rows = _load_rows(config, problems, all_files_loaded)
+    parts = [part for split in rows for part in parts_to_check(split)]
+    names = {kind.sample.agent_name for split in rows for kind in find_kinds(split)}
+    if EXTERNAL in names:
+        _check_external(config, problems)
+        every = chain.from_iterable(samples() for _, _, samples in parts)
+        _attempt(partial(_check_agent_keys, config.agent.extra_info, every), problems)
+    elif names and (config.agent.command or config.agent.python):
+        key = "agent.command" if config.agent.command else "agent.python"
+        problems.append(
+            f"{key} is set, but no row has agent_name external: they have"
+            f" {', '.join(sorted(names))}. Add the column, or set data.agent_name=external for rows"
+            f" without one, or remove {key}"
+        )
+    if scorer and all_files_loaded:
+        for file, first, samples in parts:
+            graded = (s for s in samples() if not _reports_outcome(s, config))
+            _attempt(partial(check_graders, graded, scorer, file, first), problems)
+    if problems or scorer is None:
+        raise DataError("\n".join(problems))
+    for file, first, samples in parts:
+        for leak in find_leaks(samples(), _tools_text(), file, first):
+            log.warning("%s", leak)
+    plan = Plan(config, rows[0], rows[1], scorer)
+    _note_unread_answers(plan)
+    _note_unused_tools(plan)
+    sandbox.configure(config.sandbox)
+    programs = programs_of(plan)
+    if programs and (problem := sandbox.probe(config.sandbox)):
+        raise ConfigError(
+            f"{', '.join(programs)} of these rows run programs, but"
+            f" sandbox.backend={config.sandbox.backend} does not work here: {problem}"
+        )
+    return plan
+
+
+def _check_external(config: Config, problems: list[str]) -> None:
+    """Check the agent of the rows with the loop `external`; add mistakes to `problems`."""
+    _attempt(partial(check_agent, config.agent), problems)
+    if config.rollout.deterministic:
+        problems.append(
+            "rollout.deterministic=true: rows with agent_name external cannot be repeated bit for"
+            " bit, because the time at which an agent sends a request decides which turns are"
+            " computed together. Set rollout.deterministic=false"
+        )
+
+
+def _check_agent_keys(keys: Sequence[str], samples: Iterable[Sample]) -> None:
+    """Raise `DataError` if agents cannot get the keys of `agent.extra_info`, or no row has one."""
+    known: set[str] = set()
+    for sample in samples if keys else ():
+        if sample.agent_name == EXTERNAL:
+            describe_sample(sample, keys)
+            known |= {*sample.extra}
+    if unknown := [key for key in keys if key not in known]:
+        raise DataError(
+            f"agent.extra_info names {', '.join(unknown)}, but no row with agent_name external has"
+            f" it in its extra_info. Keys of the rows: {', '.join(sorted(known)) or 'none'}"
+        )
+
+
+def _reports_outcome(sample: Sample, config: Config) -> bool:
+    """Return whether no grader scores a row, because its agent reports the outcome."""
+    return sample.agent_name == EXTERNAL and config.agent.reward != "grader"
+
+
+def _note_unread_answers(plan: Plan) -> None:
+    """Warn if no row has a ground truth, but a column has the name of one (TRL's rows)."""
+    for path, samples in plan.splits:
+        firsts = [kind.sample for kind in find_kinds(samples)]
+        if any(sample.ground_truth is not None for sample in firsts):
+            continue
+        names = {name for sample in firsts for name in sample.extra}
+        for name in [name for name in ANSWER_NAMES if name in names][:1]:
+            log.warning(
+                "%s: no row has a ground_truth. The column %r is in extra_info only. If rewards"
+                " need it as the ground truth, rename it:"
+                " agentrl data convert FILE OUTPUT --rename %s=ground_truth",
+                path,
+                name,
+                name,
+            )
+
+
+def _note_unused_tools(plan: Plan) -> None:
+    """Warn of rows whose loop uses tools, but which have none although files define some."""
+    names = ", ".join(name for name, _ in registry.tools.items())
+    for path, samples in plan.splits:
+        kinds = [kind for kind in find_kinds(samples) if not kind.sample.tools]
+        uses_tools = [registry.agent_loops.get(k.sample.agent_name).uses_tools for k in kinds]
+        count = sum(len(k.rows) for k, uses in zip(kinds, uses_tools, strict=True) if uses)
+        if names and count:
+            log.warning(
+                "%s: %s without tools, whose agent loop uses tools, although the files define %s:"
+                " the policy sees no tool in these rows. Name a row's tools in its column tools;"
+                " data.tools=all gives all of them to each row without this column",
+                path,
+                plural(count, "row"),
+                names,
+            )
+
+
+def load_files(config: Config) -> list[str]:
+    """Load the user's files, and return the mistakes in them. A loaded file is not run again."""
+    problems: list[str] = []
+    for file in config.files:
+        _attempt(partial(registry.load_file, file), problems)
+    return problems
+
+
+CODE_KEYS = ("reward.function", "agent.command", "agent.python", "rollout.python", "sandbox.python")
+"""The keys, apart from `files`, that name code or programs."""
+
+
+def find_code(config: Config, run: Config) -> list[str]:
+    """Return the code and programs of a config that come from the config of a run."""
+    keys = [key for key in CODE_KEYS if run.value(key) != Config().value(key)]
+    return [file for file in config.files if file in run.files] + [
+        config.stored_value(key) for key in keys if config.value(key) == run.value(key)
+    ]
+
+
+def announce_files(config: Path, files: Sequence[str]) -> None:
+    """Print which files are loaded because the config of a run names them, not the user."""
+    if files:
+        echo(f"loads {', '.join(files)}: {config} names them", err=True)
+
+
+def find_problems(
+    config: Config, *, are_files_loaded: bool, is_reward_valid: bool = True
+) -> list[str]:
+    """Return the mistakes in rewards, names and rows that do not depend on other keys.
+
+    A command reports them together with the mistakes of a config that is not valid as a whole.
+
+    Args:
+        config: the config; its files were loaded.
+        are_files_loaded: False if a file did not load. Names are not checked then, because the file
+            may define them.
+        is_reward_valid: whether the section `reward` is valid as a whole. If not, rewards are not
+            checked.
+    """
+    problems: list[str] = []
+    if are_files_loaded:
+        problems += _find_unknown_names(config)
+        if is_reward_valid:
+            _make_scorer(config, problems)
+    _load_rows(config, problems, are_files_loaded)
+    return problems
+
+
+def _find_unknown_names(config: Config) -> list[str]:
+    """Return the mistakes in the config's names of estimators, losses and interactions."""
+    algorithm = config.algorithm
+    references = [
+        ("algorithm.adv_estimator", registry.advantage_estimators, algorithm.adv_estimator),
+        ("algorithm.policy_loss", registry.policy_losses, algorithm.policy_loss),
+        *(("interaction.kwargs", registry.interactions, n) for n in config.interaction.kwargs),
+    ]
+    return [f"{key}: {kind.explain_unknown(n)}" for key, kind, n in references if n not in kind]
+
+
+def _make_scorer(config: Config, problems: list[str]) -> Scorer | None:
+    """Return the run's rewards; add their mistakes to `problems` and return None."""
+    rollout = config.rollout
+    return _attempt(
+        partial(Scorer, config.reward, rollout.budget_policy, rollout.max_trajectory_tokens),
+        problems,
+    )
+
+
+def _attempt(work: Callable[[], T], problems: list[str]) -> T | None:
+    """Call `work` and return its result; add a `UserError` to `problems` and return None."""
+    try:
+        return work()
+    except UserError as e:
+        problems.append(str(e))
+        return None
+
+
+def _load_rows(
+    config: Config, problems: list[str], are_files_loaded: bool
+) -> list[Sequence[Sample]]:
+    """Load and check the rows for training and for validation; add mistakes to `problems`.
+
+    If a file does not load, its names are missing, so the names in the rows are not checked.
+    """
+    rows: list[Sequence[Sample]] = []
+    data = config.data
+    names = ColumnNames(data.prompt_key, data.reward_fn_key)
+    for source in (data.train, data.val):
+        load = partial(
+            load_checked,
+            row_files(source),
+            data.agent_name,
+            config.interaction.kwargs,
+            names,
+            are_files_loaded=are_files_loaded,
+            tools=data.tools,
+        )
+        rows.append((_attempt(load, problems) if source else None) or [])
+    return rows
+
+
+def programs_of(plan: Plan) -> list[str]:
+    """Return the tools and rewards of the rows that run programs in this machine's sandbox.
+
+    With `tools.url`, the tools use the sandbox of that server, so they are left out.
+    """
+    names = {name for kind in plan.kinds for name in kind.sample.tools}
+    tools = [
+        f"the tool {name}"
+        for name in sorted(names if not plan.config.tools.url else ())
+        if "sandbox" in registry.tools.get(name).injected
+    ]
+    return tools + [f"the reward {name}" for name in rewards_with_programs(plan)]
+
+
+def rewards_with_programs(plan: Plan) -> list[str]:
+    """Return the names of the rewards of the rows that run programs."""
+    names = []
+    for source in sorted({kind.sample.data_source for kind in plan.kinds}):
+        with suppress(DataError):  # `make_plan` refuses rows without a reward
+            names += [g.name for g in plan.scorer.graders(source) if g.options.sandbox]
+    return list(dict.fromkeys(names))
+
+
+def _tools_text() -> Callable[[Sample], str]:
+    """Return a function from a row to the text of its tools that the model reads."""
+    toolbox = LocalToolbox()
+
+    @cache
+    def text(names: tuple[str, ...]) -> str:
+        return json.dumps(toolbox.schemas(names), ensure_ascii=False).replace("\\\\", "\\")
+
+    return lambda sample: text(sample.tools) if sample.tools else ""
+
+
+def check_policy_learns(plan: Plan) -> None:
+    """Refuse a run that ends before the first optimizer step of its policy.
+
+    Raises:
+        ConfigError: all steps train the critic alone.
+    """
+    warmup, steps = plan.config.algorithm.critic_only_steps, plan.total_steps
+    if plan.train and not plan.config.trainer.val_only and warmup >= steps:
+        raise ConfigError(
+            f"algorithm.critic_warmup={warmup} of {steps} steps: the policy would never be"
+            " trained. Set it lower, or train for more steps (trainer.total_steps,"
+            " trainer.total_epochs)"
+        )
