@@ -121,8 +121,8 @@ def test_a_filtered_run_resumes_bit_for_bit(start, tmp_path, monkeypatch):
     assert record(tmp_path / "resumed") == record(tmp_path / "straight")
     rounds = series(tmp_path / "straight", "training/filter_groups/rounds")
     assert len(set(rounds)) > 1, "a step's rows do not follow from its number"
-    assert straight.position == resumed.position == 3 * sum(rounds)
-    assert series(tmp_path / "straight", "training/epoch")[-1] == straight.position / 5
+    assert straight.state.position == resumed.state.position == 3 * sum(rounds)
+    assert series(tmp_path / "straight", "training/epoch")[-1] == straight.state.position / 5
     trained = played(tmp_path / "straight", "train")
     for step, live in enumerate(series(tmp_path / "straight", "training/filter_groups/live"), 1):
         rewards = [reward for s, _, _, _, reward, _ in trained if s == step]
@@ -197,17 +197,17 @@ def test_a_run_resumes_bit_for_bit_after_a_step_without_an_update(
 
 
 def test_the_canary_of_a_local_engine_in_float32_is_short(start, tmp_path, monkeypatch):
-    scored, sampled, score, continue_row = [], [], LocalEngine.score, LocalEngine.continue_row
+    scored, sampled, score, continue_row = [], [], LocalEngine.scores, LocalEngine.continue_row
 
-    async def recorded_score(self, token_ids, temperature=1.0):
+    async def recorded_score(self, token_ids):
         scored.append(len(token_ids))
-        return await score(self, token_ids, temperature)
+        return await score(self, token_ids)
 
     async def recorded_continue_row(self, token_ids, tokens, timeout_s):
         sampled.append((len(token_ids), tokens))
         return await continue_row(self, token_ids, tokens, timeout_s)
 
-    monkeypatch.setattr(LocalEngine, "score", recorded_score)
+    monkeypatch.setattr(LocalEngine, "scores", recorded_score)
     monkeypatch.setattr(LocalEngine, "continue_row", recorded_continue_row)
     start(tmp_path, "reward.function=letters_trainer")
     assert scored == [64] * (1 + STEPS), "one at the start, and one after each update"
