@@ -140,6 +140,7 @@ def _reasons_of_run(c: Config) -> dict[str, str]:
         "optim.offload": on_cpu,
         "reward.overlong_penalty": "" if r.overlong_buffer else "reward.overlong_buffer is 0",
         "reward.overlong_buffer": "" if r.overlong_penalty else "reward.overlong_penalty is 0",
+        "data.drop_last": "trainer.total_steps is set" if t.total_steps else "",
         "trainer.total_epochs": "trainer.total_steps is set" if t.total_steps else "",
         "trainer.profile_steps": "trainer.val_only is true" if t.val_only else "",
         "trainer.patience": "trainer.test_freq is 0" if not t.test_freq else "",

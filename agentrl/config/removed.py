@@ -9,7 +9,6 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "algorithm.whiten_rewards": (
         False, "algorithm.whiten_advantages normalizes the advantages",
     ),
-    "data.drop_last": (False, "trainer.total_steps sets the number of steps"),
     "trainer.watchdog_s": (300.0, "the time is 300 seconds in all runs"),
 }  # fmt: skip
 """For each key its value in all runs today, and the reason. A stored config may have that value."""

@@ -79,6 +79,10 @@ class DataConfig(Section):
     learning signal. 0: batch_size."""
     shuffle: bool = True
     """Shuffle the rows in every epoch. false: the order of the file."""
+    drop_last: bool = False
+    """Round the batches of each epoch down when trainer.total_epochs is turned into steps, as verl
+    does. The run is shorter; batches still continue into the next epoch. false: rows x epochs are
+    rounded up once."""
     agent_name: str = "single_turn"
     """The agent loop of rows without an `agent_name`."""
     tools: Literal["row", "all"] = "row"

@@ -10,6 +10,7 @@ from agentrl.config import AlgorithmConfig, Config
 from agentrl.data import (
     Rows,
     find_kinds,
+    row_order,
     sample_rows,
 )
 from agentrl.gateway.agent import has_slots
@@ -89,6 +90,15 @@ def describe_run(plan: Plan) -> str:
             f"{on_ranks} ({_describe_algorithm(config.algorithm)});"
             f" {plural(plan.total_steps, 'step')}"
         )
+        played = plan.total_steps * config.data.batch_size
+        left_out = plan.rows_of_epochs - played
+        if config.data.drop_last and not config.trainer.total_steps and left_out > 0:
+            never = len(plan.train) - _count_different_rows(plan, played)
+            lines.append(
+                f"data.drop_last=true leaves out {plural(left_out, 'row')} of"
+                f" {plural(config.trainer.total_epochs, 'epoch')}: {plural(never, 'row')}"
+                f" {'is' if never == 1 else 'are'} never played"
+            )
         lines += _describe_extra_rollouts(config)
     if any(kind.sample.agent_name == EXTERNAL for kind in plan.kinds):
         agent = config.stored_value("agent.command") or config.agent.python
@@ -98,6 +108,17 @@ def describe_run(plan: Plan) -> str:
             " cannot be repeated bit for bit"
         )
     return "\n".join(lines)
+
+
+def _count_different_rows(plan: Plan, played: int) -> int:
+    """Return the number of different rows among the first `played` rows of the run."""
+    order = row_order(plan.train, plan.config.trainer.seed, plan.config.data.shuffle)
+    seen: set[int] = set()
+    for position in range(0, played, order.epoch_rows):
+        if len(seen) == len(plan.train):
+            break
+        seen.update(order.take(position, min(order.epoch_rows, played - position)))
+    return len(seen)
 
 
 def _describe_files(rows: Rows) -> Iterator[str]:

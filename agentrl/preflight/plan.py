@@ -80,13 +80,20 @@ class Plan:
         """The number of training steps: `trainer.total_steps`, or as many as `total_epochs` take.
 
         A step counts as one batch, even if more rows are played to fill it. The last batch may
-        contain rows of one more epoch.
+        contain rows of one more epoch; with `data.drop_last`, only whole batches of each epoch
+        count.
         """
         trainer, data = self.config.trainer, self.config.data
         if trainer.total_steps:
             return trainer.total_steps
-        rows = row_order(self.train, 0).first(trainer.total_epochs)
-        return max(1, -(-rows // data.batch_size))
+        if data.drop_last:
+            return trainer.total_epochs * (self.epoch_rows // data.batch_size or 1)
+        return max(1, -(-self.rows_of_epochs // data.batch_size))
+
+    @property
+    def rows_of_epochs(self) -> int:
+        """The number of rows in `trainer.total_epochs` epochs."""
+        return row_order(self.train, 0).first(self.config.trainer.total_epochs)
 
 
 def make_plan(config: Config) -> Plan:

@@ -35,7 +35,7 @@ CONFIG = "config.yaml"
 FORK = "fork.json"
 
 CHANGEABLE_KEYS = frozenset({
-    "data.train", "data.val", "optim.compile", "optim.critic_lr", "optim.lr",
+    "data.drop_last", "data.train", "data.val", "optim.compile", "optim.critic_lr", "optim.lr",
     "optim.lr_final", "optim.lr_warmup_steps", "optim.micro_batch_tokens", "optim.offload",
     "optim.recompute", "reward.timeout_s", "reward.workers", "rollout.engines",
     "rollout.gpu_memory_utilization", "rollout.launch", "rollout.lora", "rollout.python",

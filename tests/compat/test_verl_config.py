@@ -81,7 +81,7 @@ def test_a_config_is_translated_and_reported(tmp_path):
     assert (config.algorithm.kl_loss_coef, config.algorithm.kl_type) == (0.001, "k3")
     assert (config.trainer.logger, config.trainer.save_freq) == (["wandb"], 0)
     short = config_of(translated(tmp_path, "actor_rollout_ref: {rollout: {n: 2}}\n"))
-    assert short.trainer.total_epochs == 30
+    assert short.trainer.total_epochs == 30 and short.data.drop_last
     assert (
         "trainer.total_epochs"
         not in translate(str(tmp_path / "verl.yaml"), ["trainer.total_training_steps=5"]).report()

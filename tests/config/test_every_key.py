@@ -109,6 +109,7 @@ CHANGES = {
     "data.shuffle": ("false", []),
     "data.agent_name": ("react", []),
     "data.tools": ("all", ["data.train={asked_rows}"]),
+    "data.drop_last": ("true", ["trainer.total_steps=0", "data.batch_size=4"]),
     "data.prompt_key": ("question", ["data.train={asked_rows}", "data.val={asked_rows}"]),
     "data.reward_fn_key": ("topic", ["data.train={asked_rows}", "data.val={asked_rows}"]),
     "data.untrusted": ("true", ["data.train={tagged_rows}"]),

@@ -625,6 +625,8 @@ def _rows(t: _Translator) -> None:
     for path, ours in (("data.train_files", "data.train"), ("data.val_files", "data.val")):
         if paths := _files(t, path):
             t.take(ours, paths if len(paths) > 1 else paths[0], path)
+    if "trainer.total_training_steps" not in t.settings:
+        t.take("data.drop_last", True)
 
 
 def _files(t: _Translator, path: str) -> list[str]:
