@@ -139,3 +139,34 @@ def test_there_are_no_utility_modules():
     for file in FILES:
         parts = file.relative_to(PACKAGE).with_suffix("").parts
         assert not {"utils", "util", "helpers", "common", "misc"} & {*parts}, file
+
+
+LONGEST_BODY = 60
+"""The most lines of a function below its signature, without blank lines, comments, imports and
+docstrings: what a reader keeps in mind."""
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef, source: list[str]) -> int:
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    if not body:
+        return 0
+    imported = {
+        line
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    lines = set(range(body[0].lineno, (function.end_lineno or 0) + 1)) - imported
+    return sum(bool(text := source[n - 1].strip()) and text[0] != "#" for n in lines)
+
+
+def test_a_function_fits_on_a_page():
+    long = [
+        f"{name_of(file)}:{node.lineno}: {node.name} has {length} lines"
+        for file in FILES
+        for source in [file.read_text().splitlines()]
+        for node in ast.walk(ast.parse("\n".join(source)))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := body_lines(node, source)) > LONGEST_BODY
+    ]
+    assert not long, "\n".join(long)

@@ -97,11 +97,10 @@ def sft(
     from transformers.utils import logging
 
     from agentrl.chat import ChatTemplate
-    from agentrl.cluster import open_placement
     from agentrl.config import without_effect
     from agentrl.engine.local.load import load_model_config, max_row_length
-    from agentrl.learner.sft import SFTLearner, batches, make_sft_config
-    from agentrl.trainer.sft import ProgressPrinter, load_examples
+    from agentrl.learner.sft import batches, make_sft_config
+    from agentrl.trainer.sft import load_examples
 
     logging.disable_progress_bar()
     template = ChatTemplate.load(path)
@@ -120,14 +119,24 @@ def sft(
     )
     for note in [*without_effect(config), *_note_few_steps(model, steps, lr, config)]:
         echo(f"note: {note}", err=True)
-    with open_placement(config) if config.trainer.spread else nullcontext() as placement:
-        learner = SFTLearner(config, fresh=fresh, placement=placement)
-        _describe(examples, steps, batch_size)
-        learner.fit(batches(examples, batch_size, seed), ProgressPrinter(steps, echo))
-        output.mkdir(parents=True, exist_ok=True)
-        learner.ranks.save_pretrained(output)
+    _describe(examples, steps, batch_size)
+    _train(config, fresh, batches(examples, batch_size, seed), steps, output)
     template.tokenizer.save_pretrained(output)
     echo(f"saved to {output}")
+
+
+def _train(
+    config: Config, fresh: bool, batches: Iterator[Sequence[Example]], steps: int, output: Path
+) -> None:
+    from agentrl.cluster import open_placement
+    from agentrl.learner.sft import SFTLearner
+    from agentrl.trainer.sft import ProgressPrinter
+
+    with open_placement(config) if config.trainer.spread else nullcontext() as placement:
+        learner = SFTLearner(config, fresh=fresh, placement=placement)
+        learner.fit(batches, ProgressPrinter(steps, echo))
+        output.mkdir(parents=True, exist_ok=True)
+        learner.ranks.save_pretrained(output)
 
 
 def _note_few_steps(model: str, steps: int, lr: float | None, config: Config) -> Iterator[str]:

@@ -51,6 +51,16 @@ AnySession = Session | StatelessSession
 SessionOf = Callable[[str], AnySession | None]
 
 
+def _set_outcome(session: AnySession, content: bytes) -> None:
+    """Give a session the reward of a request's body; raises `Refusal` if there is none."""
+    try:
+        session.set_outcome(orjson.loads(content)["reward"])
+    except (orjson.JSONDecodeError, TypeError, KeyError, UserCodeError) as e:
+        sent = content[:100].decode(errors="replace")
+        why = f'send {{"reward": NUMBER}}, not {sent} ({type(e).__name__}: {e})'
+        raise Refusal(400, "reward", why, "reward") from None
+
+
 def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> Starlette:
     """Create the application.
 
@@ -99,21 +109,13 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
         return json_response({"object": "list", "data": [model]})
 
     async def set_reward(request: Request) -> Response:
+        session = None
         try:
             session = find_session(request)
-            content = await _body(request)
+            _set_outcome(session, await _body(request))
         except Refusal as e:
-            return _error(ChatCompletions(), e)
-        try:
-            body = orjson.loads(content)
-            session.set_outcome(body["reward"])
-        except (orjson.JSONDecodeError, TypeError, KeyError, UserCodeError) as e:
-            sent = content[:100].decode(errors="replace")
-            why = f'send {{"reward": NUMBER}}, not {sent} ({type(e).__name__}: {e})'
-            session.refusals.append(Refusal(400, "reward", why, "reward"))
-            return _error(ChatCompletions(), session.refusals[-1])
-        except Refusal as e:
-            session.refusals.append(e)
+            if session is not None:
+                session.refusals.append(e)
             return _error(ChatCompletions(), e)
         return json_response({})
 

@@ -151,16 +151,7 @@ class Grader:
         self._executor = executor or RewardExecutor(RewardConfig())
         self._key = key
         if inspect.isclass(function):
-            self._raise_problems(find_argument_problems(function, self.kwargs))
-            try:
-                with user_code(f"the constructor of the reward {name!r}"):
-                    instance: Any = function(**self.kwargs)
-            except (UserCodeError, UserError) as e:
-                problem = _user_error(e)
-                if isinstance(problem, UserCodeError):
-                    raise problem from None
-                raise ConfigError(f"the reward {name!r} ({key}): {problem}") from None
-            self.function, bound = instance, {}
+            self.function, bound = self._make_instance(function), {}
         else:
             bound = self.kwargs
         parameters = inspect.signature(self.function).parameters
@@ -170,25 +161,7 @@ class Grader:
         self._arguments = [n for n in ARGUMENTS if n in parameters or VAR_KEYWORD in kinds]
         self._is_ours = is_ours = str(getattr(function, "__module__", "")).startswith("agentrl.")
         pools = ["pool"] if is_ours and "pool" in parameters else []
-        if genrm := [n for n in GENRM_ARGUMENTS if n in parameters and n not in bound]:
-            problems = [
-                f"its {' and '.join(genrm)} would be those of verl's generative reward model"
-                " (genrm), which agentrl does not serve. Ask a judge instead (docs/rewards.md)"
-            ]
-        elif self._is_trl:
-            problems = find_argument_problems(self.function, bound, parameters.keys() - bound)
-        elif self.is_compute_score and not options.group:
-            problems = find_argument_problems(self.function, bound, [*ARGUMENTS, *pools])
-        elif kinds and kinds[0] in POSITIONAL:
-            problems = find_argument_problems(self.function, bound, [*parameters][:1])
-        else:
-            first = "list of trajectories" if options.group else "trajectory"
-            verls = "" if options.group else f", or verl's {', '.join(ARGUMENTS)}"
-            problems = [
-                f"its parameters are ({', '.join(parameters)}), but it must take the {first} first"
-                f"{verls}"
-            ]
-        self._raise_problems(problems)
+        self._raise_problems(self._find_problems(parameters, bound, pools))
         self._bound = {**bound, **dict.fromkeys(pools, self._executor.pool)}
         if options.process:
             locate_function(self.function)
@@ -201,6 +174,44 @@ class Grader:
         if is_ours and options.process and options.late is None:
             self._timeout_score = 0.0
         self._runs_inline = is_ours and not self._is_async and not options.process
+
+    def _make_instance(self, function: type) -> Any:
+        """Return an object of a reward that is a class."""
+        self._raise_problems(find_argument_problems(function, self.kwargs))
+        try:
+            with user_code(f"the constructor of the reward {self.name!r}"):
+                return function(**self.kwargs)
+        except (UserCodeError, UserError) as e:
+            problem = _user_error(e)
+            if isinstance(problem, UserCodeError):
+                raise problem from None
+            raise ConfigError(f"the reward {self.name!r} ({self._key}): {problem}") from None
+
+    def _find_problems(
+        self,
+        parameters: Mapping[str, inspect.Parameter],
+        bound: Mapping[str, Any],
+        pools: Sequence[str],
+    ) -> Sequence[str]:
+        """Return why the function cannot be called, if it cannot."""
+        is_group = self.options.group
+        if genrm := [n for n in GENRM_ARGUMENTS if n in parameters and n not in bound]:
+            return [
+                f"its {' and '.join(genrm)} would be those of verl's generative reward model"
+                " (genrm), which agentrl does not serve. Ask a judge instead (docs/rewards.md)"
+            ]
+        if self._is_trl:
+            return find_argument_problems(self.function, bound, parameters.keys() - bound)
+        if self.is_compute_score and not is_group:
+            return find_argument_problems(self.function, bound, [*ARGUMENTS, *pools])
+        if parameters and next(iter(parameters.values())).kind in POSITIONAL:
+            return find_argument_problems(self.function, bound, [*parameters][:1])
+        first = "list of trajectories" if is_group else "trajectory"
+        verls = "" if is_group else f", or verl's {', '.join(ARGUMENTS)}"
+        return [
+            f"its parameters are ({', '.join(parameters)}), but it must take the {first} first"
+            f"{verls}"
+        ]
 
     def _raise_problems(self, problems: Sequence[str]) -> None:
         if problems:

@@ -24,7 +24,7 @@ import logging
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
 from typing import Annotated, Any, Literal
@@ -85,6 +85,34 @@ def describe_function(
             f"{where}: an annotation cannot be evaluated ({e}). Import or define what it names at"
             " the top of the file."
         ) from e
+    try:
+        fields = _make_fields(parameters, hints, descriptions, where)
+        model = create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)
+        raw = model.model_json_schema(schema_generator=_SchemaGenerator)
+    except PydanticUserError as e:
+        problem = str(e).splitlines()[0]
+        raise UserError(f"{where} has a parameter that no JSON schema describes: {problem}") from e
+    except SchemaError as e:
+        raise UserError(f"{where}: {_explain_schema_error(e)}") from e
+    _refuse_python_patterns(model.__pydantic_core_schema__, where)
+    schema = _clean_schema(raw, raw.get("$defs", {}), (), where)
+    # Templates and validators need the key even if there are no parameters.
+    schema = {"type": "object", "properties": {}, **schema, "additionalProperties": False}
+    omitted = _allow_null_defaults(schema["properties"])
+    return description, replace(_parameters(name, schema, model, where), omitted=omitted)
+
+
+def _make_fields(
+    parameters: Iterable[inspect.Parameter],
+    hints: Mapping[str, Any],
+    descriptions: Mapping[str, str],
+    where: str,
+) -> dict[str, Any]:
+    """Return the fields of a pydantic model of the parameters.
+
+    Raises:
+        UserError: a model cannot fill a parameter, or its default is a `Field`.
+    """
     fields: dict[str, Any] = {}
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -112,20 +140,7 @@ def describe_function(
             field_options = {"description": descriptions[parameter.name]}
         field = Field(default, alias=parameter.name, **field_options)
         fields[f"p{len(fields)}"] = (annotation, field)
-    try:
-        model = create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)
-        raw = model.model_json_schema(schema_generator=_SchemaGenerator)
-    except PydanticUserError as e:
-        problem = str(e).splitlines()[0]
-        raise UserError(f"{where} has a parameter that no JSON schema describes: {problem}") from e
-    except SchemaError as e:
-        raise UserError(f"{where}: {_explain_schema_error(e)}") from e
-    _refuse_python_patterns(model.__pydantic_core_schema__, where)
-    schema = _clean_schema(raw, raw.get("$defs", {}), (), where)
-    # Templates and validators need the key even if there are no parameters.
-    schema = {"type": "object", "properties": {}, **schema, "additionalProperties": False}
-    omitted = _allow_null_defaults(schema["properties"])
-    return description, replace(_parameters(name, schema, model, where), omitted=omitted)
+    return fields
 
 
 _PARAMETER_DOCS = re.compile(

@@ -84,22 +84,14 @@ def open_run(
         tokenizer = template.tokenizer
         if config.rollout.name != "local":
             display.note(describe_engine(config))
-        slots = placement.engine_slots() if placement else None
-        opening = EngineStart(config, tokenizer, slots)
+        opening = EngineStart(config, tokenizer, placement.engine_slots() if placement else None)
         stack.callback(opening.close)
         with display.phase("load the model"):
             ranks = _start_ranks(config, plan, template, opening, placement)
-            learner = Learner(config.model.path, config, total_steps=start.total_steps, group=ranks)
             if placement is None:
                 stack.callback(ranks.close)
-        for line in _describe_learner(learner):
-            display.note(line)
-        with display.phase("load the checkpoint"):
-            canary = _load(learner, start, state, display)
-        # A server that starts on the learner's GPU measures its free memory meanwhile.
-        if config.trainer.placement == "separate":
-            with display.phase("compile the layers"):
-                learner.ranks.compile()
+        learner = Learner(config.model.path, config, total_steps=start.total_steps, group=ranks)
+        canary = _prepare(learner, start, state, display)
         with display.phase("start the engine"):
             engine = opening.finish()
         display.note(f"threads: {_describe_threads(engine, placement)}")
@@ -117,8 +109,7 @@ def open_run(
             publisher.publish(state.step)
         if isinstance(engine, LocalEngine) and resolve_device(config.trainer.device) != "cpu":
             _note_speed(engine, rollouts, plan, template, display)
-        trajectories = TrajectoryStore(Path(config.trainer.output) / TRAJECTORIES)
-        store = TrajectoryWriter(trajectories, config.trainer.keep_trajectories, display.warning)
+        store = _open_store(config, display)
         stack.callback(store.close)
         yield Parts(
             config=config,
@@ -156,13 +147,23 @@ def _start_ranks(
     return start() if starting is None else opening.wait_for(starting)
 
 
-def _describe_learner(learner: Learner) -> Iterator[str]:
-    """Yield what is not as usual: the mode of the rows, and what LoRA leaves out."""
+def _prepare(
+    learner: Learner, start: Start, state: RunState, display: Display
+) -> Mapping[str, Any] | None:
+    """Show what is not as usual, load the state of `start`, and compile; see `_load`."""
+    config = learner.config
     mode, reason = learner.ranks.mode()
     if mode is not Mode.PACKED:
-        yield describe_mode(mode, reason, learner.config.rollout.n)
-    if learner.config.model.lora_rank and (line := describe_targets(learner.config.model)):
-        yield line
+        display.note(describe_mode(mode, reason, config.rollout.n))
+    if config.model.lora_rank and (line := describe_targets(config.model)):
+        display.note(line)
+    with display.phase("load the checkpoint"):
+        canary = _load(learner, start, state, display)
+    # A server that starts on the learner's GPU measures its free memory meanwhile.
+    if config.trainer.placement == "separate":
+        with display.phase("compile the layers"):
+            learner.ranks.compile()
+    return canary
 
 
 def _make_publisher(
@@ -193,6 +194,11 @@ def _note_speed(
     with suppress(EngineError):  # A slow engine is no reason to end the run.
         speed = rollouts.run(measure_sampling(engine, prompts, rows))
         display.note(describe_local_speed(speed, config.rollout.python))
+
+
+def _open_store(config: Config, display: Display) -> TrajectoryWriter:
+    trajectories = TrajectoryStore(Path(config.trainer.output) / TRAJECTORIES)
+    return TrajectoryWriter(trajectories, config.trainer.keep_trajectories, display.warning)
 
 
 def _canary_tokens(engine: Engine) -> int:
