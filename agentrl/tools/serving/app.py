@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -240,9 +241,20 @@ def create_app(
         mcp: also serve the Model Context Protocol, at /mcp.
     """
     mcp_endpoint = _make_mcp_endpoint(host) if mcp else None
-    # The guard checks the token. This declares it in the OpenAPI document.
-    security = [Security(HTTPBearer(auto_error=False, scheme_name="bearer"))] if token else []
+    app = FastAPI(
+        title="agentrl tools", lifespan=_lifespan(host, mcp_endpoint), docs_url=None, redoc_url=None
+    )
+    app.router.route_class = PlainRoute
+    app.add_middleware(Guard, token=token, hosts=names, limits={"/sessions": MAX_LONG_BODY})
+    _add_session_routes(app, host, tool_metrics, needs_token=bool(token))
+    _add_pages(app, host, tool_metrics, max_client_connections, needs_token=bool(token))
+    if mcp_endpoint:
+        app.router.routes.append(Route(mcp_endpoint.path, mcp_endpoint.app))
+    _add_error_handlers(app)
+    return app
 
+
+def _lifespan(host: ToolHost, mcp_endpoint: Any) -> Callable[[FastAPI], Any]:
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         cleanup_task = asyncio.create_task(host.close_idle_sessions())
@@ -254,34 +266,42 @@ def create_app(
                 await host.aclose()
         await sandbox.release()
 
-    def describe_route(
-        answer: type | None,
-        *statuses: int,
-        body: type[BaseModel] | None = None,
-        anybody: bool = False,
-    ) -> dict[str, Any]:
-        """Return the arguments of a route that document its body, answer and error statuses."""
-        always = (403,) if anybody else (401, 403)
-        extra = {}
-        if body:
-            content = {"application/json": {"schema": body.model_json_schema()}}
-            extra = {"requestBody": {"required": True, "content": content}}
-            statuses += BODY_STATUSES
-        return {
-            "openapi_extra": extra,
-            "response_model": answer,
-            "response_description": answer.__doc__ if answer else "Text",
-            "dependencies": [] if anybody else security,
-            "responses": {
-                status: {"model": ErrorResponse, "description": STATUS_TEXTS[status]}
-                for status in sorted((*always, *statuses))
-            },
-        }
+    return lifespan
 
-    app = FastAPI(title="agentrl tools", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.router.route_class = PlainRoute
-    app.add_middleware(Guard, token=token, hosts=names, limits={"/sessions": MAX_LONG_BODY})
 
+def _describe(
+    answer: type | None,
+    *statuses: int,
+    body: type[BaseModel] | None = None,
+    needs_token: bool,
+    anybody: bool = False,
+) -> dict[str, Any]:
+    """Return the arguments of a route that document its body, answer and error statuses."""
+    # The guard checks the token. This declares it in the OpenAPI document.
+    security = [Security(HTTPBearer(auto_error=False, scheme_name="bearer"))] if needs_token else []
+    always = (403,) if anybody else (401, 403)
+    extra = {}
+    if body:
+        content = {"application/json": {"schema": body.model_json_schema()}}
+        extra = {"requestBody": {"required": True, "content": content}}
+        statuses += BODY_STATUSES
+    return {
+        "openapi_extra": extra,
+        "response_model": answer,
+        "response_description": answer.__doc__ if answer else "Text",
+        "dependencies": [] if anybody else security,
+        "responses": {
+            status: {"model": ErrorResponse, "description": STATUS_TEXTS[status]}
+            for status in sorted((*always, *statuses))
+        },
+    }
+
+
+def _add_session_routes(
+    app: FastAPI, host: ToolHost, tool_metrics: ToolMetrics, *, needs_token: bool
+) -> None:
+    """Add the routes that open a session, call its tools and close it."""
+    describe_route = partial(_describe, needs_token=needs_token)
     statuses = (404, 409, 421, 500, 503)
 
     @app.post(CALLS, **describe_route(ToolResult, *statuses, body=CallRequest))
@@ -321,6 +341,18 @@ def create_app(
     async def close_session(_: Request, episode_id: EpisodeId) -> Response:
         return json_response({"reward": await host.close(episode_id)})
 
+
+def _add_pages(
+    app: FastAPI,
+    host: ToolHost,
+    tool_metrics: ToolMetrics,
+    max_client_connections: int,
+    *,
+    needs_token: bool,
+) -> None:
+    """Add the routes that describe the server."""
+    describe_route = partial(_describe, needs_token=needs_token)
+
     @app.get("/tools", **describe_route(ToolsResponse))
     async def list_tools(_: Request) -> Response:
         specs = [tools.get(n).spec for n in tools.names()]
@@ -348,8 +380,9 @@ def create_app(
             tool_metrics.render(host), media_type="text/plain; version=0.0.4; charset=utf-8"
         )
 
-    if mcp_endpoint:
-        app.router.routes.append(Route(mcp_endpoint.path, mcp_endpoint.app))
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Make an answer of each error."""
 
     @app.exception_handler(AgentRLError)
     async def handle_agentrl_error(_: Request, e: AgentRLError) -> Response:
@@ -369,8 +402,6 @@ def create_app(
     @app.exception_handler(HTTPException)
     async def handle_http_error(_: Request, e: HTTPException) -> Response:
         return error_response(e.status_code, REFUSED, str(e.detail), e.headers)
-
-    return app
 
 
 def _make_mcp_endpoint(host: ToolHost) -> Any:
