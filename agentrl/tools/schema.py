@@ -96,7 +96,9 @@ def describe_function(
         raise UserError(f"{where}: {_explain_schema_error(e)}") from e
     _refuse_python_patterns(model.__pydantic_core_schema__, where)
     schema = _clean_schema(raw, raw.get("$defs", {}), (), where)
-    # Templates and validators need the key even if there are no parameters.
+    # Templates and validators need the key even if there are no parameters. The prompt shows the
+    # keys in this order.
+    del schema["additionalProperties"]
     schema = {"type": "object", "properties": {}, **schema, "additionalProperties": False}
     omitted = _allow_null_defaults(schema["properties"])
     return description, replace(_parameters(name, schema, model, where), omitted=omitted)
