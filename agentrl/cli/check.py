@@ -63,11 +63,11 @@ def check(
 ) -> None:
     """Check config, rows, tools, rewards and the chat template, and describe the run.
 
-    Checks that the run can start in its folder and from the checkpoint of `trainer.resume`, of
-    which it reads every byte. Asks the servers of rewards and interactions whether they answer,
-    estimates the memory of a GPU or of a run on the CPU, and lists what was not checked. Loads the
-    weights of a small model on the CPU, to measure how long a step takes; loads no others. Writes
-    nothing.
+    Checks that the run can start in its folder, and verifies the checkpoint from which it would
+    continue (it reads the whole checkpoint). Asks the servers of rewards and interactions whether
+    they answer, estimates the memory of a GPU or of a run on the CPU, and lists what was not
+    checked. Loads the weights of a small model on the CPU, to measure how long a step takes; loads
+    no others. Writes nothing.
 
     Examples:
         agentrl check --dataset rows.jsonl --model tiny -f my_tools.py
