@@ -293,9 +293,6 @@ class ScriptedPolicy(Sampler):
 
     def end(self, episode_id: str) -> None: ...
 
-    async def score(self, token_ids: array[int], temperature: float = 1.0) -> array[float]:
-        return float_array([0.0] * len(token_ids))
-
     async def _malformed_call(
         self, turn: array[int], calls: Sequence[ToolCall], schemas: Sequence[Any]
     ) -> array[int]:
