@@ -200,7 +200,7 @@ class Parameters:
     model: type[BaseModel] | None
     """Converts valid arguments to the annotated types. None if the user wrote the schema."""
     is_plain: bool = False
-    """Whether all arguments that `model` accepts in pydantic's strict mode are valid."""
+    """Whether parameters that `model` accepts in pydantic's strict mode are valid."""
     omitted: frozenset[str] = frozenset()
     """Parameters with the default None and a type without null. If the model passes null, they are
     left out."""
@@ -214,7 +214,8 @@ class Parameters:
             InvalidArguments: they do not match the schema.
             SlowCheck: validation takes too long for the event loop. Run `check_in_thread` instead.
         """
-        if self.is_plain and self.model:
+        # The model ignores keys that are no parameters.
+        if self.is_plain and self.model and arguments.keys() <= self.schema["properties"].keys():
             with contextlib.suppress(CoercionError):
                 return _keywords(self.model.model_validate(arguments, strict=True))
         if len(orjson.dumps(arguments)) > LOOP_BYTES:

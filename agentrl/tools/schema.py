@@ -31,7 +31,7 @@ from typing import Annotated, Any, Literal
 
 import docstring_parser
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, create_model
+from pydantic import BaseModel, BeforeValidator, FailFast, Field, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
@@ -87,7 +87,7 @@ def describe_function(
         ) from e
     try:
         fields = _make_fields(parameters, hints, descriptions, where)
-        model = create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)
+        model = create_model("Arguments", **fields)
         raw = model.model_json_schema(schema_generator=_SchemaGenerator)
     except PydanticUserError as e:
         problem = str(e).splitlines()[0]
@@ -96,9 +96,7 @@ def describe_function(
         raise UserError(f"{where}: {_explain_schema_error(e)}") from e
     _refuse_python_patterns(model.__pydantic_core_schema__, where)
     schema = _clean_schema(raw, raw.get("$defs", {}), (), where)
-    # Templates and validators need the key even if there are no parameters. The prompt shows the
-    # keys in this order.
-    del schema["additionalProperties"]
+    # Templates and validators need the key even if there are no parameters.
     schema = {"type": "object", "properties": {}, **schema, "additionalProperties": False}
     omitted = _allow_null_defaults(schema["properties"])
     return description, replace(_parameters(name, schema, model, where), omitted=omitted)
@@ -255,7 +253,8 @@ def _is_plain(core: Any) -> bool:
     """Return whether pydantic's strict mode accepts only what the JSON schema accepts.
 
     This is not so for types with code of the user, for other objects, which may have more keys, and
-    for a JSON schema that the user has changed.
+    for a JSON schema that the user has changed. A union that is tried from left to right has
+    another value in strict mode: `int | str` makes an integer of "3" otherwise.
 
     Args:
         core: a schema of pydantic-core.
@@ -265,7 +264,9 @@ def _is_plain(core: Any) -> bool:
         # True is equal to 1.
         any(type(value) is not str for value in node["expected"])
         if node.get("type") == "literal"
-        else node.get("type", "any") not in _PLAIN or changed & node.get("metadata", {}).keys()
+        else node.get("type", "any") not in _PLAIN
+        or node.get("mode") == "left_to_right"
+        or changed & node.get("metadata", {}).keys()
         for node, _ in _core_nodes(core)
     )
 

@@ -210,6 +210,11 @@ def test_schemas(function, expected):
     assert schema == expected
 
 
+def test_the_prompt_shows_the_keys_of_a_schema_in_one_order():
+    options, box = parameters(f_typed)["properties"].values()
+    assert [*options] == [*box] == ["properties", "required", "type", "additionalProperties"]
+
+
 def test_nested_models_are_inlined_and_closed():
     schema = parameters(f_nested)
     assert schema["properties"]["place"] == PLACE

@@ -50,6 +50,7 @@ OTHER += [
     Annotated[str, AfterValidator(str.upper)],
     Annotated[str, WithJsonSchema({"type": "integer"})],
     Annotated[str, Field(json_schema_extra={"pattern": "b"})],
+    Annotated[int | str, Field(union_mode="left_to_right")],
 ]
 
 
@@ -75,6 +76,11 @@ def test_arguments_are_valid_as_the_schema_says(kind):
         assert validator.is_valid(arguments), arguments
     with pytest.raises(InvalidArguments, match="unexpected argument 'z'"):
         parameters.check({"z": 1})
+
+
+def test_a_union_is_tried_from_left_to_right_if_the_tool_says_so():
+    parameters = parameters_of(Annotated[int | str, Field(union_mode="left_to_right")])
+    assert [parameters.check({"x": x})["x"] for x in ("3", 3, "a")] == [3, 3, "a"]
 
 
 def test_plain_arguments_keep_their_values_and_types():
