@@ -69,9 +69,16 @@ class _Recorded:
             expected = run(self.ids, self.positions, length)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        # The learner may use the GPU in another thread at the same time.
-        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-            self.logits = run(self.ids, self.positions, length)
+        generator = torch.cuda.default_generators[self.ids.device.index]
+        state = generator.clone_state()
+        try:
+            # The learner may use the GPU in another thread at the same time.
+            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+                self.logits = run(self.ids, self.positions, length)
+        except Exception:
+            # PyTorch leaves the generator as within a capture: dropout would fail from now on.
+            generator.graphsafe_set_state(state)
+            raise
         self.graph.replay()
         if not torch.allclose(self.logits, expected, rtol=0.02, atol=0.02, equal_nan=True):
             raise RuntimeError("the graph's logits differ from those of the pass itself")
