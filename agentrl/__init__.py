@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from agentrl.config import Config, load_config
     from agentrl.data import load_samples
     from agentrl.errors import Infrastructure, ToolError, UserError
-    from agentrl.interactions import Interaction, Reply, interaction
+    from agentrl.interactions import Interaction, interaction
     from agentrl.registry import advantage_estimator, policy_loss
+    from agentrl.replies import Reply
     from agentrl.report import Run, load_run
     from agentrl.rewards import reward
-    from agentrl.tools import tool
+    from agentrl.tools import Environment, environment, tool
     from agentrl.trainer import Trainer
-    from agentrl.trajectory import Message, Sample, ToolCall, ToolResult, Trajectory
+    from agentrl.trajectory import Message, Sample, Scores, ToolCall, ToolResult, Trajectory
 
 __version__ = "0.1.0"
 
@@ -38,25 +39,27 @@ _MODULES = {
     "config": ("Config", "load_config"),
     "data": ("load_samples",),
     "errors": ("Infrastructure", "ToolError", "UserError"),
-    "interactions": ("Interaction", "Reply", "interaction"),
+    "interactions": ("Interaction", "interaction"),
     "registry": ("advantage_estimator", "policy_loss"),
+    "replies": ("Reply",),
     "report": ("Run", "load_run"),
     "rewards": ("reward",),
     "agent_loops.play": ("play",),
-    "tools": ("tool",),
+    "tools": ("Environment", "environment", "tool"),
     "trainer": ("Trainer",),
-    "trajectory": ("Message", "Sample", "ToolCall", "ToolResult", "Trajectory"),
+    "trajectory": ("Message", "Sample", "Scores", "ToolCall", "ToolResult", "Trajectory"),
 }
 
 __all__ = [
-    "Config", "Episode", "Infrastructure", "Interaction", "Message", "Reply", "Run", "Sample",
-    "ToolCall", "ToolError", "ToolResult", "Trainer", "Trajectory", "UserError",
-    "advantage_estimator", "agent_loop", "callback", "interaction", "load_config", "load_run",
-    "load_samples", "play", "policy_loss", "reward", "tool",
+    "Config", "Environment", "Episode", "Infrastructure", "Interaction", "Message", "Reply", "Run",
+    "Sample", "Scores", "ToolCall", "ToolError", "ToolResult", "Trainer", "Trajectory", "UserError",
+    "advantage_estimator", "agent_loop", "callback", "environment", "interaction", "load_config",
+    "load_run", "load_samples", "play", "policy_loss", "reward", "tool",
 ]  # fmt: skip
 
 
 file_loaders["mcp"] = lambda: importlib.import_module("agentrl.tools.mcp.source")
+file_loaders["environment"] = lambda: importlib.import_module("agentrl.tools.remote_environment")
 file_loaders["verl"] = lambda: importlib.import_module("agentrl.compat.verl")
 default_observers.append(
     lambda config: importlib.import_module("agentrl.observers").open_observers(config)

@@ -179,6 +179,9 @@ def _origin(entry: Any) -> str:
     return f"{file}:{getattr(entry, '__qualname__', repr(entry))}"
 
 
+ENVIRONMENT = "environment+"
+"""The beginning of the address of an environment in another program: `environment+URL#ALIAS`."""
+
 tools: Registry[Any] = Registry("tool")
 agent_loops: Registry[Any] = Registry(
     "agent loop",
@@ -387,7 +390,8 @@ def load_file(name: str) -> Any:
 
     The file can import the modules of its folder (`agentrl.siblings`). A YAML file is in verl's
     format: it lists tools or interactions, and all of them are registered. A name that starts with
-    `mcp+` is the address of an MCP server, whose tools are registered.
+    `mcp+` is the address of an MCP server, whose tools are registered; one that starts with
+    `environment+` is that of an environment in another program (`Config.all_files`).
 
     Raises:
         UserError: the file is missing or raises an error, or imports a module of its folder whose
@@ -395,6 +399,8 @@ def load_file(name: str) -> Any:
     """
     if name.startswith("mcp+"):
         return file_loaders["mcp"]().load(name)
+    if name.startswith(ENVIRONMENT):
+        return file_loaders["environment"]().load(name)
     path = resolve_file(name)
     if path.suffix in YAML:
         return file_loaders["verl"]().load_yaml(path)

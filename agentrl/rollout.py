@@ -693,7 +693,7 @@ def open_rollouts(
     collect_rarely()
     raise_limit()
     sandbox.configure(config.sandbox)
-    with open_toolbox(config.tools, config.files, config.sandbox) as toolbox:
+    with open_toolbox(config.tools, config.all_files, config.sandbox) as toolbox:
         rollouts = Rollouts(
             Runtime(sampler, template, toolbox, config), scorer, seed=config.trainer.seed
         )

@@ -163,6 +163,8 @@ class Sample:
         tools_kwargs: for each tool, the arguments of its constructor (`create_kwargs`).
         interaction: the name of the interaction; "" if the row has none.
         interaction_kwargs: the arguments of the interaction's constructor.
+        environment: the name of the environment; "" if the row has none. If it has one, `tools` and
+            `tools_kwargs` contain it and its arguments (`environment_kwargs`), and nothing else.
         extra: the row's `extra_info`, without the entries that other fields contain.
         row: the index of the row in its file. Random seeds and error messages use it.
     """
@@ -176,6 +178,7 @@ class Sample:
     tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     interaction: str = ""
     interaction_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    environment: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     row: int = 0
 
@@ -280,7 +283,8 @@ class Turn:
         finish_reason: why sampling ended: "stop" or "length".
         tool_calls: the calls that the turn contains.
         tool_results: their results, in the same order; empty if they were not run.
-        rewards: rewards by source: "turn" (from the interaction or `ep.reward`) and "tool".
+        rewards: rewards by source: "turn" (from the interaction or `ep.reward`), "tool", and
+            "scores" (from a reward function that returned `Scores`).
         generate_seconds: the time of the engine.
         tool_seconds: the time of the tool calls.
         thread: the conversation: 0 is the agent loop's own, n is the n-th that it spawned. (Of an
@@ -330,6 +334,47 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """What an episode is worth: its outcome, and optionally scores of its turns.
+
+        @reward("steps")
+        def steps(trajectory):
+            right = [float("=" in answer.content) for answer in trajectory.answers]
+            return Scores(outcome=right[-1], turns=dict(enumerate(right)))
+
+    Attributes:
+        outcome: the reward of the whole episode.
+        turns: scores of turns, by the index of the turn in `Trajectory.turns`. They are added to
+            the rewards of the turns (`reward.turn_weight`).
+        metrics: other numbers, by the names of metrics. Those that are not finite are left out.
+
+    Raises:
+        ValueError: the outcome or a score is not a finite number, or an index is not an integer of
+            0 or more.
+    """
+
+    outcome: float
+    turns: Mapping[int, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self):
+        for name, value in {"outcome": self.outcome, **self.turns}.items():
+            if not math.isfinite(as_number(value)):
+                where = "outcome" if name == "outcome" else f"turns[{name!r}]"
+                raise ValueError(
+                    f"Scores: {where} is {value!r} ({type(value).__name__}), not a finite number"
+                )
+        for index in self.turns:
+            if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+                raise ValueError(f"Scores: turns has the key {index!r}, not the index of a turn")
+        numbers = {str(k): as_number(v) for k, v in self.metrics.items()}
+        object.__setattr__(self, "outcome", as_number(self.outcome))
+        object.__setattr__(self, "turns", {i: as_number(v) for i, v in self.turns.items()})
+        finite = {k: v for k, v in numbers.items() if math.isfinite(v)}
+        object.__setattr__(self, "metrics", finite)
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """A finished rollout that is not scored yet: what a reward gets.
 
@@ -354,8 +399,9 @@ class Trajectory:
             control token. Such text is never encoded as a control token.
         started: when the attempt started, in seconds since 1970 (`time.time()`).
         spans: what the time was spent on, in the order of the ends.
-        outcome: the outcome reward, if the agent itself reports it (`agent.reward`). None: a reward
-            function computes it. It is not stored with the trajectory, but with its rewards.
+        outcome: the outcome reward, if the row's environment or the agent itself (`agent.reward`)
+            reports it. None: a reward function computes it. It is not stored with the trajectory,
+            but with its rewards.
         counts: what a loop counted, by the names of metrics; not stored.
         error: why the user's agent failed, if `stop_reason` is `agent_error`.
     """
@@ -373,7 +419,7 @@ class Trajectory:
     control_token_attempts: int = 0
     started: float = 0.0
     spans: tuple[Span, ...] = ()
-    outcome: float | None = None
+    outcome: Scores | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
     error: str = ""
 
@@ -416,7 +462,8 @@ class Trajectory:
         """Return the sum of one reward source over all turns.
 
         Args:
-            source: "turn" (from the interaction or `ep.reward`) or "tool".
+            source: "turn" (from the interaction or `ep.reward`), "tool" or "scores" (from a reward
+                function).
         """
         return sum(t.rewards.get(source, 0.0) for t in self.turns)
 

@@ -32,7 +32,16 @@ from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import EngineError, EpisodeOver
 from agentrl.http.pool import TimeLimit
 from agentrl.tools import Toolbox
-from agentrl.trajectory import Generation, Message, Sample, Span, ToolCall, ToolResult, Turn
+from agentrl.trajectory import (
+    Generation,
+    Message,
+    Sample,
+    Scores,
+    Span,
+    ToolCall,
+    ToolResult,
+    Turn,
+)
 from agentrl.workers import IterationLimit, PerLoop
 
 log = logging.getLogger("agentrl")
@@ -135,8 +144,9 @@ class Attempt:
     """The assistant messages that the policy did not sample (`Episode.foreign`), by `id`."""
     main: int = 0
     """The conversation that becomes number 0 in the trajectory."""
-    outcome: float | None = None
-    """The reward that the agent itself reports; None: a reward function computes it."""
+    outcome: Scores | None = None
+    """The reward that the environment or the agent itself reports; None: a reward function computes
+    it."""
     counts: Counter[str] = field(default_factory=Counter)
     """What the loop counted, by the names of metrics."""
     error: str = ""

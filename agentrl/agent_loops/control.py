@@ -11,7 +11,7 @@ from dataclasses import replace
 from agentrl.agent_loops.episode import Episode
 from agentrl.config.environment import hide_secrets
 from agentrl.errors import UserCodeError
-from agentrl.trajectory import Message, ToolResult, Trajectory, Turn, as_number
+from agentrl.trajectory import Message, Scores, ToolResult, Trajectory, Turn, as_number
 
 
 class EpisodeControl:
@@ -85,7 +85,7 @@ class EpisodeControl:
         number = as_number(reward)
         if not math.isfinite(number):
             raise UserCodeError(f"the reward must be a finite number, not {reward!r}")
-        self.attempt.outcome = number
+        self.attempt.outcome = Scores(number)
 
     def fail(self, error: str) -> None:
         """End the episode, which is kept, because the user's agent failed.
@@ -97,7 +97,7 @@ class EpisodeControl:
         """
         attempt = self.attempt
         attempt.error, attempt.end_reason = hide_secrets(error), "agent_error"
-        attempt.outcome = attempt.outcome or 0.0
+        attempt.outcome = attempt.outcome or Scores(0.0)
 
     def split_thinking(self, turn: Turn) -> tuple[str, str]:
         """Return the thinking of a turn, and its other text without its well-formed tool calls.

@@ -27,10 +27,11 @@ from agentrl.errors import (
     UserCodeError,
     user_code,
 )
-from agentrl.interactions import Interaction, build_interaction
+from agentrl.interactions import Interaction, Reply, build_interaction
 from agentrl.sandbox import configure
 from agentrl.tools import LocalToolbox, Toolbox
 from agentrl.tools.payloads import to_opening
+from agentrl.tools.session import Opened
 from agentrl.trajectory import Message, Sample, Trajectory, copy_value
 
 log = logging.getLogger("agentrl")
@@ -67,6 +68,7 @@ async def play_episode(
     loop: AgentLoop = registry.agent_loops.get(sample.agent_name)
     row, sample = sample, copy_value(sample)  # Its loop, tools and interaction may change it.
     interaction = None
+    opened = Opened()
     has_open_tools = False
     attempt: Attempt | None = None
     tool_reward = 0.0
@@ -77,18 +79,25 @@ async def play_episode(
             watch(attempt)
         if sample.tools:
             has_open_tools = True
-            observed.extend(await _open_tools(attempt))
+            opened = await _open_tools(attempt)
+            observed.extend(opened.messages)
         # After the tools are open: a toolbox reads the tools of a server then.
-        tool_schemas = copy_value(runtime.toolbox.schemas(sample.tools))
+        schemas = runtime.toolbox.schemas(sample.tools)
+        offered = [s for s in schemas if s["function"]["name"] in opened.functions]
+        tool_schemas = copy_value(offered)
         with user_code(f"agent loop {loop.name!r}: its opening"):
             opening, schemas = loop.opening(sample, tool_schemas)
         arguments = runtime.config.interaction.kwargs
         interaction = build_interaction(sample, arguments, EngineChat(attempt))
+        if "respond" in opened.environment:
+            interaction = EnvironmentReplies(attempt)
         if interaction is not None:
             attempt.enter("opening the interaction")
             observed.extend(await _open(interaction, attempt))
         episode = Episode(attempt, opening, schemas, interaction, observed=observed)
         stop_reason = await _run_loop(loop, attempt, episode)
+        if "reward" in opened.environment:
+            await _ask_reward(attempt, episode)
         if has_open_tools:
             has_open_tools = False
             tool_reward = await runtime.toolbox.close(episode_id)
@@ -107,15 +116,24 @@ async def play_episode(
                 await _close(interaction, sample)
 
 
-async def _open_tools(attempt: Attempt) -> Sequence[Message]:
-    """Open the tools of the episode's row, and start its clock; return their opening messages."""
+async def _open_tools(attempt: Attempt) -> Opened:
+    """Open the tools of the episode's row, and start its clock."""
     toolbox = attempt.runtime.toolbox
     attempt.enter(f"opening tools {toolbox.where}")
     with user_code(f"opening the tools of row {attempt.sample.id!r}"):
-        messages = await toolbox.open(attempt.episode_id, attempt.sample)
+        opened = await toolbox.open(attempt.episode_id, attempt.sample)
     attempt.start_clock()
     attempt.record("open", attempt.created, attempt.started)
-    return messages
+    return opened
+
+
+async def _ask_reward(attempt: Attempt, episode: Episode) -> None:
+    """Set the outcome of an episode that has ended to the reward of its environment."""
+    attempt.enter("the reward of the environment")
+    start = time.monotonic()
+    with user_code(f"the environment {attempt.sample.environment!r}"):
+        attempt.outcome = await attempt.runtime.toolbox.score(attempt.episode_id, episode.messages)
+    attempt.record("reward", start, time.monotonic())
 
 
 async def _run_loop(loop: AgentLoop, attempt: Attempt, episode: Episode) -> str:
@@ -217,6 +235,20 @@ def play(
         return asyncio.run(play_and_close())
     finally:
         runtime.close()
+
+
+class EnvironmentReplies(Interaction):
+    """The other side of a conversation with an environment, which lives in the toolbox."""
+
+    def __init__(self, attempt: Attempt):
+        self._attempt = attempt
+        self._turn = 0
+
+    async def respond(self, messages: Sequence[Message]) -> Reply | None:
+        """Return the environment's reply."""
+        turn, self._turn = self._turn, self._turn + 1
+        toolbox = self._attempt.runtime.toolbox
+        return await toolbox.respond(self._attempt.episode_id, turn, messages)
 
 
 CHAT_SEED = -1

@@ -127,7 +127,7 @@ def _check_run(settings: Config, gpu_memory: float | None) -> None:
     if plan.train and settings.model.lora_rank:
         learning.append(describe_targets(settings.model))
     _print_tool_format(settings.rollout.tool_format, template, settings.rollout.python)
-    with open_toolbox(settings.tools, settings.files) as toolbox:
+    with open_toolbox(settings.tools, settings.all_files) as toolbox:
         _check_tools(plan, toolbox)
         echo(describe_run(plan))
         echo(_describe_rewards(plan))

@@ -617,7 +617,8 @@ class Config(Section):
     docs/config.md lists all keys with their defaults. A config is frozen.
 
     Attributes:
-        files: Python files that define tools, interactions, rewards and loops.
+        files: Python files that define tools, environments, interactions, rewards and loops.
+        environments: the URLs of environments in other programs.
         data: the rows and their order.
         model: the policy's model, and LoRA.
         rollout: the engine, the sampling and the budgets of episodes.
@@ -633,8 +634,13 @@ class Config(Section):
     """
 
     files: list[LocalPath] = key([], flag="--file", allowed="a list of texts")
-    """Python files that define tools, interactions, rewards and loops: paths, or `shelf:NAME` for a
-    tool that is shipped."""
+    """Python files that define tools, environments, interactions, rewards and loops: paths, or
+    `shelf:NAME` for a tool that is shipped."""
+    environments: dict[str, str] = key(
+        {}, allowed="a mapping from names of environments to URLs (http://HOST:PORT)"
+    )
+    """Environments in other programs: the name that rows use, and the program's URL, for example
+    `{maze: http://127.0.0.1:9000}`."""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -678,6 +684,12 @@ class Config(Section):
         if problems := list(contradictions(self)):
             raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def all_files(self) -> list[str]:
+        """`files` and the addresses of `environments`, as `agentrl.registry.load_file` reads them."""
+        remote = [f"environment+{url}#{name}" for name, url in self.environments.items()]
+        return [*self.files, *remote]
 
     @property
     def rollouts_of_step(self) -> int:

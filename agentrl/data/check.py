@@ -149,18 +149,28 @@ def _check_loop(sample: Sample) -> Problems:
 def _check_tools(sample: Sample) -> Problems:
     counts: Counter[str] = Counter()
     wants_row = False
+    column, arguments = ("tools", "tools_kwargs")
+    if sample.environment:
+        column, arguments = "environment", "environment_kwargs"
     for name in sample.tools:
         if name not in registry.tools:
-            yield "tools", f"{registry.tools.explain_unknown(name)}. {registry.where_to_load(name)}"
+            problem = registry.tools.explain_unknown(name)
+            if sample.environment:
+                problem = problem.replace("no tool named", "no environment named")
+            yield column, f"{problem}. {registry.where_to_load(name)}"
             continue
         tool = registry.tools.get(name)
+        if tool.is_environment != bool(sample.environment):
+            right = "environment" if tool.is_environment else "tools"
+            yield column, f"{name!r} is not one of its kind: name it in the column {right!r}"
+            continue
         counts.update(function.name for function in tool.functions)
         kwargs = sample.tools_kwargs.get(name, {}).get("create_kwargs", {})
         if tool.is_class:
             for problem in find_argument_problems(
                 tool.target, kwargs, injected=tool.constructor_injected
             ):
-                yield "tools_kwargs", f"tool {name!r}: {problem}"
+                yield arguments, f"{tool.label}: {problem}"
         elif kwargs:
             yield "tools_kwargs", f"tool {name!r} is a function; only a class takes create_kwargs"
         wants_row = wants_row or tool.spec.wants_row

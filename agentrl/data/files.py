@@ -29,7 +29,7 @@ from agentrl.plural import plural
 from agentrl.registry import did_you_mean
 from agentrl.regular_files import atomic_file
 
-KWARGS = ("extra_info", "tools_kwargs", "interaction_kwargs")
+KWARGS = ("extra_info", "tools_kwargs", "interaction_kwargs", "environment_kwargs")
 """The columns in which keys with null values are removed."""
 JSON_COLUMNS = b"agentrl.json_columns"
 """The key of the file's metadata that lists the columns written as JSON."""

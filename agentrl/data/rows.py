@@ -23,13 +23,16 @@ INNER = ("tools_kwargs", "interaction_kwargs", "tool_selection", "need_tools_kwa
 MEDIA = ("images", "videos", "audios")
 COLUMNS = (
     *("id", "prompt", "agent_name", "data_source", "ground_truth", "reward_model", "extra_info"),
-    *("tools", "tools_kwargs", "interaction", "interaction_kwargs", *MEDIA),
+    *("tools", "tools_kwargs", "interaction", "interaction_kwargs"),
+    *("environment", "environment_kwargs", *MEDIA),
 )
 """The known columns. All others are copied to `Sample.extra`."""
 CALLS_ARE_TEXT = "write tool calls into the content, as the chat template shows them"
 """The message about `tool_calls`: prompts and examples are text as the model writes it."""
 DEFAULT_INTERACTION = "gsm8k"
 """The interaction of verl's rows that do not name one, if a file of the run defines it."""
+WORLD = ("tools", "tools_kwargs", "interaction", "interaction_kwargs")
+"""What a row with an environment does not have: the environment has all of it."""
 SHOWN = 20
 """The maximum number of different mistakes in a message."""
 MAX_NEAR_MISSES = 10_000
@@ -204,8 +207,10 @@ class RowReader:
                 "is true, but there are no tools_kwargs. Add them, or set it to false",
             )
         interaction, interaction_kwargs = self.interaction()
+        environment = self.environment(tools_kwargs)
         truth = self.mapping("reward_model", row.get("reward_model")).get("ground_truth")
-        agent_name = self.text("agent_name", self._agent_name)
+        needs_loop = environment and self._agent_name == "single_turn"
+        agent_name = self.text("agent_name", "tool_agent" if needs_loop else self._agent_name)
         rest.update(inner)
         return Sample(
             id=self.id(),
@@ -213,10 +218,11 @@ class RowReader:
             agent_name=registry.agent_loops.canonical(agent_name),
             data_source=self.text(self._names.data_source, ""),
             ground_truth=self.same("ground_truth", row.get("ground_truth"), truth),
-            tools=self.tools(tools_kwargs, agent_name),
+            tools=(environment,) if environment else self.tools(tools_kwargs, agent_name),
             tools_kwargs=tools_kwargs,
             interaction=interaction,
             interaction_kwargs=interaction_kwargs,
+            environment=environment,
             extra=rest,
             row=number,
         )
@@ -289,6 +295,28 @@ class RowReader:
             self.wrong("interaction", f"must be a string, not {name!r:.60}")
         return str(name or ""), kwargs
 
+    def environment(self, tools_kwargs: Row) -> str:
+        """Return the name of the row's environment; add its arguments to `tools_kwargs`."""
+        name = self.text("environment", "")
+        kwargs = self.mapping("environment_kwargs", self.row.get("environment_kwargs"))
+        if not name:
+            if kwargs:
+                self.wrong(
+                    "environment",
+                    "is missing, but there are environment_kwargs. Name one, or remove them",
+                )
+            return ""
+        if others := [field for field in WORLD if self.row.get(field)]:
+            self.wrong(
+                "environment",
+                f"{name!r} brings its own tools and replies, so the row cannot also have"
+                f" {' and '.join(others)}. Remove them, or the environment",
+            )
+        tools_kwargs.clear()
+        if kwargs:
+            tools_kwargs[name] = {"create_kwargs": kwargs}
+        return name
+
     # -- fields in general ------------------------------------------------------------------------
 
     def text(self, field: str, default: str) -> str:
@@ -344,10 +372,14 @@ class RowReader:
 
 
 def tools_of_files(agent_name: str) -> Sequence[str]:
-    """Return all registered tools, or none if the loop does not use tools (`data.tools=all`)."""
+    """Return all registered tools, or none if the loop does not use tools (`data.tools=all`).
+
+    Environments are not among them: a row has only one.
+    """
     loops = registry.agent_loops
     uses_tools = agent_name in loops and loops.get(agent_name).uses_tools
-    return [name for name, _ in registry.tools.items()] if uses_tools else []
+    every = registry.tools.items() if uses_tools else []
+    return [name for name, tool in every if not tool.is_environment]
 
 
 def read_message(message: Any, problems: list[str], other_keys: Collection[str] = ()) -> Message:

@@ -8,44 +8,23 @@ state is plain attributes.
 from __future__ import annotations
 
 import inspect
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from agentrl.errors import (
     DataError,
     EpisodeOver,
     RegistryError,
-    UserCodeError,
-    missing_await,
     user_code,
 )
 from agentrl.http.chat import Chat
 from agentrl.http.pool import TimeLimit
 from agentrl.registry import interactions
+from agentrl.replies import Reply, check_reply
 from agentrl.signatures import INJECTED_INTO_INTERACTIONS, identify, locate, merge_arguments
-from agentrl.trajectory import Message, Sample, as_number, copy_value
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """An interaction's reply to the assistant's last message.
-
-    Example: `Reply("Not quite. Try again.")`, or `Reply("Right.", score=1.0, done=True)`.
-
-    Attributes:
-        content: the next user message. The model does not see it if `done` is true.
-        score: the "turn" reward of the assistant's last turn (`reward.turn_weight`).
-        done: true if the conversation ends here.
-    """
-
-    content: str
-    score: float = 0.0
-    done: bool = False
-
+from agentrl.trajectory import Message, Sample, copy_value
 
 Opening = str | Sequence[Message] | None
 """The value of `Interaction.opening`: a user message, messages, or nothing."""
@@ -219,20 +198,4 @@ async def respond(
                 reply = await interaction.respond(copy_value([*messages]))
     except TimeoutError:
         raise EpisodeOver("time") from None
-    if reply is None:
-        return None
-    if not isinstance(reply, Reply):
-        raise UserCodeError(
-            f"{label}: respond returned {reply!r} ({type(reply).__name__});"
-            " it must return Reply(content, score=0.0, done=False), or None to end the conversation"
-            f"{missing_await(reply)}"
-        )
-    if not isinstance(reply.content, str):
-        raise UserCodeError(
-            f"{label}: the content of {reply!r} must be a string{missing_await(reply.content)}"
-        )
-    if not math.isfinite(as_number(reply.score)):
-        raise UserCodeError(
-            f"{label}: the score of {reply!r} must be a finite number{missing_await(reply.score)}"
-        )
-    return reply
+    return check_reply(label, reply)

@@ -139,7 +139,8 @@ def collate(
     scored = [s for group in groups for s in group.scored]
     if not scored:
         raise RunStopped("all rollouts of this step were dropped: there is nothing to learn from")
-    weights = {"turn": reward.turn_weight, "tool": reward.tool_weight}
+    turn, tool = reward.turn_weight, reward.tool_weight
+    weights = {"turn": turn, "scores": turn, "tool": tool}
     segments = [segment for s in scored for segment in s.trajectory.segments]
     rewards_per_token = [row for s in scored for row in _token_rewards(s, weights)]
     turns = [row for s in scored for row in _turns(s.trajectory)]

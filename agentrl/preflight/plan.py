@@ -176,8 +176,10 @@ def _check_agent_keys(keys: Sequence[str], samples: Iterable[Sample]) -> None:
 
 
 def _reports_outcome(sample: Sample, config: Config) -> bool:
-    """Return whether no grader scores a row, because its agent reports the outcome."""
-    return sample.agent_name == EXTERNAL and config.agent.reward != "grader"
+    """Return whether no grader scores a row: its environment or agent reports the outcome."""
+    if sample.agent_name == EXTERNAL and config.agent.reward != "grader":
+        return True
+    return bool(sample.environment) and "reward" in registry.tools.get(sample.environment).hooks
 
 
 def _note_unread_answers(plan: Plan) -> None:
@@ -200,7 +202,7 @@ def _note_unread_answers(plan: Plan) -> None:
 
 def _note_unused_tools(plan: Plan) -> None:
     """Warn of rows whose loop uses tools, but which have none although files define some."""
-    names = ", ".join(name for name, _ in registry.tools.items())
+    names = ", ".join(name for name, tool in registry.tools.items() if not tool.is_environment)
     for path, samples in plan.splits:
         kinds = [kind for kind in find_kinds(samples) if not kind.sample.tools]
         uses_tools = [registry.agent_loops.get(k.sample.agent_name).uses_tools for k in kinds]
@@ -219,7 +221,7 @@ def _note_unused_tools(plan: Plan) -> None:
 def load_files(config: Config) -> list[str]:
     """Load the user's files, and return the mistakes in them. A loaded file is not run again."""
     problems: list[str] = []
-    for file in config.files:
+    for file in config.all_files:
         _attempt(partial(registry.load_file, file), problems)
     return problems
 

@@ -30,7 +30,7 @@ from agentrl.rewards import Scorer
 from agentrl.rewards.graders import find_reward
 from agentrl.rewards.scorer import BY_SOURCE, combine
 from agentrl.store import TRAINING
-from agentrl.trajectory import Group, Scored
+from agentrl.trajectory import Group, Scored, Scores
 from agentrl.workers import run_all
 
 log = logging.getLogger("agentrl")
@@ -247,9 +247,20 @@ async def _score_groups(groups: Sequence[Group], scorer: Scorer, trains: bool) -
 async def _score_group(group: Group, scorer: Scorer, trains: bool) -> Group:
     """Score a group with its greedy rollout, as in training."""
     every = [*group.scored, *([group.greedy] if group.greedy else [])]
-    again = await score_stored([s.trajectory for s in every], scorer, trains=trains)
+    trajectories = [s.trajectory for s in every]
+    if group.sample.environment and scorer.uses_data_source:
+        # The environment is gone, and no reward function is named in its place.
+        trajectories = [replace(s.trajectory, outcome=_recorded_scores(s)) for s in every]
+    again = await score_stored(trajectories, scorer, trains=trains)
     count = len(group.scored)
     return replace(group, scored=again[:count], greedy=again[-1] if group.greedy else None)
+
+
+def _recorded_scores(scored: Scored) -> Scores:
+    """Return the scores that a rollout was recorded with."""
+    turns = enumerate(scored.trajectory.turns)
+    by_turn = {index: turn.rewards["scores"] for index, turn in turns if "scores" in turn.rewards}
+    return Scores(scored.rewards["outcome"], by_turn, scored.metrics)
 
 
 async def _close(scorer: Scorer) -> None:

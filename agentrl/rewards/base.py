@@ -35,7 +35,7 @@ from agentrl.errors import (
 from agentrl.registry import rewards
 from agentrl.rewards.executor import RewardExecutor, RewardTimeout
 from agentrl.signatures import KEYWORD, find_argument_problems, identify
-from agentrl.trajectory import Trajectory, as_number, copy_value
+from agentrl.trajectory import Scores, Trajectory, as_number, copy_value
 from agentrl.workers import locate_function
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -80,7 +80,8 @@ def reward(
         def exact(trajectory):
             return float(trajectory.final_text.strip() == trajectory.sample.ground_truth)
 
-    The reward returns a number, or a mapping with "score" and other numbers, which become metrics.
+    The reward returns a number, or a mapping with "score" and other numbers, which become metrics,
+    or `Scores`, which may also have scores of turns.
     It may be a function, an `async def` function or a class. If it is a class, one object is made
     with `reward.kwargs` and used for the whole run; at the end its `close` is called, if it exists.
 
@@ -220,8 +221,8 @@ class Grader:
                 + "; ".join(problems)
             )
 
-    async def grade(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
-        """Return the outcome reward and the other numbers that the function returned.
+    async def grade(self, trajectory: Trajectory) -> Scores:
+        """Return the outcome reward and the other scores that the function returned.
 
         Raises:
             UserCodeError: the function raised, or did not return a finite number.
@@ -242,7 +243,7 @@ class Grader:
         except RewardTimeout:
             if self._timeout_score is None:
                 raise
-            return self._timeout_score, {"grader_timeout": 1.0}
+            return Scores(self._timeout_score, metrics={"grader_timeout": 1.0})
         if self._is_trl:
             if not isinstance(returned, Sequence) or len(returned) != 1:
                 raise UserCodeError(
@@ -250,12 +251,12 @@ class Grader:
                     f" score for each completion; there is one{missing_await(returned)}"
                 )
             returned = 0.0 if returned[0] is None else returned[0]
-        score, metrics = parse_score(label, returned)
-        return score, metrics if self._timeout_score is None else {**metrics, "grader_timeout": 0.0}
+        scores = parse_score(label, returned)
+        if self._timeout_score is None:
+            return scores
+        return replace(scores, metrics={**scores.metrics, "grader_timeout": 0.0})
 
-    async def compare(
-        self, trajectories: Sequence[Trajectory]
-    ) -> list[tuple[float, dict[str, float]]]:
+    async def compare(self, trajectories: Sequence[Trajectory]) -> list[Scores]:
         """Return the results of `grade` for all trajectories of a sample, by one call."""
         label = f"the reward {self.name!r} of sample {trajectories[0].sample.id!r}"
         # Also for a process: a pickle would keep the row that they share.
@@ -283,10 +284,10 @@ class Grader:
         available = {"solution_str": text, "ground_truth": ground_truth, "data_source": ""}
         kwargs = {n: available[n] for n in self._arguments if n in available}
         try:
-            score, metrics = parse_score(label, await self._call(label, (), kwargs))
+            scores = parse_score(label, await self._call(label, (), kwargs))
         except UserCodeError as e:
             raise _user_error(e) from None
-        return {"score": score, **metrics}
+        return {"score": scores.outcome, **scores.metrics}
 
     async def close(self) -> None:
         """Close the object, if the reward is a class."""
@@ -349,25 +350,27 @@ def _user_error(error: UserCodeError | UserError) -> Exception:
     return error.__cause__ if isinstance(error.__cause__, UserError) else error
 
 
-def parse_score(label: str, returned: Any) -> tuple[float, dict[str, float]]:
-    """Return the score and the other finite numbers in the result of a reward.
+def parse_score(label: str, returned: Any) -> Scores:
+    """Return the result of a reward as `Scores`.
 
     Raises:
         UserCodeError: there is no score, or it is not a finite number.
     """
+    if isinstance(returned, Scores):
+        return returned
     metrics, score = {}, returned
     if isinstance(returned, Mapping):
         if "score" not in returned:
             raise UserCodeError(f'{label} returned no "score", only {sorted(map(str, returned))}')
-        metrics = {str(k): as_number(v) for k, v in returned.items() if k != "score"}
+        metrics = {k: v for k, v in returned.items() if k != "score"}
         score = returned["score"]
     number = as_number(score)
     if not math.isfinite(number):
         raise UserCodeError(
             f"{label} returned {score!r} ({type(score).__name__}); it must be a finite number,"
-            f' or a mapping with one under "score"{missing_await(score)}'
+            f' or a mapping with one under "score", or Scores{missing_await(score)}'
         )
-    return number, {k: v for k, v in metrics.items() if math.isfinite(v)}
+    return Scores(number, metrics=metrics)
 
 
 def extra_info(trajectory: Trajectory) -> dict[str, Any]:

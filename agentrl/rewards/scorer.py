@@ -13,17 +13,18 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from agentrl.config import RewardConfig, RolloutConfig
 from agentrl.config.environment import REFERENCE
 from agentrl.errors import ConfigError, DataError, Infrastructure, UserCodeError, UserError
+from agentrl.plural import plural
 from agentrl.registry import did_you_mean
 from agentrl.rewards.base import Grader
 from agentrl.rewards.executor import RewardExecutor
 from agentrl.rewards.graders import GOLD, PROBLEMS, find_reward, grader_of, no_outcome
-from agentrl.trajectory import Sample, Scored, Trajectory
+from agentrl.trajectory import Sample, Scored, Scores, Trajectory
 from agentrl.workers import run_all
 
 log = logging.getLogger(__name__)
@@ -35,9 +36,6 @@ GRADED_AT_ONCE = 4096
 """The number of ground truths that `check_graders` grades at once; each is a task of asyncio."""
 BY_SOURCE = "grader"
 """The name in `reward.functions` for the grader of the row's data_source."""
-
-Score = tuple[float, dict[str, float]]
-"""A reward and the other numbers that its function returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,18 +149,12 @@ class Scorer:
     ) -> list[Scored]:
         """Score the trajectories of one sample. A group reward is called with all of them.
 
-        A trajectory whose agent has reported its outcome is not graded.
+        A trajectory whose environment or agent has reported its outcome is not graded.
         """
         graded = [t for t in trajectories if t.outcome is None]
         by_part = await run_all([self._scores(part, graded) for part in self._parts if graded])
         sums = (self._sum(scores) for scores in zip(*by_part, strict=True))
-        outcomes: list[Score] = [
-            next(sums) if t.outcome is None else (t.outcome, {}) for t in trajectories
-        ]
-        return [
-            self._total(trajectory, outcome, metrics, trains)
-            for trajectory, (outcome, metrics) in zip(trajectories, outcomes, strict=True)
-        ]
+        return [self._total(t, t.outcome or next(sums), trains) for t in trajectories]
 
     async def close(self) -> None:
         """Close the rewards, threads and processes. A later `score` opens them again."""
@@ -176,10 +168,10 @@ class Scorer:
         """End the threads and processes. It may be called from any thread. Idempotent."""
         self._executor.close()
 
-    def _total(
-        self, trajectory: Trajectory, outcome: float, metrics: Mapping[str, float], trains: bool
-    ) -> Scored:
+    def _total(self, trajectory: Trajectory, scores: Scores, trains: bool) -> Scored:
         tokens = self._max_tokens if trains else None
+        trajectory = with_turn_scores(trajectory, scores.turns)
+        outcome, metrics = scores.outcome, scores.metrics
         scored = combine(trajectory, outcome, metrics, self._config, self._budget_policy, tokens)
         self._warn_unused(scored.rewards)
         return scored
@@ -198,25 +190,28 @@ class Scorer:
                     source,
                 )
 
-    async def _scores(self, part: _Part, trajectories: Sequence[Trajectory]) -> list[Score]:
+    async def _scores(self, part: _Part, trajectories: Sequence[Trajectory]) -> list[Scores]:
         if part.grader and part.grader.options.group:
             return await part.grader.compare(trajectories)
         graders = [part.grader or self.grader(t.sample.data_source) for t in trajectories]
         return await run_all([g.grade(t) for g, t in zip(graders, trajectories, strict=True)])
 
-    def _sum(self, scores: Sequence[Score]) -> Score:
+    def _sum(self, every: Sequence[Scores]) -> Scores:
         if not self._config.functions:
-            return scores[0]
+            return every[0]
         total, metrics = 0.0, {}
-        for part, (score, numbers) in zip(self._parts, scores, strict=True):
-            total += part.weight * score
-            metrics[part.name] = score
-            for name, value in numbers.items():
+        turns: defaultdict[int, float] = defaultdict(float)
+        for part, scores in zip(self._parts, every, strict=True):
+            total += part.weight * scores.outcome
+            metrics[part.name] = scores.outcome
+            for index, score in scores.turns.items():
+                turns[index] += part.weight * score
+            for name, value in scores.metrics.items():
                 if name == "acc":
                     metrics.setdefault("acc", value)
                 else:
                     metrics[f"{part.name}/{name}"] = value
-        return total, metrics
+        return Scores(total, turns, metrics)
 
     def _make_parts(self, config: RewardConfig) -> list[_Part]:
         problems, parts = [], []
@@ -267,6 +262,31 @@ def source_weights(config: RewardConfig) -> dict[str, float]:
     }
 
 
+def with_turn_scores(trajectory: Trajectory, scores: Mapping[int, float]) -> Trajectory:
+    """Return a trajectory whose turns have the scores of a reward, in place of earlier ones.
+
+    Args:
+        trajectory: the rollout, perhaps a stored one, which has scores already.
+        scores: the scores, by the index of the turn.
+
+    Raises:
+        UserCodeError: there is no such turn.
+    """
+    count = len(trajectory.turns)
+    if unknown := [index for index in scores if index >= count]:
+        raise UserCodeError(
+            f"a reward scored turn {unknown[0]} of sample {trajectory.sample.id!r}, which has"
+            f" {plural(count, 'turn')}; they are counted from 0"
+        )
+    turns = []
+    for index, turn in enumerate(trajectory.turns):
+        rewards = {k: v for k, v in turn.rewards.items() if k != "scores"}
+        own = {"scores": scores[index]} if index in scores else {}
+        turns.append(replace(turn, rewards={**rewards, **own}))
+    is_new = any(a.rewards != b.rewards for a, b in zip(turns, trajectory.turns, strict=True))
+    return replace(trajectory, turns=tuple(turns)) if is_new else trajectory
+
+
 def combine(
     trajectory: Trajectory,
     outcome: float,
@@ -291,7 +311,7 @@ def combine(
     """
     rewards = {
         "outcome": outcome,
-        "turn": trajectory.turn_rewards("turn"),
+        "turn": trajectory.turn_rewards("turn") + trajectory.turn_rewards("scores"),
         "tool": trajectory.turn_rewards("tool") + trajectory.tool_reward,
     }
     for source, value in rewards.items():

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from agentrl.tools.environment import Environment, environment
 from agentrl.tools.tool import Tool, ToolFunction, tool
 from agentrl.tools.toolbox import HttpToolbox, LocalToolbox, Toolbox, open_toolbox
 
-__all__ = ["HttpToolbox", "LocalToolbox", "Tool", "ToolFunction", "Toolbox", "open_toolbox", "tool"]
+__all__ = [
+    "Environment", "HttpToolbox", "LocalToolbox", "Tool", "ToolFunction", "Toolbox", "environment",
+    "open_toolbox", "tool",
+]  # fmt: skip

@@ -22,12 +22,13 @@ import math
 import os
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.errors import Infrastructure, ToolError, ToolServerError, UserCodeError
 from agentrl.plural import plural
+from agentrl.tools.environment import with_messages
 from agentrl.tools.payloads import (
     InvalidArguments,
     SlowArguments,
@@ -143,11 +144,11 @@ class Runner:
                 job = await self._checks.start(check)
         except TimeoutError:
             raise ToolServerError(
-                f"tool {tool.name!r}: a call waited {self._queue_seconds:g} s for one of"
+                f"{tool.label}: a call waited {self._queue_seconds:g} s for one of"
                 f" {CHECK_THREADS} validation threads"
             ) from None
         if await self._deadline(tool.timeout).wait(job, call.waiters):
-            raise ToolServerError(f"tool {tool.name!r}: its episode ended during the call")
+            raise ToolServerError(f"{tool.label}: its episode ended during the call")
         if not job.done():
             return self.reject(tool, call.function.name, parameters.slow_error())
         valid_arguments, error = job.result()
@@ -248,30 +249,43 @@ class Runner:
         return Instance(await self._hook(tool, tool.target, arguments, "constructor"))
 
     async def opening(self, tool: Tool, instance: Instance) -> tuple[Message, ...]:
-        """Return the messages of an object's `opening()`; none if the class has no such method.
+        """Return the messages of an object's `opening()`, or of an environment's `start()`.
 
         Raises:
             UserCodeError, ToolServerError: see `to_opening` and `_hook`.
         """
-        if "opening" not in tool.hooks:
+        hook = "start" if tool.is_environment else "opening"
+        if hook not in tool.hooks:
             return ()
-        returned = await self._hook(tool, instance.value.opening, {}, "opening()")
-        return to_opening(f"tool {tool.name!r}: opening()", returned)
+        returned = await self._hook(tool, getattr(instance.value, hook), {}, f"{hook}()")
+        return to_opening(f"{tool.label}: {hook}()", returned)
+
+    async def ask(
+        self, tool: Tool, instance: Instance, hook: str, messages: Sequence[Message]
+    ) -> Any:
+        """Call the `respond` or `reward` of an environment, and return its result.
+
+        Raises:
+            UserCodeError, ToolServerError: see `_hook`.
+        """
+        bound = with_messages(getattr(instance.value, hook), hook, messages)
+        async with instance.lock:
+            return await self._hook(tool, bound, {}, f"{hook}()")
 
     async def reward(self, tool: Tool, instance: Instance) -> float:
-        """Return the result of an object's `reward()`; 0 if the class has none.
+        """Return the result of a class tool's `reward()`; 0 if the class has none.
 
         Raises:
             UserCodeError: the reward is not a finite number; also see `_hook`.
             ToolServerError: see `_hook`.
         """
-        if "reward" not in tool.hooks:
+        if "reward" not in tool.hooks or tool.is_environment:
             return 0.0
         returned = await self._hook(tool, instance.value.reward, {}, "reward()")
         reward = as_number(returned)
         if not math.isfinite(reward):
             raise UserCodeError(
-                f"tool {tool.name!r}: reward() returned {returned!r}, expected a finite number"
+                f"{tool.label}: reward() returned {returned!r}, expected a finite number"
             )
         return reward
 
@@ -304,12 +318,10 @@ class Runner:
         """
         outcome = await self._outcome(tool, functools.partial(target, **arguments))
         if outcome is None:
-            raise UserCodeError(
-                f"tool {tool.name!r}: {hook_name} took more than {tool.timeout:g} s"
-            )
+            raise UserCodeError(f"{tool.label}: {hook_name} took more than {tool.timeout:g} s")
         value, error = outcome
         if error is not None:
-            label = f"tool {tool.name!r}: {hook_name}"
+            label = f"{tool.label}: {hook_name}"
             if isinstance(error, Infrastructure):
                 raise ToolServerError(f"{label}: {describe_for_log(error)}") from error
             raise UserCodeError.of(label, error) from error
@@ -338,7 +350,7 @@ class Runner:
         if isinstance(error, ToolError):
             return error_result("tool_error", exception_text(error))
         if isinstance(error, Infrastructure):
-            raise ToolServerError(f"tool {tool.name!r}: {error}") from error
+            raise ToolServerError(f"{tool.label}: {error}") from error
         self._log(tool, error)
         return error_result("crash", f"the tool failed: {describe_for_model(error)}")
 
@@ -375,11 +387,11 @@ class Runner:
                     if not job.done():
                         self._abandon(tool, bound, job, instance)
                 if is_cancelled:
-                    raise ToolServerError(f"tool {tool.name!r}: its episode ended during the call")
+                    raise ToolServerError(f"{tool.label}: its episode ended during the call")
                 if not job.done():
                     return None
                 if job.cancelled():
-                    raise ToolServerError(f"tool {tool.name!r}: the call was cancelled")
+                    raise ToolServerError(f"{tool.label}: the call was cancelled")
                 value, error = job.result()
                 if error is None and type(value) is not str and inspect.isawaitable(value):
                     # A plain function that returned a coroutine.
@@ -547,7 +559,7 @@ class Executors:
             " process=True"
         )
         return ToolServerError(
-            f"tool {tool.name!r}: a call could not start within {self._limits.queue_seconds:g} s"
+            f"{tool.label}: a call could not start within {self._limits.queue_seconds:g} s"
             f" ({', '.join(limits)}){hung}"
         )
 

@@ -23,13 +23,15 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentrl import sandbox
-from agentrl.errors import SessionLost, ToolServerError
+from agentrl.errors import SessionLost, ToolServerError, UserError
 from agentrl.plural import plural
 from agentrl.registry import tools
-from agentrl.tools.payloads import canonical_json, storable_messages, unknown_tool
+from agentrl.replies import Reply, check_reply
+from agentrl.tools.environment import offered_functions, to_scores
+from agentrl.tools.payloads import canonical_json, clean, storable_messages, unknown_tool
 from agentrl.tools.runner import (
     Call,
     CallLimits,
@@ -40,7 +42,7 @@ from agentrl.tools.runner import (
 )
 from agentrl.tools.tool import Tool, schemas_of, serial_groups_of
 from agentrl.tools.validation import SlowCheck
-from agentrl.trajectory import Message, Sample, ToolResult, copy_value
+from agentrl.trajectory import Message, Sample, Scores, ToolResult, copy_value
 
 log = logging.getLogger("agentrl.tools")
 
@@ -100,6 +102,17 @@ class ShardInfo:
         return 0 if number == self.number else self.ports[number]
 
 
+class Opened(NamedTuple):
+    """An episode whose tools are open."""
+
+    messages: Sequence[Message] = ()
+    """The openings of its class tools, or the first observations of its environment."""
+    functions: Sequence[str] = ()
+    """The names of the functions that the model may call."""
+    environment: Sequence[str] = ()
+    """Which of `respond` and `reward` its environment has. The client fills it in."""
+
+
 class ToolSession:
     """The tools of one episode."""
 
@@ -124,10 +137,12 @@ class ToolSession:
         """The waits for calls in threads and processes."""
         self._answers: dict[tuple[int, int], tuple[str, bytes, asyncio.Future[ToolResult]]] = {}
         self._create_kwargs_json: bytes = b""
-        self._opening: asyncio.Task[list[Message]] | None = None
+        self._opening: asyncio.Task[Opened] | None = None
+        self._replies: dict[int, asyncio.Task[Reply | None]] = {}
+        self._scores: asyncio.Task[Scores] | None = None
 
-    async def open(self, create_kwargs: Mapping[str, Mapping[str, Any]]) -> Sequence[Message]:
-        """Create the objects, and return their openings. A second call waits for the first one.
+    async def open(self, create_kwargs: Mapping[str, Mapping[str, Any]]) -> Opened:
+        """Create the objects and open them. A second call waits for the first one.
 
         Raises:
             SessionConflict: a second call has other `create_kwargs`.
@@ -145,12 +160,12 @@ class ToolSession:
             )
         self._create_kwargs_json = encoded
         if not self._classes:
-            return ()
+            return Opened((), tuple(self._functions))
         if self._opening is None:
             self._opening = asyncio.create_task(self._make(create_kwargs))
         return await asyncio.shield(self._opening)
 
-    async def _make(self, create_kwargs: Mapping[str, Mapping[str, Any]]) -> list[Message]:
+    async def _make(self, create_kwargs: Mapping[str, Mapping[str, Any]]) -> Opened:
         messages: list[Message] = []
         for tool in self._classes:
             arguments = tool.arguments(create_kwargs.get(tool.name, {}), self.sample)
@@ -160,7 +175,57 @@ class ToolSession:
                 instance = await self._runner.make(tool, self._constructor_arguments(tool))
                 self._instances[tool.name] = instance
                 messages += await self._runner.opening(tool, instance)
-        return messages
+            if tool.is_environment:
+                offered = offered_functions(tool.label, tool, self._instances[tool.name].value)
+                self._functions = {name: self._functions[name] for name in offered}
+        return Opened(tuple(messages), tuple(self._functions))
+
+    async def respond(self, turn: int, messages: Sequence[Message]) -> Reply | None:
+        """Return the environment's reply to a turn. A turn that is sent again gets the same reply.
+
+        Raises:
+            UserCodeError: `respond()` raised, took too long, or returned something else.
+            UserError: the episode has no environment that replies.
+            ToolServerError: `respond()` could not start, or raised `Infrastructure`.
+        """
+        if turn not in self._replies:
+            self._replies[turn] = asyncio.create_task(self._reply(messages))
+        return await asyncio.shield(self._replies[turn])
+
+    async def _reply(self, messages: Sequence[Message]) -> Reply | None:
+        tool, reply = await self._ask("respond", messages)
+        checked = check_reply(tool.label, reply)
+        return checked and Reply(clean(checked.content), float(checked.score), bool(checked.done))
+
+    async def score(self, messages: Sequence[Message]) -> Scores:
+        """Return the environment's reward. It is asked once; a second call returns the same.
+
+        Raises:
+            UserCodeError: `reward()` raised, took too long, or returned something else.
+            UserError: the episode has no environment with a reward.
+            ToolServerError: `reward()` could not start, or raised `Infrastructure`.
+        """
+        if self._scores is None:
+            self._scores = asyncio.create_task(self._score(messages))
+        return await asyncio.shield(self._scores)
+
+    async def _score(self, messages: Sequence[Message]) -> Scores:
+        tool, returned = await self._ask("reward", messages)
+        return to_scores(f"{tool.label}: reward()", returned)
+
+    async def _ask(self, hook: str, messages: Sequence[Message]) -> tuple[Tool, Any]:
+        """Call a hook of the episode's environment; return the environment and the result."""
+        tool = next((t for t in self._classes if t.is_environment and hook in t.hooks), None)
+        if tool is None:
+            raise UserError(f"episode {self.episode_id} has no environment with {hook}()")
+        self.calls_running += 1
+        try:
+            instance = self._instances[tool.name]
+            own = copy_value(storable_messages(messages))
+            return tool, await self._runner.ask(tool, instance, hook, own)
+        finally:
+            self.calls_running -= 1
+            self.last_used = time.monotonic()
 
     def _constructor_arguments(self, tool: Tool) -> dict[str, Any]:
         """Return the constructor arguments of one object of a class tool."""
@@ -363,8 +428,8 @@ class ToolHost:
 
     async def open(
         self, episode_id: str, sample: Sample, create_kwargs: Mapping[str, Mapping[str, Any]]
-    ) -> Sequence[Message]:
-        """Open an episode with the tools of its row, and return the openings of its class tools.
+    ) -> Opened:
+        """Open an episode with the tools of its row, or with its environment.
 
         Opening it again opens the same session.
 

@@ -16,7 +16,7 @@ import logging
 import math
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args, overload
 
@@ -59,6 +59,8 @@ class ToolSpec:
     """True if the calls of an episode share an object. Then they run one after another."""
     injected: Sequence[str] = ()
     """The parameters that agentrl fills: some of `state`, `sample`, `messages`, `sandbox`."""
+    environment: Sequence[str] | None = None
+    """None: a tool. Of an environment, which of `respond` and `reward` it has."""
 
     @property
     def wants_row(self) -> bool:
@@ -111,9 +113,11 @@ class Tool:
     process: bool = False
     """True if the function runs in a worker process, which is killed at the deadline."""
     hooks: tuple[str, ...] = ()
-    """The hooks that a class tool has: some of `opening`, `reward` and `close`."""
+    """The hooks that a class tool has: some of `opening`, `reward` and `close`. Those of an
+    environment: some of `start`, `respond`, `reward` and `close`."""
     constructor_injected: tuple[str, ...] = ()
     """The parameters of a class tool's constructor that agentrl fills."""
+    is_environment: bool = False
     spec: ToolSpec = field(init=False)
     """The description of the tool for clients."""
 
@@ -128,8 +132,14 @@ class Tool:
             self.timeout * steps + (START_SECONDS if self.process else 0.0),
             self.stateful,
             sorted(self.injected),
+            [h for h in ("respond", "reward") if h in self.hooks] if self.is_environment else None,
         )
         object.__setattr__(self, "spec", spec)
+
+    @property
+    def label(self) -> str:
+        """The kind and the name, for messages."""
+        return f"{'environment' if self.is_environment else 'tool'} {self.name!r}"
 
     @property
     def is_class(self) -> bool:
@@ -157,7 +167,7 @@ class Tool:
         )
         if problems:
             raise DataError(
-                f"row {sample.row} (id {sample.id!r}): create_kwargs of the tool {self.name!r}:"
+                f"row {sample.row} (id {sample.id!r}): the arguments of the {self.label}:"
                 f" {'; '.join(problems)}"
             )
         return dict(create_kwargs)
@@ -298,7 +308,12 @@ def _make_record(
                 f"@tool on {identify(target)}: schema= is for functions, not for classes"
             )
         name = name or _snake_case(target.__name__)
-        functions = _methods(target, name)
+        functions = methods_of(target, name)
+        if not functions:
+            raise UserError(
+                f"the class tool {name!r} ({identify(target)}) has no function to call:"
+                f" it needs a public method other than {', '.join(HOOKS)}"
+            )
         class_fields = {
             "hooks": _hooks(target),
             "constructor_injected": injected_parameters(target, CONSTRUCTOR_PARAMETERS),
@@ -312,12 +327,17 @@ def _make_record(
             name, functions = function.name, (function,)
     else:
         raise UserError(f"@tool is for functions and classes, not for {identify(target)}")
-    _check_name(name, target)
     record = Tool(name, target, functions, **options, **class_fields)
-    problems = [*_option_problems(record)]
-    if problems:
-        raise UserError(f"@tool on {identify(target)}: {'; '.join(problems)}")
+    check_tool(record)
     return record
+
+
+def check_tool(record: Tool) -> None:
+    """Raise `UserError` if the name or an option of a tool is wrong."""
+    _check_name(record.name, record.target)
+    if problems := [*_option_problems(record)]:
+        decorator = "environment" if record.is_environment else "tool"
+        raise UserError(f"@{decorator} on {identify(record.target)}: {'; '.join(problems)}")
 
 
 def _function_from_signature(
@@ -363,11 +383,20 @@ def _function_from_schema(
     return ToolFunction(name, "", function_schema, parameters, is_async, injected)
 
 
-def _methods(cls: type, name: str) -> tuple[ToolFunction, ...]:
-    """Return the functions of a class tool in source order, those of base classes first."""
+def methods_of(cls: type, name: str, excluded: Collection[str] = HOOKS) -> tuple[ToolFunction, ...]:
+    """Return the functions of a class tool in source order, those of base classes first.
+
+    Args:
+        cls: the class.
+        name: the name of the tool, which `__call__` has.
+        excluded: the methods that the model does not call.
+
+    Raises:
+        UserError: a model cannot call one of them, or two have the same name.
+    """
     functions = []
     for attribute in _attributes(cls):
-        if attribute in HOOKS or (attribute.startswith("_") and attribute != "__call__"):
+        if attribute in excluded or (attribute.startswith("_") and attribute != "__call__"):
             continue
         method = inspect.getattr_static(cls, attribute)
         if isinstance(method, staticmethod | classmethod):
@@ -383,11 +412,6 @@ def _methods(cls: type, name: str) -> tuple[ToolFunction, ...]:
                     " method, or set name= of the tool"
                 )
             functions.append(_function_from_signature(function, function_name, attribute, bound))
-    if not functions:
-        raise UserError(
-            f"the class tool {name!r} ({identify(cls)}) has no function to call:"
-            f" it needs a public method other than {', '.join(HOOKS)}"
-        )
     return tuple(functions)
 
 

@@ -9,7 +9,7 @@ import asyncio
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
@@ -29,17 +29,19 @@ from agentrl.errors import (
 from agentrl.http import HttpClient, fetch_json
 from agentrl.http.pool import MAX_CONNECTIONS_TO_SERVER
 from agentrl.registry import Registry, tools
+from agentrl.replies import Reply
 from agentrl.tools.payloads import encode_arguments, storable_messages, unknown_tool
 from agentrl.tools.runner import QUEUE_SECONDS, CallLimits
 from agentrl.tools.serving.background import serve_in_background
 from agentrl.tools.session import (
     GRACE_SECONDS,
+    Opened,
     ToolHost,
     UnknownEpisode,
     worker_number,
 )
 from agentrl.tools.tool import ToolSpec, schemas_of, serial_groups_of
-from agentrl.trajectory import Message, Sample, ToolCall, ToolResult, copy_value
+from agentrl.trajectory import Message, Sample, Scores, ToolCall, ToolResult, copy_value
 from agentrl.workers import run_all
 
 REQUEST_SECONDS = 15.0
@@ -63,11 +65,12 @@ class Toolbox(ABC):
         """
 
     @abstractmethod
-    async def open(self, episode_id: str, sample: Sample) -> Sequence[Message]:
+    async def open(self, episode_id: str, sample: Sample) -> Opened:
         """Begin an episode and create its class tools. It may only call `sample.tools`.
 
         Returns:
-            The messages of the class tools' `opening()`, in the order of `sample.tools`.
+            The messages of the class tools' `opening()` in the order of `sample.tools`, or of the
+            environment's `start()`; and what the environment offers.
 
         Raises:
             UserError: a tool does not exist, or its constructor does not take the `create_kwargs`.
@@ -125,6 +128,35 @@ class Toolbox(ABC):
         return [results[i] for i in range(len(calls))]
 
     @abstractmethod
+    async def respond(
+        self, episode_id: str, turn: int, messages: Sequence[Message]
+    ) -> Reply | None:
+        """Return the reply of the episode's environment to a turn; None if it ends the episode.
+
+        Args:
+            episode_id: an open episode, whose environment replies (`Opened.environment`).
+            turn: the number of the turn. If it is sent again, the environment is not asked again.
+            messages: the conversation so far.
+
+        Raises:
+            UserCodeError: `respond()` raised, took too long, or returned something else.
+            ToolServerError: the tools are unreachable; the episode may be played again.
+        """
+
+    @abstractmethod
+    async def score(self, episode_id: str, messages: Sequence[Message]) -> Scores:
+        """Return the reward of the episode's environment. It is asked once.
+
+        Args:
+            episode_id: an open episode, whose environment has a reward (`Opened.environment`).
+            messages: the whole conversation.
+
+        Raises:
+            UserCodeError: `reward()` raised, took too long, or returned something else.
+            ToolServerError: the tools are unreachable; the episode may be played again.
+        """
+
+    @abstractmethod
     async def close(self, episode_id: str) -> float:
         """End an episode, close its class tools, and return the sum of their rewards.
 
@@ -165,9 +197,19 @@ class LocalToolbox(Toolbox):
     def schemas(self, names: Sequence[str]) -> list[dict[str, Any]]:
         return schemas_of([tools.get(n).spec for n in dict.fromkeys(names)])
 
-    async def open(self, episode_id: str, sample: Sample) -> Sequence[Message]:
+    async def open(self, episode_id: str, sample: Sample) -> Opened:
         sample = copy_value(sample)  # As over HTTP, tools share no list with the agent loop.
-        return await self._host.open(episode_id, sample, create_kwargs_of(sample))
+        opened = await self._host.open(episode_id, sample, create_kwargs_of(sample))
+        specs = [tools.get(n).spec for n in sample.tools]
+        return opened._replace(environment=environment_hooks(specs))
+
+    async def respond(
+        self, episode_id: str, turn: int, messages: Sequence[Message]
+    ) -> Reply | None:
+        return await self._host.session(episode_id).respond(turn, messages)
+
+    async def score(self, episode_id: str, messages: Sequence[Message]) -> Scores:
+        return await self._host.session(episode_id).score(messages)
 
     async def close(self, episode_id: str) -> float:
         try:
@@ -260,7 +302,7 @@ class HttpToolbox(Toolbox):
             ) from None
         return self._specs
 
-    async def open(self, episode_id: str, sample: Sample) -> Sequence[Message]:
+    async def open(self, episode_id: str, sample: Sample) -> Opened:
         known_specs = await self._load_specs()
         specs = [known_specs.get(n) for n in dict.fromkeys(sample.tools)]
         wants_row = any(s.wants_row for s in specs)
@@ -293,7 +335,35 @@ class HttpToolbox(Toolbox):
         self._episodes[episode_id] = _OpenEpisode(
             serial_groups_of(specs), self._request_seconds + longest, message_readers
         )
-        return [Message(**m) for m in answer["opening"]]
+        opening = [Message(**m) for m in answer["opening"]]
+        offered = answer.get("tools", [f for spec in specs for f in spec.functions])
+        return Opened(opening, offered, environment_hooks(specs))
+
+    async def respond(
+        self, episode_id: str, turn: int, messages: Sequence[Message]
+    ) -> Reply | None:
+        body = {"turn": turn, "messages": storable_messages(messages)}
+        answer = await self._ask(episode_id, "respond", body)
+        try:
+            return answer and Reply(**answer)
+        except TypeError:
+            raise ToolServerError(f"{self.url} did not answer with a reply: {answer!r}") from None
+
+    async def score(self, episode_id: str, messages: Sequence[Message]) -> Scores:
+        body = {"messages": storable_messages(messages)}
+        answer = await self._ask(episode_id, "reward", body)
+        try:
+            turns = {int(index): score for index, score in answer.get("turns", {}).items()}
+            return Scores(answer["reward"], turns, answer.get("parts", {}))
+        except (TypeError, ValueError, KeyError, AttributeError) as e:
+            raise UserCodeError(
+                f"{self.url} did not answer with a reward: {answer!r:.200} ({e})"
+            ) from None
+
+    async def _ask(self, episode_id: str, what: str, body: dict[str, Any]) -> Any:
+        path = f"/sessions/{quote(episode_id, safe='')}/{what}"
+        seconds = self._episodes.get(episode_id, _NOT_OPEN).seconds
+        return await self._request("POST", path, body, seconds, episode_id)
 
     async def close(self, episode_id: str) -> float:
         path = f"/sessions/{quote(episode_id, safe='')}"
@@ -379,8 +449,8 @@ class HttpToolbox(Toolbox):
         try:
             for fields in answer["tools"]:
                 specs.add(fields["name"], ToolSpec(**fields))
-            ports = [int(port) for port in answer["workers"]]
-            limit = int(answer["max_client_connections"])
+            ports = [int(port) for port in answer.get("workers", ())]
+            limit = int(answer.get("max_client_connections", MAX_CONNECTIONS_TO_SERVER))
         except (TypeError, KeyError, ValueError):
             raise ToolServerError(
                 f"{self.url} did not answer with a list of tools: {answer!r}"
@@ -395,6 +465,11 @@ class HttpToolbox(Toolbox):
         return HttpClient(
             url, token=self._token, error=ToolServerError, max_connections=max_connections
         )
+
+
+def environment_hooks(specs: Iterable[ToolSpec]) -> Sequence[str]:
+    """Return the hooks of the environment among the tools of a row; () if there is none."""
+    return next((s.environment for s in specs if s.environment is not None), ())
 
 
 def create_kwargs_of(sample: Sample) -> dict[str, Mapping[str, Any]]:

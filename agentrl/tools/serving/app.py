@@ -1,18 +1,21 @@
 """The HTTP API of the tool server, on top of `ToolHost`.
 
-    POST   /sessions                  {episode_id, sample, create_kwargs}       open an episode
-                                      -> {"opening": messages of its class tools}
-    POST   /sessions/{episode}/calls  {turn, call_index, name, arguments}       run one call
-    DELETE /sessions/{episode}        close it -> {"reward": sum of its class tools' rewards}
-    GET    /tools                     the tools, and the ports of the server's workers
-    GET    /health                    status, and the numbers of sessions and calls
-    GET    /metrics                   metrics of each tool for Prometheus
+    POST   /sessions                    {episode_id, sample, create_kwargs}     open an episode
+                                        -> {"opening": first observations, "tools": names}
+    POST   /sessions/{episode}/calls    {turn, call_index, name, arguments}     run one call
+    POST   /sessions/{episode}/respond  {turn, messages}      -> the environment's reply, or null
+    POST   /sessions/{episode}/reward   {messages}            -> the environment's reward
+    DELETE /sessions/{episode}          close it -> {"reward": sum of its class tools' rewards}
+    GET    /tools                       the tools, and the ports of the server's workers
+    GET    /health                      status, and the numbers of sessions and calls
+    GET    /metrics                     metrics of each tool for Prometheus
 
-Every request may be sent twice: (episode, turn, call_index) identifies a call. The answer to a call
-is a `ToolResult` with status 200, also if the model made a mistake. Other statuses carry
-`{"error": class, "message": text}`. 4xx means that the request is wrong, 503 that the server cannot
-answer. A 503 with `Retry-After` may be sent again. One worker serves an episode (`worker_number`);
-other workers answer with 421.
+Every request may be sent twice: (episode, turn, call_index) identifies a call, (episode, turn) a
+reply, and the reward is asked once in an episode. The answer to a call is a `ToolResult` with
+status 200, also if the model made a mistake. Other statuses carry `{"error": class, "message":
+text}`. 4xx means that the request is wrong, 503 that the server cannot answer. A 503 with
+`Retry-After` may be sent again. One worker serves an episode (`worker_number`); other workers
+answer with 421.
 
 Tools run code, so only the training run may reach them: see `Guard`.
 """
@@ -62,6 +65,8 @@ from agentrl.trajectory import Message, Sample, ToolResult
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Upper bounds of the histogram buckets in /metrics; the last bucket has none."""
 CALLS = "/sessions/{episode_id:path}/calls"
+RESPOND = "/sessions/{episode_id:path}/respond"
+REWARD = "/sessions/{episode_id:path}/reward"
 
 # -- requests and responses -----------------------------------------------------------------------
 
@@ -88,6 +93,42 @@ class CallRequest(BaseModel):
     """The conversation so far, for tools with a parameter `messages`."""
 
 
+class RespondRequest(BaseModel):
+    """The body of POST /sessions/{episode_id}/respond."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    turn: int = Field(ge=0, le=2**31 - 1)
+    """The number of the turn. A turn that is sent again gets the same reply."""
+    messages: list[dict[str, Any]]
+    """The conversation so far."""
+
+
+class RewardRequest(BaseModel):
+    """The body of POST /sessions/{episode_id}/reward."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    messages: list[dict[str, Any]]
+    """The whole conversation."""
+
+
+class ReplyResponse(BaseModel):
+    """The environment's reply; null ends the episode."""
+
+    content: str
+    score: float
+    done: bool
+
+
+class RewardResponse(BaseModel):
+    """The environment's reward."""
+
+    reward: float
+    parts: dict[str, float]
+    """Named numbers, which become metrics."""
+    turns: dict[str, float]
+    """Scores of turns, by the index of the turn."""
+
+
 class ErrorResponse(BaseModel):
     """The error of a request that failed."""
 
@@ -100,7 +141,10 @@ class OpenResponse(BaseModel):
     """The session is open."""
 
     opening: list[dict[str, str]]
-    """The messages of its class tools' `opening()`, which follow the prompt: role and content."""
+    """The messages of its class tools' `opening()`, or of its environment's `start()`, which follow
+    the prompt: role and content."""
+    tools: list[str]
+    """The names of the functions that the model may call."""
 
 
 class CloseResponse(BaseModel):
@@ -332,8 +376,23 @@ def _add_session_routes(
     async def open_session(request: Request) -> Response:
         body = OpenRequest.model_validate(orjson.loads(await request.body()))
         sample = _SAMPLE.validate_python({"id": "", "prompt": (), **body.sample})
-        opening = await host.open(body.episode_id, sample, body.create_kwargs)
-        return json_response({"opening": [m.as_dict() for m in opening]})
+        opened = await host.open(body.episode_id, sample, body.create_kwargs)
+        opening = [m.as_dict() for m in opened.messages]
+        return json_response({"opening": opening, "tools": opened.functions})
+
+    @app.post(RESPOND, **describe_route(ReplyResponse, *statuses, body=RespondRequest))
+    async def respond(request: Request, episode_id: EpisodeId) -> Response:
+        body = RespondRequest.model_validate(orjson.loads(await request.body()))
+        messages = _MESSAGES.validate_python(body.messages)
+        return json_response(await host.session(episode_id).respond(body.turn, messages))
+
+    @app.post(REWARD, **describe_route(RewardResponse, *statuses, body=RewardRequest))
+    async def reward(request: Request, episode_id: EpisodeId) -> Response:
+        body = RewardRequest.model_validate(orjson.loads(await request.body()))
+        scores = await host.session(episode_id).score(_MESSAGES.validate_python(body.messages))
+        turns = {str(index): score for index, score in scores.turns.items()}
+        parts = dict(scores.metrics)
+        return json_response({"reward": scores.outcome, "parts": parts, "turns": turns})
 
     @app.delete(
         "/sessions/{episode_id:path}", **describe_route(CloseResponse, 404, 421, 422, 500, 503)

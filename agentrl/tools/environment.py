@@ -1,0 +1,210 @@
+"""`@environment` registers a class of which each episode acts in one object.
+
+An environment is the whole world of an episode: its first observation, its tools, the other side of
+the conversation, and the reward. Inside agentrl it is a class tool with more hooks, so it lives
+where class tools live, in the tool server or in this process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+
+from agentrl.errors import RegistryError, UserCodeError, UserError, missing_await
+from agentrl.registry import tools
+from agentrl.replies import Reply
+from agentrl.signatures import identify
+from agentrl.tools.schema import CONSTRUCTOR_PARAMETERS, injected_parameters
+from agentrl.tools.tool import DEFAULT_TIMEOUT, Tool, check_tool, methods_of
+from agentrl.trajectory import Message, Sample, Scores, ToolCall, as_number
+
+HOOKS = ("start", "respond", "reward", "close")
+"""The methods that only agentrl calls."""
+
+
+class Environment:
+    """The base class of environments. All methods are optional, and may be `async`.
+
+        @environment("guess")
+        class Guess(Environment):
+            def __init__(self, word: str):  # the row's environment_kwargs
+                self.word, self.found = word, False
+
+            async def start(self):
+                return [Message("user", f"The word has {len(self.word)} letters.")]
+
+            def guess(self, word: str) -> str:
+                \"\"\"Guess the word.\"\"\"  # a public method is a tool of the model
+                self.found = word == self.word
+                return "Right!" if self.found else "Wrong."
+
+            async def reward(self):
+                return float(self.found)
+
+    agentrl makes one object for each episode, and closes it on every exit. The methods of an object
+    are called one after another. A parameter `sample` of the constructor gets the dataset row.
+
+    Attributes:
+        tools: the names of the methods that the model may call in this episode; None: all public
+            ones. The constructor or `start` may set it, so that the model sees fewer tools.
+        reward_range: the least and the greatest possible reward, for `agentrl check environment`.
+    """
+
+    tools: Sequence[str] | None = None
+    reward_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+
+    async def start(self) -> str | Sequence[Message] | None:
+        """Return the first observation, which follows the row's prompt.
+
+        Its text is not trusted: it is encoded as the results of tools are.
+        """
+        return None
+
+    async def respond(self, messages: Sequence[Message]) -> Reply | None:
+        """Reply to a turn without tool calls; without this method, such a turn ends the episode.
+
+        Args:
+            messages: the conversation so far.
+
+        Returns:
+            The reply, whose score is added to the reward of the turn; None ends the episode.
+        """
+        return None
+
+    async def reward(self) -> float | Mapping[str, float] | Scores:
+        """Return the outcome of the episode. agentrl asks once, when the episode has ended.
+
+        Without this method, a reward function scores the episode. With a parameter `messages`, it
+        gets the conversation.
+
+        Returns:
+            A number; or a mapping of named parts, whose sum is the outcome and which become
+            metrics; or `Scores`.
+        """
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Free the resources of the episode."""
+        return None
+
+    @classmethod
+    def gold(cls, sample: Sample) -> Sequence[str | ToolCall] | None:
+        """Return a solution of a row, for `agentrl check environment`: calls and texts in order.
+
+        Args:
+            sample: the dataset row.
+        """
+        return None
+
+
+E = TypeVar("E", bound=type[Environment])
+_OWN = frozenset(vars(Environment))
+
+
+def environment(name: str, *, timeout: float = DEFAULT_TIMEOUT) -> Callable[[E], E]:
+    """Register an `Environment` under the name that rows use. The class is returned unchanged.
+
+    Args:
+        name: the name that rows have in `environment`.
+        timeout: how long a method may take, in seconds.
+
+    Raises:
+        RegistryError: the class is not an `Environment`, or another tool or class has the name.
+        UserError: a model cannot call one of its methods. The message says why and where.
+    """
+    if not isinstance(name, str):
+        raise RegistryError(
+            f'write @environment("name") above {identify(name)}: rows refer to it by name'
+        )
+
+    def register(cls: E) -> E:
+        if not (isinstance(cls, type) and issubclass(cls, Environment)):
+            raise RegistryError(
+                f"@environment({name!r}) is for subclasses of Environment, not {identify(cls)}"
+            )
+        overridden = tuple(h for h in HOOKS if getattr(cls, h) is not getattr(Environment, h))
+        for hook in overridden:
+            _check_hook(cls, hook)
+        record = Tool(
+            name,
+            cls,
+            methods_of(cls, name, excluded=_OWN),
+            timeout=timeout,
+            hooks=overridden,
+            constructor_injected=injected_parameters(cls, CONSTRUCTOR_PARAMETERS),
+            is_environment=True,
+        )
+        check_tool(record)
+        tools.add(name, record)
+        return cls
+
+    return register
+
+
+def _check_hook(cls: type[Environment], hook: str) -> None:
+    """Raise `UserError` if agentrl cannot call a hook."""
+    method = getattr(cls, hook)
+    try:
+        inspect.signature(with_messages(partial(method, None), hook, ())).bind()
+    except (TypeError, ValueError) as e:  # ValueError: too many arguments
+        messages = {"respond": ", messages", "reward": ", or with messages"}.get(hook, "")
+        raise UserError(
+            f"{identify(method)}: agentrl calls {hook}(self{messages}), which fails: {e}. A method"
+            " that the model may call needs another name"
+        ) from None
+
+
+def with_messages(
+    method: Callable[..., Any], hook: str, messages: Sequence[Message]
+) -> Callable[..., Any]:
+    """Return a hook with the conversation as its argument, if it takes it."""
+    if hook == "respond":
+        return partial(method, messages)
+    if hook == "reward" and "messages" in inspect.signature(method).parameters:
+        return partial(method, messages=messages)
+    return method
+
+
+def offered_functions(label: str, tool: Tool, value: Environment) -> list[str]:
+    """Return the names of the functions that the model may call in an episode.
+
+    Raises:
+        UserCodeError: the environment's `tools` has a name that is no public method.
+    """
+    names = [f.name for f in tool.functions]
+    chosen = value.tools
+    if chosen is None:
+        return names
+    if isinstance(chosen, str) or not set(chosen) <= set(names):
+        raise UserCodeError(
+            f"{label}: tools={chosen!r} must be a list of some of its methods:"
+            f" {', '.join(names) or 'none'}"
+        )
+    return [name for name in names if name in chosen]
+
+
+def to_scores(label: str, returned: Any) -> Scores:
+    """Return what an environment's `reward()` has returned as `Scores`.
+
+    Raises:
+        UserCodeError: it is neither a finite number, nor named numbers, nor `Scores`.
+    """
+    if isinstance(returned, Scores):
+        return returned
+    parts = returned if isinstance(returned, Mapping) else {"": returned}
+    numbers = {str(name): as_number(value) for name, value in parts.items()}
+    if "score" in numbers:
+        raise UserCodeError(
+            f"{label} returned {returned!r:.200}: the values of a mapping are parts, whose sum is"
+            " the reward. For a score with other numbers return Scores(outcome, metrics={...})"
+        )
+    if not numbers or not all(map(math.isfinite, numbers.values())):
+        raise UserCodeError(
+            f"{label} returned {returned!r:.200} ({type(returned).__name__}); it must be a finite"
+            f" number, a mapping of named finite numbers, or Scores{missing_await(returned)}"
+        )
+    metrics = numbers if isinstance(returned, Mapping) else {}
+    return Scores(math.fsum(numbers.values()), metrics=metrics)

@@ -1,0 +1,132 @@
+"""Environments in other programs: `environments: {maze: http://HOST:PORT}` in a config.
+
+The program speaks the HTTP API of a tool server (`agentrl.tools.serving.app`; docs/environments.md
+has a server in 60 lines). So it may be `agentrl tools serve` in another Python environment or in a
+container, or a program without agentrl. Rows contain the alias only: a dataset does not choose where
+requests are sent.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, ClassVar
+
+from agentrl.errors import UserError
+from agentrl.registry import ENVIRONMENT, tools
+from agentrl.replies import Reply
+from agentrl.tools.environment import Environment
+from agentrl.tools.schema import parameters_from_schema
+from agentrl.tools.tool import Tool, ToolFunction, ToolSpec
+from agentrl.tools.toolbox import TOKEN_VARIABLE, HttpToolbox
+from agentrl.trajectory import Message, Sample, Scores, ToolCall, ToolResult
+from agentrl.workers import PerLoop
+
+_loaded: set[str] = set()
+
+
+def load(address: str) -> None:
+    """Register the environment at an address, `environment+URL#ALIAS`, under its alias.
+
+    Raises:
+        UserError: no server answers at the URL, or it does not have the environment.
+        RegistryError: a tool or another environment has the same name.
+    """
+    if address in _loaded:
+        return
+    url, _, alias = address.removeprefix(ENVIRONMENT).rpartition("#")
+    specs = HttpToolbox(url, os.environ.get(TOKEN_VARIABLE, "")).connect()
+    offered = [spec for _, spec in specs.items() if spec.environment is not None]
+    chosen = [s for s in offered if s.name == alias] or offered
+    if len(chosen) != 1:
+        raise UserError(
+            f"environments.{alias}: the server at {url} has no environment {alias!r}, but"
+            f" {', '.join(s.name for s in offered) or 'none'}"
+        )
+    tools.add(alias, _tool(alias, url, chosen[0]))
+    _loaded.add(address)
+
+
+def _tool(alias: str, url: str, spec: ToolSpec) -> Tool:
+    """Return the environment as a class tool, whose methods send requests."""
+    functions = {schema["function"]["name"]: schema for schema in spec.schemas}
+    methods = {name: _caller(name) for name in functions}
+    clients = PerLoop(lambda: HttpToolbox(url, os.environ.get(TOKEN_VARIABLE, "")))
+    cls = type(alias, (RemoteEnvironment,), {"_clients": clients, "_name": spec.name, **methods})
+    injected = tuple(n for n in ("messages",) if n in spec.injected)
+    where = f"environments.{alias} at {url}"
+    return Tool(
+        alias,
+        cls,
+        tuple(
+            ToolFunction(
+                name,
+                name,
+                schema,
+                parameters_from_schema(schema["function"]["parameters"], name, where),
+                is_async=True,
+                injected=injected,
+            )
+            for name, schema in functions.items()
+        ),
+        timeout=spec.timeout,
+        hooks=("start", *(spec.environment or ()), "close"),
+        constructor_injected=("sample",) if spec.wants_row else (),
+        is_environment=True,
+    )
+
+
+def _caller(name: str) -> Callable[..., Coroutine[Any, Any, ToolResult]]:
+    """Return the method that calls a function of the program."""
+
+    async def call(
+        self: RemoteEnvironment, messages: Sequence[Message] = (), **arguments: Any
+    ) -> ToolResult:
+        self._calls += 1
+        calls = [ToolCall(name, arguments)]
+        [result] = await self._toolbox.run(calls, self._episode, self._calls, messages)
+        return result
+
+    return call
+
+
+class RemoteEnvironment(Environment):
+    """One episode of an environment in another program."""
+
+    _clients: ClassVar[PerLoop[HttpToolbox]]
+    _name: ClassVar[str]
+
+    def __init__(self, sample: Sample | None = None, **arguments: Any):
+        """Keep the row's arguments, which `start` sends."""
+        kwargs = {self._name: {"create_kwargs": arguments}}
+        row = sample or Sample("", ())
+        fields = {
+            f: getattr(row, f) for f in ("prompt", "data_source", "ground_truth", "extra", "row")
+        }
+        self._sample = Sample(row.id, **fields, tools=(self._name,), tools_kwargs=kwargs)
+        self._episode = uuid.uuid4().hex
+        self._calls = self._replies = 0
+
+    @property
+    def _toolbox(self) -> HttpToolbox:
+        return self._clients.get()
+
+    async def start(self) -> Sequence[Message]:
+        """Open the session of the episode."""
+        opened = await self._toolbox.open(self._episode, self._sample)
+        self.tools = opened.functions
+        return opened.messages
+
+    async def respond(self, messages: Sequence[Message]) -> Reply | None:
+        """Return the reply of the program."""
+        self._replies += 1
+        return await self._toolbox.respond(self._episode, self._replies, messages)
+
+    async def reward(self, messages: Sequence[Message]) -> Scores:
+        """Return the reward that the program reports."""
+        return await self._toolbox.score(self._episode, messages)
+
+    async def close(self) -> None:
+        """Close the session of the episode."""
+        await self._toolbox.close(self._episode)
