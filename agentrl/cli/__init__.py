@@ -19,6 +19,7 @@ from agentrl.cli import (
     chat,
     check,
     check_agent,
+    check_environment,
     check_template,
     data,
     doctor,
@@ -53,6 +54,7 @@ app.command("train")(train.train)
 app.command("check")(check.check)
 app.command("check template")(check_template.check_template)
 app.command("check agent")(check_agent.check_agent)
+app.command("check environment")(check_environment.check_environment)
 app.command("play")(play.play)
 app.command("play chat")(chat.chat)
 app.command("serve")(serve.serve)

@@ -687,7 +687,7 @@ class Config(Section):
 
     @property
     def all_files(self) -> list[str]:
-        """`files` and the addresses of `environments`, as `agentrl.registry.load_file` reads them."""
+        """`files`, and the addresses of `environments` in the form that `load_file` reads."""
         remote = [f"environment+{url}#{name}" for name, url in self.environments.items()]
         return [*self.files, *remote]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -341,33 +341,43 @@ def next_turn(request: ChatRequest, mistake: str = "") -> tuple[str, list[ToolCa
     return "Let me see.", calls
 
 
-def example_of(schema: Mapping[str, Any], text: str = "1+1", number: float = 1.5) -> Any:
+def example_of(
+    schema: Mapping[str, Any],
+    text: str = "1+1",
+    number: float = 1.5,
+    choose: Callable[[Sequence[Any]], Any] = lambda choices: choices[0],
+) -> Any:
     """Return a value that a JSON schema accepts, if the schema uses common keywords only.
 
     Args:
         schema: the schema.
         text: the value of a text.
         number: the value of a number; an integer is at most that.
+        choose: chooses one of several values or schemas.
     """
     if "const" in schema:
         return schema["const"]
     for key in ("enum", "examples"):
         if schema.get(key):
-            return schema[key][0]
+            return choose(schema[key])
     if "default" in schema:
         return schema["default"]
     for key in ("anyOf", "oneOf", "allOf"):
         if schema.get(key):
-            return example_of(schema[key][0], text, number)
+            return example_of(choose(schema[key]), text, number, choose)
     kind = schema.get("type", "object" if "properties" in schema else "string")
     kind = kind[0] if isinstance(kind, list) else kind
     if kind == "object":
         properties = schema.get("properties", {})
         required = schema.get("required", properties)
-        return {name: example_of(properties.get(name, {}), text, number) for name in required}
+        return {
+            name: example_of(properties.get(name, {}), text, number, choose) for name in required
+        }
     if kind == "array":
-        return [example_of(schema["items"], text, number)] if schema.get("items") else []
-    integer = schema.get("minimum", int(number))
+        return [example_of(schema["items"], text, number, choose)] if schema.get("items") else []
+    integer = min(
+        max(int(number), schema.get("minimum", int(number))), schema.get("maximum", 10**9)
+    )
     return {"integer": integer, "number": number, "boolean": True}.get(kind, text)
 
 

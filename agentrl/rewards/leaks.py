@@ -80,6 +80,20 @@ def find_leaks(
             )
 
 
+def shows_answer(sample: Sample, text: str, *, alone: bool = True) -> bool:
+    """Return whether a text contains a row's ground truth.
+
+    Args:
+        sample: the row.
+        text: what the model sees.
+        alone: also count it outside of a form that graders read, if it is not short.
+    """
+    found = _Leaks()
+    if truth := _truth(sample):
+        found.add(sample.row, truth, without_signs(text))
+    return bool(found.in_form or (alone and found.plain))
+
+
 def _truth(sample: Sample) -> str:
     """Return the ground truth as text; "" if it is not a text of one line or a number."""
     truth = sample.ground_truth

@@ -51,10 +51,12 @@ class Environment:
         tools: the names of the methods that the model may call in this episode; None: all public
             ones. The constructor or `start` may set it, so that the model sees fewer tools.
         reward_range: the least and the greatest possible reward, for `agentrl check environment`.
+        chance: what random valid calls may earn on average, for the same; None: the least reward.
     """
 
     tools: Sequence[str] | None = None
     reward_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    chance: ClassVar[float | None] = None
 
     async def start(self) -> str | Sequence[Message] | None:
         """Return the first observation, which follows the row's prompt.

@@ -2,8 +2,8 @@
 
 The program speaks the HTTP API of a tool server (`agentrl.tools.serving.app`; docs/environments.md
 has a server in 60 lines). So it may be `agentrl tools serve` in another Python environment or in a
-container, or a program without agentrl. Rows contain the alias only: a dataset does not choose where
-requests are sent.
+container, or a program without agentrl. Rows contain the alias only: a dataset does not choose
+where requests are sent.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from agentrl.errors import UserError
@@ -101,10 +102,7 @@ class RemoteEnvironment(Environment):
         """Keep the row's arguments, which `start` sends."""
         kwargs = {self._name: {"create_kwargs": arguments}}
         row = sample or Sample("", ())
-        fields = {
-            f: getattr(row, f) for f in ("prompt", "data_source", "ground_truth", "extra", "row")
-        }
-        self._sample = Sample(row.id, **fields, tools=(self._name,), tools_kwargs=kwargs)
+        self._sample = replace(row, tools=(self._name,), tools_kwargs=kwargs)
         self._episode = uuid.uuid4().hex
         self._calls = self._replies = 0
 

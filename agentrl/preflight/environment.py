@@ -1,0 +1,547 @@
+"""Tell a sound environment from a broken one, without a model: `agentrl check environment`.
+
+Scripted policies play real episodes: through the agent loop, the tools, the interaction and the
+reward of the rows. A gold policy must earn the maximum. Policies that do not know the answer must
+earn nothing. The same row must start, answer and score the same way each time. Nothing that the
+model sees may contain the answer, and nothing may stay open after an episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import os
+import re
+import statistics
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from agentrl import registry
+from agentrl.agent_loops.attempt import Runtime, make_template
+from agentrl.agent_loops.play import play_episode
+from agentrl.config import Config
+from agentrl.engine.base import Sampling
+from agentrl.errors import AgentRLError, EngineError, UserError
+from agentrl.plural import plural
+from agentrl.preflight.policies import (
+    CHEATS,
+    Policy,
+    PolicySampler,
+    Turn,
+    call_at_random,
+    gold_steps,
+    play_script,
+    wrong_steps,
+)
+from agentrl.rewards import Scorer
+from agentrl.rewards.leaks import shows_answer
+from agentrl.signatures import find_argument_problems
+from agentrl.tools import Environment, LocalToolbox
+from agentrl.trajectory import Message, Sample, Scored
+
+RANDOM_EPISODES = 10
+"""The number of episodes of random calls, of each row."""
+REPEATED = 8
+"""The number of episodes after which nothing may have stayed open."""
+MAX_AT_ONCE = 64
+SPEED_UP = 1.15
+"""Twice as many episodes at once must finish at least this much faster, or the search ends."""
+EPSILON = 1e-6
+SEED = re.compile(r"\bseed\b\W{0,3}\d+", re.IGNORECASE)
+
+Status = Literal["passed", "failed", "not checked"]
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An episode of a scripted policy.
+
+    Attributes:
+        policy: the name of the policy.
+        sample: the row.
+        scored: the scored trajectory; None if the episode failed.
+        error: why it failed.
+        seconds: how long it took, with the reward.
+    """
+
+    policy: str
+    sample: Sample
+    scored: Scored | None
+    error: str
+    seconds: float
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The conversation; () if the episode failed."""
+        return self.scored.trajectory.messages if self.scored else ()
+
+    @property
+    def transcript(self) -> tuple[Any, ...]:
+        """What must be the same if the same policy plays the same row again."""
+        rewards = dict(self.scored.rewards) if self.scored else {}
+        return [m.as_dict() for m in self.messages], rewards, self.error
+
+    def lines(self) -> Iterator[str]:
+        """Yield the episode as text, for a report."""
+        reward = f"reward {self.scored.reward:g}" if self.scored else self.error
+        yield f"{self.policy}, row {self.sample.row} (id {self.sample.id!r}): {reward}"
+        for message in self.messages[-6:]:
+            yield f"  {message.role}: {message.content[:200]!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The result of one check.
+
+    Attributes:
+        name: what was checked.
+        status: "passed", "failed" or "not checked".
+        detail: the measured value, or why it failed or was not checked.
+        evidence: the episodes that show it.
+    """
+
+    name: str
+    status: Status
+    detail: str = ""
+    evidence: Sequence[Played] = ()
+
+
+class EnvironmentCheck:
+    """Plays the scripted policies on some rows. Belongs to one event loop."""
+
+    def __init__(self, config: Config, scorer: Scorer, samples: Sequence[Sample], tokenizer: Any):
+        """Prepare the rows.
+
+        Args:
+            config: the config of the run. Its budgets of tokens do not apply, because the tokens
+                of the scripted policies are bytes.
+            scorer: the rewards of the run.
+            samples: the rows, at least one.
+            tokenizer: a tokenizer of bytes, with a chat template.
+        """
+        self._template = make_template(tokenizer, config)
+        self._config = config.with_values(
+            "rollout", max_turn_tokens=2**16, max_trajectory_tokens=2**20
+        )
+        self._scorer, self._toolbox = scorer, LocalToolbox()
+        shipped = ("single_turn", "tool_agent", "react")
+        self._samples = [
+            replace(s, agent_name="tool_agent") if s.agent_name in shipped else s for s in samples
+        ]
+        self._played: list[Played] = []
+
+    async def run(self) -> list[Check]:
+        """Return the results of all checks."""
+        try:
+            checks = [await self._gold()]
+            checks += [await self._cheat(name, policy) for name, policy in CHEATS.items()]
+            checks += [await self._wrong_answer(), await self._denied_answer()]
+            checks += [await self._random(), await self._repeated(), await self._at_once()]
+            checks += [self._range(), self._answer_shown(), self._seed_shown(), self._hangs()]
+            checks += [*await self._exits(), await self._left_open()]
+            checks += [self._failures(), await self._speed()]
+            return checks
+        finally:
+            await self._toolbox.aclose()
+            await self._scorer.close()
+
+    # -- episodes ---------------------------------------------------------------------------------
+
+    async def _play(
+        self, name: str, policy: Policy, sample: Sample, seed: int = 0, **budgets: Any
+    ) -> Played:
+        """Play and score an episode.
+
+        Args:
+            name: the name of the policy.
+            policy: the policy.
+            sample: the row.
+            seed: the seed of the policy.
+            budgets: keys of the section `rollout`.
+        """
+        functions = [s["function"] for s in self._toolbox.schemas(sample.tools)]
+        sampler = PolicySampler(policy, self._template, functions, seed)
+        config = self._config.with_values("rollout", **budgets) if budgets else self._config
+        runtime = Runtime(sampler, self._template, self._toolbox, config)
+        start, scored, error = time.perf_counter(), None, ""
+        try:
+            trajectory = await play_episode(
+                runtime,
+                sample,
+                episode_id=f"check-{uuid.uuid4().hex[:12]}",
+                rollout=0,
+                sampling=Sampling(),
+                seed=0,
+                watch=sampler.watch,
+            )
+            scored = await self._scorer.score(trajectory)
+        except AgentRLError as e:
+            error = f"{type(e).__name__}: {e}"
+        finally:
+            runtime.close()
+        played = Played(name, sample, scored, error, time.perf_counter() - start)
+        self._played.append(played)
+        return played
+
+    def _gold_steps(self, sample: Sample) -> list[Any] | None:
+        has_reward = sample.environment and "reward" in registry.tools.get(sample.environment).hooks
+        grader = "" if has_reward else self._scorer.grader(sample.data_source).name
+        return gold_steps(sample, grader)
+
+    def _solved(self) -> list[tuple[Sample, list[Any]]]:
+        """Return the rows with a known solution."""
+        solved = [(sample, self._gold_steps(sample)) for sample in self._samples]
+        return [(sample, steps) for sample, steps in solved if steps is not None]
+
+    # -- what policies earn -----------------------------------------------------------------------
+
+    async def _gold(self) -> Check:
+        name, solved = "the gold solution earns the maximum", self._solved()
+        if not solved:
+            return Check(
+                name,
+                "not checked",
+                "no solution is known: write the classmethod gold(sample), or a column `solution`"
+                " (a list of texts and calls)",
+            )
+        played = [
+            await self._play("gold", play_script(s), row, **self._budgets(len(s)))
+            for row, s in solved
+        ]
+        wrong = [
+            p
+            for p in played
+            if p.scored is None or p.scored.reward < range_of(p.sample)[1] - EPSILON
+        ]
+        return _check(name, wrong, f"on {plural(len(played), 'row')}")
+
+    def _budgets(self, turns: int) -> Mapping[str, int]:
+        rollout = self._config.rollout
+        most = max(rollout.max_turns, turns + 2)
+        return {"max_turns": most, "max_tool_calls": max(rollout.max_tool_calls, turns + 2)}
+
+    async def _cheat(self, name: str, policy: Policy) -> Check:
+        played = [await self._play(name, policy, sample) for sample in self._samples]
+        return self._earns_nothing(name, played)
+
+    async def _wrong_answer(self) -> Check:
+        name = "another answer in the right form"
+        solved = self._solved()
+        if not solved:
+            return Check(f"{name} earns nothing", "not checked", "no solution is known")
+        played = []
+        for row, steps in solved:
+            script = play_script(wrong_steps(steps, row.ground_truth))
+            played.append(await self._play(name, script, row, **self._budgets(len(steps))))
+        return self._earns_nothing(name, played)
+
+    async def _denied_answer(self) -> Check:
+        name, rows = "the answer denied", [s for s in self._samples if s.ground_truth is not None]
+        if not rows:
+            return Check(f"{name} earns nothing", "not checked", "no row has a ground_truth")
+        played = []
+        for row in rows:
+            text = f"I do not know. The answer is certainly not {row.ground_truth}"
+            played.append(await self._play(name, play_script([text]), row))
+        return self._earns_nothing(name, played)
+
+    def _earns_nothing(self, name: str, played: Sequence[Played]) -> Check:
+        paid = [p for p in played if p.scored and p.scored.reward > range_of(p.sample)[0] + EPSILON]
+        return _check(f"{name} earns nothing", paid, f"in {plural(len(played), 'episode')}")
+
+    async def _random(self) -> Check:
+        played = [
+            await self._play("random calls", call_at_random, sample, seed)
+            for sample in self._samples
+            for seed in range(RANDOM_EPISODES)
+        ]
+        rewards = [p.scored.reward for p in played if p.scored]
+        name = "random calls earn no more than chance"
+        if not rewards:
+            return Check(name, "not checked", "no episode of random calls ended without an error")
+        mean, chance = statistics.fmean(rewards), chance_of(self._samples[0])
+        # Three standard errors of the mean of a reward within its range.
+        low, high = range_of(self._samples[0])
+        tolerance = 3 * statistics.pstdev(rewards) / math.sqrt(len(rewards)) if chance > low else 0
+        detail = f"{mean:.3g} on average in {plural(len(rewards), 'episode')}, chance={chance:g}"
+        if mean <= chance + tolerance + EPSILON:
+            return Check(name, "passed", detail)
+        best = next(p for p in played if p.scored and p.scored.reward == max(rewards))
+        hint = f"{detail}. If luck explains it, set the attribute `chance` (up to {high:g})"
+        return Check(name, "failed", hint, [best])
+
+    # -- whether it is the same each time ---------------------------------------------------------
+
+    def _policies(self, sample: Sample) -> dict[str, Policy]:
+        steps = self._gold_steps(sample)
+        gold = {"gold": play_script(steps)} if steps else {}
+        return {**gold, "random calls": call_at_random}
+
+    async def _repeated(self) -> Check:
+        different = []
+        for sample in self._samples:
+            for name, policy in self._policies(sample).items():
+                first = await self._play(name, policy, sample)
+                await self._play("between", call_at_random, sample, seed=1)
+                again = await self._play(name, policy, sample)
+                if first.transcript != again.transcript:
+                    different += [first, again]
+        return _check("a row that is played again starts, answers and scores the same", different)
+
+    async def _at_once(self) -> Check:
+        different = []
+        for sample in self._samples:
+            for name, policy in self._policies(sample).items():
+                alone = await self._play(name, policy, sample)
+                same = [self._play(name, policy, sample) for _ in range(3)]
+                noise = [self._play("noise", call_at_random, sample, i) for i in range(1, 5)]
+                together = await asyncio.gather(*same, *noise)
+                others = [p for p in together[:3] if p.transcript != alone.transcript][:1]
+                different += [alone, *others] if others else []
+        return _check("episodes at once do not change each other", different)
+
+    # -- what all of these episodes show ----------------------------------------------------------
+
+    def _range(self) -> Check:
+        outside = []
+        for p in self._played:
+            low, high = range_of(p.sample)
+            if p.scored and not low - EPSILON <= p.scored.rewards["outcome"] <= high + EPSILON:
+                outside.append(p)
+        low, high = range_of(self._samples[0])
+        return _check(f"rewards are within [{low:g}, {high:g}]", outside)
+
+    def _answer_shown(self) -> Check:
+        name = "nothing shows the answer before the model gives it"
+        if all(s.ground_truth is None for s in self._samples):
+            return Check(name, "not checked", "no row has a ground_truth")
+        blind = [p for p in self._played if p.policy in (*CHEATS, "random calls")]
+        return _check(name, [p for p in blind if self._shows_answer(p)])
+
+    def _shows_answer(self, played: Played) -> bool:
+        """Return whether the environment says the answer to a policy that does not know it.
+
+        A successful result of a tool may contain the answer: it is what a search is for.
+        """
+        if played.scored is None:
+            return False
+        t = played.scored.trajectory
+        schemas = str(self._toolbox.schemas(played.sample.tools))
+        answers = {id(m) for m in t.answers}
+        sent = {m.content for m in t.answers}
+        shown = [m for m in t.messages[len(played.sample.prompt) :] if id(m) not in answers]
+        if any(shows_answer(played.sample, m.content, alone=False) for m in t.messages[:1]):
+            return True
+        failed = {r.content for turn in t.turns for r in turn.tool_results if not r.ok}
+        return shows_answer(played.sample, schemas) or any(
+            shows_answer(played.sample, m.content, alone=m.role != "tool" or m.content in failed)
+            for m in shown
+            if m.content not in sent
+        )
+
+    def _seed_shown(self) -> Check:
+        shown = [
+            p
+            for p in self._played
+            if any(m.role != "assistant" and SEED.search(m.content) for m in p.messages)
+        ]
+        return _check("nothing shows the seed", shown)
+
+    def _hangs(self) -> Check:
+        late = [
+            p
+            for p in self._played
+            if "took more than" in p.error
+            or (
+                p.scored
+                and (
+                    p.scored.trajectory.stop_reason == "time"
+                    or any(
+                        r.error == "timeout"
+                        for turn in p.scored.trajectory.turns
+                        for r in turn.tool_results
+                    )
+                )
+            )
+        ]
+        return _check("nothing hangs", late)
+
+    def _failures(self) -> Check:
+        failed = [p for p in self._played if p.error and "took more than" not in p.error]
+        crashed = [
+            p
+            for p in self._played
+            if p.scored
+            and any(r.error == "crash" for t in p.scored.trajectory.turns for r in t.tool_results)
+        ]
+        return _check("no method raises", [*failed, *crashed])
+
+    # -- whether it ends --------------------------------------------------------------------------
+
+    async def _exits(self) -> list[Check]:
+        """Check that each way of ending an episode closes its environment."""
+        sample, name = self._samples[0], "close() is called on every exit"
+        tool = registry.tools.get(sample.environment) if sample.environment else None
+        if tool is None or "close" not in tool.hooks:
+            return [Check(name, "not checked", "there is no environment with close()")]
+        wrong = []
+        for way in ("done", "budget", "exception", "kill"):
+            with _counted_closes(tool.target) as counts:
+                await self._end(way, sample)
+                if counts["made"] != counts["closed"] or counts["raised"]:
+                    wrong.append(f"{way}: {counts}")
+        detail = "; ".join(wrong) or "done, budget, exception, kill"
+        return [Check(name, "failed" if wrong else "passed", detail)]
+
+    async def _end(self, way: str, sample: Sample) -> None:
+        """Play an episode that ends in one of four ways."""
+
+        def fail(turn: Turn) -> str:
+            raise EngineError("the engine failed")
+
+        if way == "budget":
+            await self._play(way, call_at_random, sample, max_turns=1, max_tool_calls=0)
+        elif way == "exception":
+            await self._play(way, fail, sample)
+            self._played.pop()
+        elif way == "kill":
+            task = asyncio.create_task(self._play(way, call_at_random, sample, max_turns=10**6))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        else:
+            await self._play(way, CHEATS["silent"], sample)
+
+    async def _left_open(self) -> Check:
+        sample, name = self._samples[0], "nothing stays open after an episode"
+        await self._play("random calls", call_at_random, sample)
+        before = _open_things()
+        for seed in range(REPEATED):
+            await self._play("random calls", call_at_random, sample, seed)
+        gc.collect()
+        await asyncio.sleep(0.1)
+        after = _open_things()
+        left = [
+            f"{after[kind] - count} {kind}"
+            for kind, count in before.items()
+            if after[kind] - count >= REPEATED
+        ]
+        detail = f"{', '.join(left)} after {REPEATED} episodes: free them in close()"
+        return Check(name, "failed", detail) if left else Check(name, "passed")
+
+    async def _speed(self) -> Check:
+        """Measure the time of an episode, its memory, and how many episodes help at once."""
+        sample, at_once, best = self._samples[0], 1, 0.0
+        seconds = sorted(p.seconds for p in self._played)
+        memory = _resident_bytes()
+        while at_once <= MAX_AT_ONCE:
+            start = time.perf_counter()
+            await asyncio.gather(
+                *(self._play("random calls", call_at_random, sample, i) for i in range(at_once))
+            )
+            speed = at_once / (time.perf_counter() - start)
+            if speed < best * SPEED_UP:
+                break
+            best, at_once = max(best, speed), at_once * 2
+        used = max(_resident_bytes() - memory, 0) / at_once
+        p50, p99 = (seconds[min(int(q * len(seconds)), len(seconds) - 1)] for q in (0.5, 0.99))
+        detail = (
+            f"an episode takes {1000 * p50:.1f} ms (p50), {1000 * p99:.1f} ms (p99), and about"
+            f" {used / 2**20:.1f} MiB; {best:.0f} episodes/s with {at_once // 2 or 1} at once, and"
+            " more at once are no faster"
+        )
+        return Check("time and memory", "passed", detail)
+
+
+def rows_of_code() -> list[Sample]:
+    """Return a row for each environment that files define and whose constructor needs no arguments.
+
+    Raises:
+        UserError: there is none.
+    """
+    names = [n for n in registry.tools.user_names() if registry.tools.get(n).is_environment]
+    rows, problems = [], []
+    for name in names:
+        tool = registry.tools.get(name)
+        missing = find_argument_problems(tool.target, {}, injected=tool.constructor_injected)
+        problems += [f"environment {name!r}: {problem}" for problem in missing]
+        if not missing:
+            rows.append(Sample(name, (Message("user", "Begin."),), tools=(name,), environment=name))
+    if not rows:
+        raise UserError(
+            f"{'; '.join(problems) or 'the file defines no @environment'}. Give a file of rows:"
+            " agentrl check environment ROWS -f FILE"
+        )
+    return rows
+
+
+def _check(name: str, wrong: Sequence[Played], detail: str = "") -> Check:
+    if not wrong:
+        return Check(name, "passed", detail)
+    return Check(name, "failed", plural(len(wrong), "episode"), wrong[:2])
+
+
+def _class_of(sample: Sample) -> type[Environment]:
+    return registry.tools.get(sample.environment).target if sample.environment else Environment
+
+
+def range_of(sample: Sample) -> tuple[float, float]:
+    """Return the least and the greatest reward of a row."""
+    return _class_of(sample).reward_range
+
+
+def chance_of(sample: Sample) -> float:
+    """Return what random valid calls may earn on average."""
+    chance = _class_of(sample).chance
+    return range_of(sample)[0] if chance is None else chance
+
+
+@contextmanager
+def _counted_closes(cls: type) -> Iterator[dict[str, int]]:
+    """Count the objects of a class that are made and closed, and the errors of `close`."""
+    counts = {"made": 0, "closed": 0, "raised": 0}
+    init, close = cls.__init__, cls.close
+
+    def counted_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        counts["made"] += 1
+
+    async def counted_close(self: Any) -> None:
+        counts["closed"] += 1
+        try:
+            returned = close(self)
+            if asyncio.iscoroutine(returned):
+                await returned
+        except Exception:
+            counts["raised"] += 1
+            raise
+
+    cls.__init__, cls.close = counted_init, counted_close
+    try:
+        yield counts
+    finally:
+        cls.__init__, cls.close = init, close
+
+
+def _open_things() -> dict[str, int]:
+    """Return the numbers of open files, threads and child processes of this process."""
+    files, tasks = Path("/proc/self/fd"), Path("/proc/self/task")
+    children = [t / "children" for t in tasks.iterdir()] if tasks.is_dir() else []
+    return {
+        "open files": len(os.listdir(files)) if files.is_dir() else 0,
+        "threads": threading.active_count(),
+        "processes": sum(len(c.read_text().split()) for c in children if c.is_file()),
+    }
+
+
+def _resident_bytes() -> int:
+    """Return the memory of this process; 0 where /proc does not tell it."""
+    file = Path("/proc/self/statm")
+    return int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if file.is_file() else 0
