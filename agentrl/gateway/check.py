@@ -378,7 +378,8 @@ def example_of(
     integer = min(
         max(int(number), schema.get("minimum", int(number))), schema.get("maximum", 10**9)
     )
-    return {"integer": integer, "number": number, "boolean": True}.get(kind, text)
+    booleans = choose([True, False])
+    return {"integer": integer, "number": number, "boolean": booleans}.get(kind, text)
 
 
 class _CheckedSession(Session):

@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,6 +136,8 @@ class EnvironmentCheck:
         self._samples = [
             replace(s, agent_name="tool_agent") if s.agent_name in shipped else s for s in samples
         ]
+        self._sampler = PolicySampler(self._template)
+        self._runtime = cache(self._make_runtime)
         self._played: list[Played] = []
 
     async def run(self) -> list[Check]:
@@ -155,7 +158,7 @@ class EnvironmentCheck:
     # -- episodes ---------------------------------------------------------------------------------
 
     async def _play(
-        self, name: str, policy: Policy, sample: Sample, seed: int = 0, **budgets: Any
+        self, name: str, policy: Policy, sample: Sample, seed: int = 0, **budgets: int
     ) -> Played:
         """Play and score an episode.
 
@@ -167,28 +170,28 @@ class EnvironmentCheck:
             budgets: keys of the section `rollout`.
         """
         functions = [s["function"] for s in self._toolbox.schemas(sample.tools)]
-        sampler = PolicySampler(policy, self._template, functions, seed)
-        config = self._config.with_values("rollout", **budgets) if budgets else self._config
-        runtime = Runtime(sampler, self._template, self._toolbox, config)
+        episode_id = f"check-{uuid.uuid4().hex[:12]}"
         start, scored, error = time.perf_counter(), None, ""
         try:
             trajectory = await play_episode(
-                runtime,
+                self._runtime(**budgets),
                 sample,
-                episode_id=f"check-{uuid.uuid4().hex[:12]}",
+                episode_id=episode_id,
                 rollout=0,
                 sampling=Sampling(),
                 seed=0,
-                watch=sampler.watch,
+                watch=self._sampler.add(episode_id, policy, functions, seed),
             )
             scored = await self._scorer.score(trajectory)
         except AgentRLError as e:
             error = f"{type(e).__name__}: {e}"
-        finally:
-            runtime.close()
         played = Played(name, sample, scored, error, time.perf_counter() - start)
         self._played.append(played)
         return played
+
+    def _make_runtime(self, **budgets: int) -> Runtime:
+        config = self._config.with_values("rollout", **budgets)
+        return Runtime(self._sampler, self._template, self._toolbox, config)
 
     def _gold_steps(self, sample: Sample) -> list[Any] | None:
         has_reward = sample.environment and "reward" in registry.tools.get(sample.environment).hooks
@@ -389,8 +392,10 @@ class EnvironmentCheck:
         """Check that each way of ending an episode closes its environment."""
         sample, name = self._samples[0], "close() is called on every exit"
         tool = registry.tools.get(sample.environment) if sample.environment else None
-        if tool is None or "close" not in tool.hooks:
-            return [Check(name, "not checked", "there is no environment with close()")]
+        if tool is None:
+            return [Check(name, "not checked", "the rows have no environment")]
+        if "close" not in tool.hooks:
+            return []
         wrong = []
         for way in ("done", "budget", "exception", "kill"):
             with _counted_closes(tool.target) as counts:

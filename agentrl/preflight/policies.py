@@ -178,27 +178,46 @@ def _next(character: str) -> str:
     return {"9": "1", "z": "a", "Z": "A"}.get(character, chr(ord(character) + 1))
 
 
-class PolicySampler(Sampler):
-    """Samples the turns of a policy in one episode."""
+@dataclass(slots=True)
+class _Player:
+    """A policy in one episode."""
 
-    max_length = 10**7
-
-    def __init__(self, policy: Policy, template: ChatTemplate, functions: Functions, seed: int):
-        """Prepare an episode.
-
-        Args:
-            policy: the policy.
-            template: a chat template.
-            functions: the functions that it may call.
-            seed: of its random numbers.
-        """
-        self._policy, self._template, self._functions = policy, template, functions
-        self._rng = random.Random(seed)
-        self._attempt: Attempt | None = None
+    policy: Policy
+    functions: Functions
+    rng: random.Random
+    attempt: Attempt | None = None
 
     def watch(self, attempt: Attempt) -> None:
         """Remember the attempt, whose conversation the policy reads."""
-        self._attempt = attempt
+        self.attempt = attempt
+
+
+class PolicySampler(Sampler):
+    """Samples the turns of scripted policies, each episode those of its own one."""
+
+    max_length = 10**7
+
+    def __init__(self, template: ChatTemplate):
+        """Write turns as a chat template does."""
+        self._template = template
+        self._players: dict[str, _Player] = {}
+
+    def add(
+        self, episode_id: str, policy: Policy, functions: Functions, seed: int
+    ) -> Callable[[Attempt], None]:
+        """Choose the policy of an episode.
+
+        Args:
+            episode_id: the episode.
+            policy: its policy.
+            functions: the functions that the policy may call.
+            seed: of its random numbers.
+
+        Returns:
+            What `play_episode` calls with the attempt (`watch`).
+        """
+        player = self._players[episode_id] = _Player(policy, functions, random.Random(seed))
+        return player.watch
 
     async def generate(
         self,
@@ -210,10 +229,10 @@ class PolicySampler(Sampler):
         deadline: float,
     ) -> Generation:
         """Return the tokens of the policy's next turn."""
-        assert self._attempt is not None
-        attempt = self._attempt
-        turn = Turn(len(attempt.turns), [*attempt.messages], self._functions, self._rng)
-        step = self._policy(turn)
+        player = self._players[episode_id]
+        assert player.attempt is not None
+        turns, messages = player.attempt.turns, player.attempt.messages
+        step = player.policy(Turn(len(turns), [*messages], player.functions, player.rng))
         if isinstance(step, ToolCall):
             turn_ids = self._template.foreign_turn("", [step])
         else:
@@ -229,4 +248,6 @@ class PolicySampler(Sampler):
 
     def begin(self, episode_id: str, *, awaited: bool = True) -> None: ...
 
-    def end(self, episode_id: str) -> None: ...
+    def end(self, episode_id: str) -> None:
+        """Forget the policy of an episode."""
+        self._players.pop(episode_id, None)

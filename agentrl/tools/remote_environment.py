@@ -121,7 +121,9 @@ class RemoteEnvironment(Environment):
         self._replies += 1
         return await self._toolbox.respond(self._episode, self._replies, messages)
 
-    async def reward(self, messages: Sequence[Message]) -> Scores:
+    async def reward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, messages: Sequence[Message]
+    ) -> Scores:
         """Return the reward that the program reports."""
         return await self._toolbox.score(self._episode, messages)
 
