@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from agentrl.errors import UserError
+from agentrl.errors import ToolServerError, UserError
 from agentrl.registry import ENVIRONMENT, tools
 from agentrl.replies import Reply
 from agentrl.tools.environment import Environment
@@ -37,7 +37,13 @@ def load(address: str) -> None:
     if address in _loaded:
         return
     url, _, alias = address.removeprefix(ENVIRONMENT).rpartition("#")
-    specs = HttpToolbox(url, os.environ.get(TOKEN_VARIABLE, "")).connect()
+    try:
+        specs = HttpToolbox(url, os.environ.get(TOKEN_VARIABLE, "")).read_tools()
+    except ToolServerError as e:
+        raise UserError(
+            f"environments.{alias}: no environment at {url} ({e}). Start its program, for example"
+            " `agentrl tools serve FILE --port PORT`"
+        ) from None
     offered = [spec for _, spec in specs.items() if spec.environment is not None]
     chosen = [s for s in offered if s.name == alias] or offered
     if len(chosen) != 1:

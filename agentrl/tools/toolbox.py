@@ -291,15 +291,23 @@ class HttpToolbox(Toolbox):
             ConfigError: no tool server answers at the URL.
         """
         try:
-            status, answer = fetch_json(
-                self.url, "/tools", token=self._token, error=ToolServerError, timeout=10.0
-            )
-            self._specs = self._read_tool_list(_check_response(status, answer))
+            return self.read_tools()
         except ToolServerError as e:
             raise ConfigError(
                 f"no tool server at {self.url} ({e}). Start one with `agentrl tools serve"
                 " FILE...`, or set tools.transport=http to let the run start its own."
             ) from None
+
+    def read_tools(self) -> Registry[ToolSpec]:
+        """Read the server's tools, as `connect` does.
+
+        Raises:
+            ToolServerError: no tool server answers at the URL.
+        """
+        status, answer = fetch_json(
+            self.url, "/tools", token=self._token, error=ToolServerError, timeout=10.0
+        )
+        self._specs = self._read_tool_list(_check_response(status, answer))
         return self._specs
 
     async def open(self, episode_id: str, sample: Sample) -> Opened:
