@@ -163,10 +163,10 @@ class Sample:
         tools_kwargs: for each tool, the arguments of its constructor (`create_kwargs`).
         interaction: the name of the interaction; "" if the row has none.
         interaction_kwargs: the arguments of the interaction's constructor.
-        environment: the name of the environment; "" if the row has none. If it has one, `tools` and
-            `tools_kwargs` contain it and its arguments (`environment_kwargs`), and nothing else.
         extra: the row's `extra_info`, without the entries that other fields contain.
         row: the index of the row in its file. Random seeds and error messages use it.
+        environment: the name of the environment; "" if the row has none. If it has one, `tools` and
+            `tools_kwargs` contain it and its arguments (`environment_kwargs`), and nothing else.
     """
 
     id: str
@@ -178,9 +178,9 @@ class Sample:
     tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     interaction: str = ""
     interaction_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    environment: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     row: int = 0
+    environment: str = ""
 
     def find_non_json(self, *names: str) -> Iterator[tuple[str, Any]]:
         """Yield the values that JSON does not restore, with their paths, such as `extra.when`.
@@ -399,7 +399,7 @@ class Trajectory:
             control token. Such text is never encoded as a control token.
         started: when the attempt started, in seconds since 1970 (`time.time()`).
         spans: what the time was spent on, in the order of the ends.
-        outcome: the outcome reward, if the row's environment or the agent itself (`agent.reward`)
+        scores: the outcome reward, if the row's environment or the agent itself (`agent.reward`)
             reports it. None: a reward function computes it. It is not stored with the trajectory,
             but with its rewards.
         counts: what a loop counted, by the names of metrics; not stored.
@@ -419,7 +419,7 @@ class Trajectory:
     control_token_attempts: int = 0
     started: float = 0.0
     spans: tuple[Span, ...] = ()
-    outcome: Scores | None = None
+    scores: Scores | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
     error: str = ""
 

@@ -29,7 +29,7 @@ LAYERS = (
         "torch_threads",
         "trajectory",
     ),
-    ("record", "siblings"),
+    ("record", "replies", "siblings"),
     ("registry",),
     ("answers", "callbacks", "config", "http", "http_server", "metrics", "signatures", "workers"),
     ("chat", "sandbox"),

@@ -423,13 +423,13 @@ def test_values_that_json_cannot_hold_are_named(tmp_path):
 def test_no_field_is_forgotten():
     """A new field of a stored type must be written and read: then name it here."""
     known = {
-        # Its outcome is stored in the rewards, its counts in the metrics.
+        # Its scores are stored in the rewards, its counts in the metrics.
         Trajectory: 16,
         Span: 4,
         Turn: 14,
         ToolCall: 5,
         Scored: 5,
-        Sample: 11,
+        Sample: 12,
         Segment: 5,
         Group: 5,  # its greedy rollout is stored as a group of its own
     }
@@ -522,6 +522,7 @@ samples = st.builds(
     json_object,
     json_object,
     st.integers(0, 10**9),
+    text,
 )
 trajectories = st.builds(
     Trajectory,

@@ -144,7 +144,7 @@ class Attempt:
     """The assistant messages that the policy did not sample (`Episode.foreign`), by `id`."""
     main: int = 0
     """The conversation that becomes number 0 in the trajectory."""
-    outcome: Scores | None = None
+    scores: Scores | None = None
     """The reward that the environment or the agent itself reports; None: a reward function computes
     it."""
     counts: Counter[str] = field(default_factory=Counter)

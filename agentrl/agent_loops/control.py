@@ -85,7 +85,7 @@ class EpisodeControl:
         number = as_number(reward)
         if not math.isfinite(number):
             raise UserCodeError(f"the reward must be a finite number, not {reward!r}")
-        self.attempt.outcome = Scores(number)
+        self.attempt.scores = Scores(number)
 
     def fail(self, error: str) -> None:
         """End the episode, which is kept, because the user's agent failed.
@@ -97,7 +97,7 @@ class EpisodeControl:
         """
         attempt = self.attempt
         attempt.error, attempt.end_reason = hide_secrets(error), "agent_error"
-        attempt.outcome = attempt.outcome or Scores(0.0)
+        attempt.scores = attempt.scores or Scores(0.0)
 
     def split_thinking(self, turn: Turn) -> tuple[str, str]:
         """Return the thinking of a turn, and its other text without its well-formed tool calls.
@@ -144,7 +144,7 @@ class EpisodeControl:
             control_token_attempts=attempt.control_token_attempts,
             started=time.time() - (time.monotonic() - attempt.created),
             spans=tuple(spans),
-            outcome=attempt.outcome,
+            scores=attempt.scores,
             counts=dict(attempt.counts),
             error=attempt.error,
         )

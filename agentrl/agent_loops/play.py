@@ -132,7 +132,7 @@ async def _ask_reward(attempt: Attempt, episode: Episode) -> None:
     attempt.enter("the reward of the environment")
     start = time.monotonic()
     with user_code(f"the environment {attempt.sample.environment!r}"):
-        attempt.outcome = await attempt.runtime.toolbox.score(attempt.episode_id, episode.messages)
+        attempt.scores = await attempt.runtime.toolbox.score(attempt.episode_id, episode.messages)
     attempt.record("reward", start, time.monotonic())
 
 

@@ -250,7 +250,7 @@ async def _score_group(group: Group, scorer: Scorer, trains: bool) -> Group:
     trajectories = [s.trajectory for s in every]
     if group.sample.environment and scorer.uses_data_source:
         # The environment is gone, and no reward function is named in its place.
-        trajectories = [replace(s.trajectory, outcome=_recorded_scores(s)) for s in every]
+        trajectories = [replace(s.trajectory, scores=_recorded_scores(s)) for s in every]
     again = await score_stored(trajectories, scorer, trains=trains)
     count = len(group.scored)
     return replace(group, scored=again[:count], greedy=again[-1] if group.greedy else None)

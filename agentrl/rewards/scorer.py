@@ -151,10 +151,10 @@ class Scorer:
 
         A trajectory whose environment or agent has reported its outcome is not graded.
         """
-        graded = [t for t in trajectories if t.outcome is None]
+        graded = [t for t in trajectories if t.scores is None]
         by_part = await run_all([self._scores(part, graded) for part in self._parts if graded])
         sums = (self._sum(scores) for scores in zip(*by_part, strict=True))
-        return [self._total(t, t.outcome or next(sums), trains) for t in trajectories]
+        return [self._total(t, t.scores or next(sums), trains) for t in trajectories]
 
     async def close(self) -> None:
         """Close the rewards, threads and processes. A later `score` opens them again."""

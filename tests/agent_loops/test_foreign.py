@@ -117,7 +117,7 @@ def test_the_main_conversation_and_the_outcome():
 
     t = run(loop, ["one", "two"])
     assert t.final_text == "two" and [x.thread for x in t.turns] == [1, 0]
-    assert t.outcome == 0.5 and t.counts == {"gateway/clean": 2}
+    assert t.scores.outcome == 0.5 and t.counts == {"gateway/clean": 2}
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1", None])

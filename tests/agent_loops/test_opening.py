@@ -105,7 +105,7 @@ def test_opening_the_same_session_again_gives_the_same_messages(world):
         return first, again
 
     first, again = asyncio.run(open_twice())
-    assert len(first) == 1 and first == again and OPENED == ["room", "closed"]
+    assert len(first.messages) == 1 and first == again and OPENED == ["room", "closed"]
 
 
 def test_the_model_cannot_call_opening(world):

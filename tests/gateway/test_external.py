@@ -111,7 +111,7 @@ def run(agent: AgentConfig, turns=TURNS, *, engine=None, sample=SAMPLE, **rollou
 
 def test_a_command_plays_an_episode(script):
     t = run(script())
-    assert t.final_text == "#### 12" and t.stop_reason == "done" and t.outcome is None
+    assert t.final_text == "#### 12" and t.stop_reason == "done" and t.scores is None
     assert [m.role for m in t.messages] == ["user", "assistant", "tool", "assistant"]
     assert t.messages[0] is SAMPLE.prompt[0] and t.messages[2].content == "12"
     (segment,) = t.segments
@@ -213,14 +213,17 @@ solve()
     ("end", "outcome"), [("solve(); sys.exit(0)", 1.0), ("solve(); sys.exit(1)", 0.0)]
 )
 def test_the_exit_code_is_the_reward(script, end, outcome):
-    assert run(script(end, reward="exit")).outcome == outcome
+    assert run(script(end, reward="exit")).scores.outcome == outcome
 
 
 @pytest.mark.parametrize("number", ["np.float32(0.5)", "np.int64(2)", "Fraction(1, 2)", "True"])
 def test_any_real_number_is_the_reward_of_a_function(function, number):
     code = SYNC.replace("\n\ndef", "\nimport numpy as np\nfrom fractions import Fraction\n\ndef", 1)
     expected = float(eval(number, {"np": np, "Fraction": Fraction}))
-    assert run(function(f"{code}\n    return {number}\n", reward="post"), ["a"]).outcome == expected
+    assert (
+        run(function(f"{code}\n    return {number}\n", reward="post"), ["a"]).scores.outcome
+        == expected
+    )
 
 
 def test_an_agent_posts_its_reward(script):
@@ -231,7 +234,7 @@ except urllib.error.HTTPError as e: assert e.code == 401
 else: sys.exit("no key was needed")
 solve(); post(os.environ["AGENTRL_REWARD_URL"], {"reward": 0.25})
 """
-    assert run(script(end, reward="post")).outcome == 0.25
+    assert run(script(end, reward="post")).scores.outcome == 0.25
 
 
 def test_a_model_with_a_shell_cannot_set_the_reward(script):
@@ -241,12 +244,12 @@ except urllib.error.HTTPError as e: assert e.code == 403
 else: sys.exit(3)
 solve()
 """
-    assert run(script(end)).outcome is None
+    assert run(script(end)).scores is None
 
 
 def test_a_function_returns_its_reward(function):
     code = SYNC + "        return 0.75\n"
-    assert run(function(code, reward="post"), ["a"]).outcome == 0.75
+    assert run(function(code, reward="post"), ["a"]).scores.outcome == 0.75
 
 
 @pytest.mark.parametrize(
@@ -288,7 +291,7 @@ def test_an_agent_that_fails_gets_no_reward(script, end, keys, message):
 @pytest.mark.parametrize("reward", ["grader", "post"])
 def test_an_error_after_an_answer_is_the_outcome_0(script, reward):
     t = run(script("solve(); [][0]", reward=reward))
-    assert t.outcome == 0 and t.stop_reason == "agent_error" and len(t.turns) == 2
+    assert t.scores.outcome == 0 and t.stop_reason == "agent_error" and len(t.turns) == 2
     assert t.error.startswith("the agent exited with code 1: IndexError: list index out of range")
     assert all(sum(s.response_mask) for s in t.segments)
     with pytest.raises(UserCodeError, match="exited with code 1: IndexError"):
@@ -297,13 +300,13 @@ def test_an_error_after_an_answer_is_the_outcome_0(script, reward):
 
 def test_a_reward_that_was_posted_stays(script):
     end = 'solve(); post(os.environ["AGENTRL_REWARD_URL"], {"reward": 0.5}); 1 / 0'
-    assert run(script(end, reward="post")).outcome == 0.5
+    assert run(script(end, reward="post")).scores.outcome == 0.5
 
 
 @pytest.mark.parametrize("code", [ASYNC, SYNC], ids=["async", "sync"])
 def test_a_function_that_raises_after_an_answer_has_the_outcome_0(function, code):
     t = run(function(code + "        raise KeyError('sk-abcdefghijklmnopqrst')\n"), ["#### 12"])
-    assert t.outcome == 0 and "agent.python raised KeyError: '***'" in t.error
+    assert t.scores.outcome == 0 and "agent.python raised KeyError: '***'" in t.error
     lost = "    from agentrl.errors import Infrastructure\n    raise Infrastructure('no search')\n"
     with pytest.raises(Infrastructure, match="no search"):
         run(function(code + lost), ["#### 12"])

@@ -65,12 +65,12 @@ MISTAKES = {"openai_agents": call("no_such_tool"), "langgraph_agent": call("divi
 def test_a_mistake_that_a_package_raises(packages_python, agent):
     config = Config(agent=AgentConfig(command=f"{packages_python} {HERE / agent}.py"))
     t = play(SAMPLE, Scripted([MISTAKES[agent]], TOKENIZER), TOKENIZER, config=config)
-    assert (t.outcome, t.stop_reason, len(t.turns)) == (0, "agent_error", 1), t.error
+    assert (t.scores.outcome, t.stop_reason, len(t.turns)) == (0, "agent_error", 1), t.error
     assert {"openai_agents": "ModelBehaviorError", "langgraph_agent": "division"}[agent] in t.error
     t = run(packages_python, f"{agent} returns", [MISTAKES[agent], "It is 12."])
     (result,) = t.turns[0].tool_results
     assert result.content.startswith(("Error: division by zero", "Tool 'no_such_tool' not found"))
-    assert t.final_text == "It is 12." and t.outcome is None
+    assert t.final_text == "It is 12." and t.scores is None
 
 
 def test_smolagents_rewrites_its_history(packages_python):

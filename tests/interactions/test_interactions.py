@@ -218,7 +218,7 @@ class Lacking(Interaction):
         (Sync, r"Sync.respond \(.*test_interactions.py:\d+\) must be `async def`"),
         (SyncClose, r"SyncClose.close \(.*test_interactions.py:\d+\) must be `async def`"),
         (Lacking, r"Lacking \(.*test_interactions.py:\d+\) must define `async def respond"),
-        (Reply, r"is for subclasses of Interaction, not Reply, .*base.py:\d+"),
+        (Reply, r"is for subclasses of Interaction, not Reply, .*replies.py:\d+"),
         (len, "is for subclasses of Interaction, not <built-in"),
     ],
 )

@@ -25,6 +25,7 @@ from agentrl.compat.verl.adapters import convert_result
 from agentrl.errors import UserCodeError
 from agentrl.rewards.base import parse_score
 from agentrl.testing import Scripted, byte_tokenizer, call
+from agentrl.trajectory import Scores
 
 TOKENIZER = byte_tokenizer()
 
@@ -66,10 +67,11 @@ def play_with(**numbers):
 def test_any_real_number_is_a_reward_everywhere(number):
     t = play_with(**dict.fromkeys(("call", "tool", "reply", "turn", "outcome"), number))
     value = float(number)
-    assert t.outcome == t.tool_reward == value
+    assert t.scores.outcome == t.tool_reward == value
     assert [turn.rewards["turn"] for turn in t.turns] == [value, value]
     assert t.turn_rewards("tool") == value
-    assert parse_score("here", {"score": number, "more": number}) == (value, {"more": value})
+    scores = parse_score("here", {"score": number, "more": number})
+    assert scores == Scores(value, metrics={"more": value})
     assert convert_result(("x", number), "here").reward == value
 
 

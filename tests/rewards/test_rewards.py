@@ -391,8 +391,8 @@ def graded(returned: Any) -> Scored:
         return returned
 
     grader = Grader("mine", returning)
-    value, metrics = asyncio.run(grader.grade(make_trajectory(("assistant", "x"))))
-    return Scored(make_trajectory(), {}, value, metrics)
+    scores = asyncio.run(grader.grade(make_trajectory(("assistant", "x"))))
+    return Scored(make_trajectory(), {}, scores.outcome, scores.metrics)
 
 
 @pytest.mark.parametrize(

@@ -111,14 +111,14 @@ def test_an_episode_in_this_process_and_over_http_is_the_same(shop, tmp_path):
         "7 left",
         "Anything else?",
     ]
-    assert here.outcome == Scores(1.5, metrics={"bought": 1.0, "polite": 0.5})
+    assert here.scores == Scores(1.5, metrics={"bought": 1.0, "polite": 0.5})
     assert [t.rewards for t in here.turns] == [{}, {}, {"turn": 0.25}, {"turn": 0.25}]
     assert here.tool_reward == 0.0 and module.closed == [0]
     with open_toolbox(ToolsConfig(transport="http"), [str(file)]) as toolbox:
         there = play_shop(sample, toolbox)
-    assert (there.messages, there.outcome, there.segments) == (
+    assert (there.messages, there.scores, there.segments) == (
         here.messages,
-        here.outcome,
+        here.scores,
         here.segments,
     )
     assert [t.rewards for t in there.turns] == [t.rewards for t in here.turns]
@@ -149,7 +149,7 @@ def test_start_may_show_fewer_tools(shop, tmp_path):
     assert '"look"' in prompt and '"buy"' not in prompt
     results = [r for t in trajectory.turns for r in t.tool_results]
     assert [r.error for r in results] == ["", "unknown_tool"]
-    assert trajectory.outcome.metrics["bought"] == 0
+    assert trajectory.scores.metrics["bought"] == 0
 
 
 def test_start_may_not_add_tools(no_tools):
@@ -324,7 +324,7 @@ def test_an_environment_is_another_program(program, tmp_path, transport):
         trajectory = play_shop(sample, toolbox, turns=turns)
     said = [m.content for m in trajectory.messages if m.role != "assistant"]
     assert said == ["Guess.", "From 1 to 9.", "Higher.", "Use the tool.", "Right!"]
-    assert trajectory.outcome == Scores(1.0)
+    assert trajectory.scores == Scores(1.0)
     assert [t.rewards for t in trajectory.turns] == [{}, {"turn": -0.1}, {}, {"turn": -0.1}]
     assert not sessions
 
