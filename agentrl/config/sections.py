@@ -82,8 +82,8 @@ class DataConfig(Section):
     agent_name: str = "single_turn"
     """The agent loop of rows without an `agent_name`."""
     tools: Literal["row", "all"] = "row"
-    """The tools of rows without the column `tools`. row: those of `tools_kwargs`. all: all tools
-    that `files` define, as in verl."""
+    """The tools of rows without the column `tools`. row: the keys of `tools_kwargs`. all: all
+    tools that `files` define, as in verl."""
     prompt_key: str = key("prompt", min_length=1)
     """The column with the prompts."""
     reward_fn_key: str = key("data_source", min_length=1)
@@ -165,7 +165,7 @@ class RolloutConfig(Section):
 
     name: Literal["local", "sglang", "vllm"] = "local"
     """The inference engine. local: transformers in this process. sglang, vllm: servers that the run
-    starts, or those of urls."""
+    starts, or the servers of urls."""
     urls: list[str] = key([], allowed="a list of URLs (http://HOST:PORT)")
     """Servers that run already, with the API key AGENTRL_ENGINE_TOKEN. Empty: the run starts
     servers."""
