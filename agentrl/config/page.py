@@ -98,7 +98,7 @@ def _tables() -> Iterator[str]:
             cells = (
                 f"`{path}` `{flag}`" if flag else f"`{path}`",
                 f"`{json.dumps(info.default)}`",
-                allowed(info),
+                allowed(info).removeprefix("a ").removeprefix("an "),
                 description(info),
             )
             yield f"| {' | '.join(map(str, cells))} |"
