@@ -40,18 +40,16 @@ class AlgorithmConfig(Section):
         "grpo", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus",
         "reinforce_plus_plus_baseline", "remax", "turn_rloo",
     ] = "grpo"  # fmt: skip
-    """The algorithm: a row of the table in docs/algorithms.md. It sets the defaults of the other
-    keys."""
+    """The algorithm (docs/algorithms.md). It sets the defaults of the other keys."""
     adv_estimator: str = "grpo"
     """The advantage estimator: gae, grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline,
-    remax, turn_rloo, or one that a file registers."""
+    remax, turn_rloo, or a registered one."""
     policy_loss: str = "vanilla"
-    """The policy loss: vanilla (PPO's clipped loss), gspo, cispo, or one that a file registers."""
+    """The policy loss: vanilla (PPO's), gspo, cispo, or a registered one."""
     loss_agg_mode: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm",
     ] = "token-mean"  # fmt: skip
-    """How the losses of tokens are aggregated. A sequence is a rollout, even if it has several
-    rows."""
+    """How the losses of tokens are aggregated. A sequence is a rollout."""
     loss_scale: int = key(0, ge=0)
     """The divisor of seq-mean-token-sum-norm, in tokens. 0: rollout.max_trajectory_tokens."""
     gamma: float = key(1.0, ge=0, le=1)
@@ -61,20 +59,18 @@ class AlgorithmConfig(Section):
     norm_adv_by_std: bool = True
     """Divide a group's advantages by their standard deviation."""
     whiten_advantages: bool = False
-    """Normalize the advantages of all tokens of a batch to mean 0 and variance 1."""
+    """Normalize a batch's advantages to mean 0 and variance 1."""
     kl_type: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL divergence to the reference policy. In the reward only k1 is allowed, and
-    it is the default there."""
+    """Estimator of the KL divergence to the reference policy. In the reward it is k1."""
     kl_loss_coef: float = key(0.0, ge=0)
     """Weight of the KL divergence in the loss. 0: off."""
     kl_reward_coef: float = key(0.0, ge=0)
     """Weight of the KL divergence in the reward. 0: off."""
     kl_target: float = key(0.0, ge=0)
-    """Target of the KL divergence in nats per rollout. algorithm.kl_reward_coef is adapted to reach
-    it. 0: the weight is fixed."""
+    """Target of the KL divergence in nats per rollout, to which algorithm.kl_reward_coef is
+    adapted. 0: off."""
     kl_horizon: int = key(10_000, ge=1)
-    """The number of rollouts in which algorithm.kl_reward_coef changes by at most a fifth, if
-    algorithm.kl_target is set."""
+    """With kl_target: the rollouts in which algorithm.kl_reward_coef changes by at most a fifth."""
     entropy_coef: float = key(0.0, ge=0)
     """Weight of the entropy bonus. 0: off."""
     clip_low: float = key(0.2, gt=0, le=1)
@@ -82,27 +78,24 @@ class AlgorithmConfig(Section):
     clip_high: float = key(0.2, gt=0)
     """The importance ratio is clipped at 1 + clip_high."""
     dual_clip: float = key(0.0, allowed="0, or a number > 1", ge=0)
-    """Upper bound of the importance ratio for tokens with a negative advantage (dual-clip PPO). 0:
-    off."""
+    """Upper bound of the importance ratio for tokens with a negative advantage. 0: off."""
     value_clip: float = key(0.5, ge=0)
-    """Maximum change of a value in one step (PPO value clipping). 0: no limit."""
+    """Maximum change of a value in one step. 0: no limit."""
     critic_warmup: int = key(0, ge=0)
     """Steps at the start in which only the critic is trained."""
     filter_groups: bool = False
-    """Replace groups whose advantages are all 0 by groups of further rows, which are played in the
-    same step (DAPO)."""
+    """Replace groups whose advantages are all 0 by groups of further rows (DAPO)."""
     max_gen_batches: int = key(4, ge=1)
-    """With filter_groups: the maximum number of batches to play for one step. If fewer than
-    data.batch_size groups have a learning signal then, the step trains on those."""
+    """With filter_groups: the most batches to play for one step. The step then trains on the groups
+    that it has."""
     tis_cap: float = key(2.0, allowed="0, or a number >= 1", ge=0)
-    """Cap of the truncated importance sampling weights, which correct for different logprobs in
-    engine and trainer. 0: no weights."""
+    """Cap of the importance weights that correct for the engine's logprobs. 0: no weights."""
     tis_level: Literal["token", "sequence"] = "token"
-    """token: each token has its own weight. sequence: all tokens of a row have the product of their
-    weights."""
+    """token: a weight for each token. sequence: the product of a row's weights for all its tokens.
+    """
     tis_mode: Literal["truncate", "mask"] = "truncate"
-    """truncate: a weight above the cap is set to the cap. mask: a weight above the cap or below 1 /
-    cap is set to 0."""
+    """truncate: a weight above the cap becomes the cap. mask: a weight above the cap or below 1 /
+    cap becomes 0."""
     ppo_epochs: int = key(1, ge=1)
     """Passes over each batch."""
     mini_batch_size: int = key(0, ge=0)

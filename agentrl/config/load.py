@@ -123,11 +123,11 @@ def allowed(info: FieldInfo) -> str:
         return text
     origin, arguments = get_origin(info.annotation), get_args(info.annotation)
     if origin is Literal:
-        return " or ".join(map(str, arguments))
+        return " or ".join(filter(None, (", ".join(arguments[:-1]), arguments[-1])))
     if origin is list:
         choices = get_args(arguments[0])
         return f"a list of {' and '.join(choices)}" if choices else "a list of texts"
-    kinds: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number"}
+    kinds: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a number"}
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     limits = [
         f"{sign} {getattr(limit, name):g}"

@@ -66,34 +66,30 @@ class DataConfig(Section):
     """The dataset."""
 
     train: str | list[str | RowFile] = key("", flag="--dataset", allowed=ROW_FILES)
-    """Training rows: a .parquet or .jsonl file, a glob, or a list of these, for example
-    `[{path: a.parquet, weight: 2}, "b/*.jsonl"]`. The rows of a file with weight 2 are played
-    two times per epoch."""
+    """Training rows: a .parquet or .jsonl file, a glob, or a list of these. The rows of `{path:
+    a.parquet, weight: 2}` are played two times per epoch."""
     val: str | list[str | RowFile] = key("", flag="--val-dataset", allowed=ROW_FILES)
-    """Validation rows: a file, a glob, or a list of these, without weights. Empty: no validation.
-    """
+    """Validation rows, as data.train but without weights. Empty: no validation."""
     batch_size: int = key(16, ge=1)
     """Prompts per step."""
     gen_batch_size: int = key(0, ge=0)
-    """With algorithm.filter_groups: prompts to play at a time, until batch_size groups have a
-    learning signal. 0: batch_size."""
+    """With algorithm.filter_groups: prompts to play at a time. 0: batch_size."""
     shuffle: bool = True
-    """Shuffle the rows in every epoch. false: the order of the file."""
+    """Shuffle the rows in every epoch."""
     drop_last: bool = False
-    """Round the batches of each epoch down when trainer.total_epochs is turned into steps, as verl
-    does. The run is shorter; batches still continue into the next epoch. false: rows x epochs are
-    rounded up once."""
+    """Round the number of steps per epoch down, as verl does. Batches still continue into the next
+    epoch."""
     agent_name: str = "single_turn"
     """The agent loop of rows without an `agent_name`."""
     tools: Literal["row", "all"] = "row"
-    """The tools of rows without the column `tools` (or verl's `tool_selection`), if their loop uses
-    tools. row: those of `tools_kwargs`. all: all tools that `files` define, as in verl."""
+    """The tools of rows without the column `tools`. row: the keys of `tools_kwargs`. all: all
+    tools that `files` define, as in verl."""
     prompt_key: str = key("prompt", min_length=1)
     """The column with the prompts."""
     reward_fn_key: str = key("data_source", min_length=1)
-    """The column with the data source of a row, which chooses its grader."""
+    """The column with the data source, which chooses the grader."""
     untrusted: bool = False
-    """Encode prompts without any control tokens. By default, tags such as `<think>` in a prompt
+    """Encode prompts without any control tokens. Otherwise tags such as `<think>` in a prompt
     become control tokens."""
 
     @field_validator("train", "val", mode="before")
@@ -123,12 +119,11 @@ class ModelConfig(Section):
     """The policy."""
 
     path: LocalPath = key("", flag="--model")
-    """A model folder or hub name, or `tiny` for a small model that is trained on this machine on
-    first use."""
+    """A model folder, a hub name, or `tiny`, which is trained on first use."""
     lora_rank: int = key(0, ge=0)
     """Rank of the LoRA adapter. 0: train all weights."""
     lora_alpha: int = key(16, ge=1)
-    """LoRA alpha: the adapter is scaled by lora_alpha / lora_rank."""
+    """The adapter is scaled by lora_alpha / lora_rank."""
     lora_target_modules: str | list[str] = key(
         "all-linear", allowed="all-linear, the name of a module, or a list of names"
     )
@@ -136,7 +131,7 @@ class ModelConfig(Section):
     template_kwargs: dict[str, Any] = key(
         {}, allowed="a mapping from names of variables to their values"
     )
-    """Additional variables for the chat template, for example `{enable_thinking: false}`."""
+    """Variables for the chat template, for example `{enable_thinking: false}`."""
 
     @field_validator("template_kwargs")
     @classmethod
@@ -170,66 +165,58 @@ class RolloutConfig(Section):
 
     name: Literal["local", "sglang", "vllm"] = "local"
     """The inference engine. local: transformers in this process. sglang, vllm: servers that the run
-    starts and stops, or that run already (urls)."""
+    starts, or the servers of urls."""
     urls: list[str] = key([], allowed="a list of URLs (http://HOST:PORT)")
-    """Servers that run already. Their API key is read from AGENTRL_ENGINE_TOKEN. Empty: the run
-    starts its own servers."""
+    """Servers that run already, with the API key AGENTRL_ENGINE_TOKEN. Empty: the run starts
+    servers."""
     engines: int = key(1, ge=1)
-    """The number of servers that the run starts."""
+    """Servers that the run starts."""
     tensor_parallel_size: int = key(1, ge=1)
-    """GPUs per server (tensor parallelism)."""
+    """GPUs per server."""
     python: LocalPath = ""
-    """The Python interpreter of an environment with the server's package. Empty: the interpreter
-    that runs agentrl."""
+    """The Python interpreter of an environment with the server's package. Empty: this one."""
     launch: list[str] = key([], allowed="a list of arguments, as its command line has them")
-    """Additional command-line arguments for the server, for example `[--attention-backend,
-    triton]`."""
+    """Command-line arguments for the server, for example `[--attention-backend, triton]`."""
     gpu_memory_utilization: float = key(0.5, gt=0, lt=1)
-    """The share of a GPU's memory that a server uses for weights and KV cache."""
+    """The share of a GPU's memory for a server's weights and KV cache."""
     sync: Literal["auto", "disk", "ipc", "nccl"] = "auto"
-    """How weights are sent to a server. disk: through files. ipc: through the memory of a GPU that
-    the server shares with the trainer. nccl: from GPU to GPU. auto: the fastest way that the server
-    supports."""
+    """How weights are sent to a server. disk: through files. ipc: through the memory of a shared
+    GPU. nccl: from GPU to GPU. auto: the fastest way that works."""
     lora: Literal["auto", "adapter", "merge"] = "auto"
-    """How LoRA weights are sent to a server. adapter: as an adapter on top of the base model.
-    merge: merged into all weights. auto: as an adapter if the server supports it (on a GPU)."""
+    """How LoRA is sent to a server. adapter: as an adapter. merge: merged into the weights. auto:
+    as an adapter if the server supports it (on a GPU)."""
     sleep: Literal["none", "kv_cache", "all"] = "none"
-    """The memory that a server on the trainer's GPU releases while the trainer works. none: no
-    memory. kv_cache: its KV cache. all: its KV cache and its weights."""
+    """The memory that a server on the trainer's GPU releases while the trainer works: nothing, its
+    KV cache, or also its weights."""
     deterministic: bool = key(False, flag="--deterministic")
-    """Reproducible rollouts: the server's output depends only on the run's seeds, not on other
-    requests, and its logprobs are as close to the trainer's as possible. The local engine always
-    does this on a CPU, unless trainer.max_staleness is set."""
+    """Sampling on a server depends only on the run's seeds, not on other requests. The local engine
+    always does this on a CPU, unless trainer.max_staleness is set."""
     max_mismatch: float = key(MAX_UNCORRECTED_MISMATCH, gt=0)
-    """The largest mean difference of the logprobs of engine and trainer at the start of a run, in
-    nats. The limit is smaller if rounding explains less. Above 0.2, algorithm.tis_cap must be
-    set."""
+    """The largest mean difference of the logprobs of engine and trainer at the start, in nats.
+    Above 0.2, algorithm.tis_cap must be set."""
     n: int = key(8, ge=1)
     """Rollouts per prompt."""
     temperature: float = key(1.0, gt=0)
-    """Sampling temperature. The trainer uses the same temperature."""
+    """Sampling temperature, also in the trainer."""
     max_turn_tokens: int = key(512, ge=1)
-    """Maximum number of sampled tokens per turn."""
+    """Sampled tokens per turn."""
     max_trajectory_tokens: int = key(4096, ge=1)
-    """Maximum number of tokens after the prompt: sampled tokens and observations."""
+    """Tokens after the prompt: sampled tokens and observations."""
     max_turns: int = key(8, ge=1)
-    """Maximum number of assistant turns."""
+    """Assistant turns per episode."""
     max_tool_calls: int = key(16, ge=0)
-    """Maximum number of tool calls per episode."""
+    """Tool calls per episode."""
     timeout_s: float = key(300.0, gt=0)
-    """Time limit of an episode, in seconds. Waiting for a free connection, or for new weights, does
-    not count."""
+    """Time limit of an episode, without waiting for a free connection or new weights."""
     max_in_flight: int = key(0, ge=0)
-    """With trainer.max_staleness, the most training episodes that are played at the same time.
-    Rows start in the order of their draws, each with all its rollouts. 0: no limit of its own."""
+    """With trainer.max_staleness, the most training episodes at the same time. 0: no limit."""
     budget_policy: dict[str, str | float] = key(
         {}, allowed=f"a mapping from {', '.join(BUDGETS)} to {', '.join(POLICIES)} or a number > 0"
     )
     """The effect of a budget that an episode used up. keep (the default): none. zero: the reward
-    becomes 0. A number: this penalty is subtracted from the reward. mask: the episode is excluded
-    from training."""
+    becomes 0. A number is subtracted from the reward. mask: the episode does not train."""
     tool_format: str = key("auto", allowed=f"{', '.join(TOOL_FORMATS[:-1])}, sglang:NAME or hf")
-    """The format in which the model writes tool calls. auto: the format of the chat template."""
+    """The format in which the model writes tool calls. auto: as in the chat template."""
     history_thinking: Literal["keep", "strip"] = "keep"
     """If the chat template drops the thinking of earlier turns: keep it as it was sampled, or strip
     it and start a new segment."""
@@ -284,9 +271,9 @@ class ValConfig(Section):
     temperature: float = key(1.0, ge=0)
     """Sampling temperature. 0: greedy."""
     top_p: float = key(1.0, gt=0, le=1)
-    """Sample from the most likely tokens whose total probability is top_p."""
+    """Sample from the most likely tokens with this total probability."""
     top_k: int = key(0, ge=0)
-    """Sample from the top_k most likely tokens. 0: from all tokens."""
+    """Sample from the top_k most likely tokens. 0: from all."""
     n: int = key(1, ge=1)
     """Rollouts per prompt."""
     greedy: bool = True
@@ -303,19 +290,19 @@ class ToolsConfig(Section):
     transport: str = key(
         "http", allowed="http, in_process, or the URL of a tool server (http://HOST:PORT)"
     )
-    """Where tools run. http: on a server that the run starts and stops. in_process: in this
-    process. A URL: on that server, with the token from AGENTRL_TOOLS_TOKEN."""
+    """Where tools run. http: on a server that the run starts. in_process: in this process. A URL:
+    on that server, with the token AGENTRL_TOOLS_TOKEN."""
     max_result_tokens: int = key(1024, ge=1)
-    """Maximum number of tokens of a tool result that the model reads."""
+    """The most tokens of a tool result that the model reads."""
     truncate: Literal["head", "tail", "middle"] = "middle"
-    """The part of a longer result that is kept: its head, its tail, or both without the middle."""
+    """The part of a longer result that is kept: head, tail, or both without the middle."""
     workers: int = key(1, ge=1)
-    """Processes of the tool server that the run starts. An episode always uses the same process."""
+    """Processes of the tool server that the run starts."""
     penalties: dict[str, float] = key(
         {}, allowed=f"a mapping from {', '.join(FAILURES)} to numbers above 0"
     )
-    """The penalty of a failed tool call, by kind of error. It is subtracted from the advantages of
-    the tokens of the call."""
+    """The penalty of a failed tool call, by kind of error, subtracted from the advantages of the
+    call's tokens."""
 
     @field_validator("penalties")
     @classmethod
@@ -350,15 +337,14 @@ class SandboxConfig(Section):
     backend: str = key(
         "bubblewrap", allowed="bubblewrap, unsafe-subprocess, or a URL (http://HOST:PORT)"
     )
-    """Where programs run. bubblewrap: isolated, without network and without access to files and
-    processes of this machine. unsafe-subprocess: not isolated, with your rights. A URL: a server
-    with SandboxFusion's API."""
+    """Where programs run. bubblewrap: isolated, without network and files of this machine.
+    unsafe-subprocess: not isolated, with your rights. A URL: a server with SandboxFusion's API."""
     slots: int = key(0, ge=0)
-    """Programs that one process runs at the same time. 0: twice the number of CPU cores."""
+    """Programs that a process runs at the same time. 0: twice the number of CPU cores."""
     timeout_s: float = key(10.0, gt=0)
-    """Time limit of a program, in seconds."""
+    """Time limit of a program."""
     memory_mb: int = key(2048, ge=64)
-    """Memory limit of each process of a program, in MiB."""
+    """Memory of each process of a program, in MiB."""
     python: LocalPath = "/usr/bin/python3"
     """The Python interpreter for programs."""
 
@@ -374,28 +360,23 @@ class AgentConfig(Section):
     """Agents of your own, which play the rows with `agent_name: external`."""
 
     command: str = ""
-    """The command that starts an agent, one process per episode. The environment variables
-    OPENAI_BASE_URL and OPENAI_API_KEY contain the address of the policy and the key for it,
-    AGENTRL_SAMPLE contains the row, without its ground truth."""
+    """The command that starts an agent for an episode. Its environment has OPENAI_BASE_URL,
+    OPENAI_API_KEY and AGENTRL_SAMPLE (docs/agents.md)."""
     python: LocalPath = key("", allowed="path.py:function")
-    """Instead of a command: a function, which may be async, with any of the parameters sample,
-    base_url, api_key and model."""
+    """Instead of a command: a function with any of the parameters sample, base_url, api_key and
+    model."""
     reward: Literal["grader", "post", "exit"] = "grader"
-    """Where the reward of the outcome comes from. grader: from `reward.function` or the grader of
-    the row. post: the agent sends it to AGENTRL_REWARD_URL, or its function returns it. exit: 1 if
-    the command exits with code 0, and 0 if it exits with code 1."""
+    """The source of the outcome. grader: the reward function or grader. post: the agent sends it,
+    or its function returns it. exit: 1 for exit code 0, and 0 for exit code 1."""
     on_error: Literal["zero", "drop"] = "zero"
-    """The effect of an error that ends an agent after an answer of the policy. zero: the episode
-    trains, with the outcome 0. drop: it is dropped. Episodes with other failures are always
-    dropped (docs/agents.md)."""
+    """The effect of an agent's error after an answer of the policy. zero: the outcome is 0. drop:
+    the episode is dropped."""
     env: list[str] = key([], allowed="a list of names of environment variables")
-    """Environment variables of this process that agents get in addition to PATH, HOME and a few
-    others (docs/agents.md)."""
+    """Environment variables that agents get in addition to PATH, HOME and a few others."""
     extra_info: list[str] = key([], allowed="a list of keys of the rows' extra_info")
-    """The keys of the row's extra_info that agents get, in addition to its id, number, data source
-    and prompt. Name no key that tells the ground truth."""
+    """The keys of the row's extra_info that agents get. Name no key that tells the ground truth."""
     slots: int = key(16, ge=1)
-    """The largest number of agents that run at the same time. Async functions are not limited."""
+    """Agents that run at the same time. Async functions are not limited."""
 
     @field_validator("command")
     @classmethod
@@ -417,38 +398,33 @@ class InteractionConfig(Section):
     kwargs: dict[str, dict[str, Any]] = key(
         {}, allowed="a mapping from names of interactions to their arguments"
     )
-    """Arguments of interactions, by name of the interaction, for example the address of a simulated
-    user's model. They are added to the arguments in the rows."""
+    """Arguments by name of the interaction, in addition to those in the rows."""
 
 
 class RewardConfig(Section):
     """Settings for scoring rollouts."""
 
     function: LocalPath = key("", allowed="the name of a registered reward, or path.py:function")
-    """The reward function. Empty: the grader for the row's data_source."""
+    """The reward function. Empty: the grader of the row's data_source."""
     functions: dict[LocalPath, float] = key(
         {}, allowed="a mapping from reward functions to weights"
     )
-    """Several reward functions with weights, for example `{exact: 1.0, format: 0.1}`. The name
-    `grader` stands for the grader of the row's data_source."""
+    """Several reward functions with weights. `grader` is the grader of the row's data_source."""
     kwargs: dict[str, Any] = key({}, allowed="a mapping")
-    """Additional arguments of the reward function or grader. With reward.functions: a mapping from
-    each function to its arguments."""
+    """Arguments of the reward function or grader; with reward.functions, by function."""
     timeout_s: float = key(60.0, gt=0)
-    """Time limit for scoring one rollout, in seconds. Waiting for a free connection does not
-    count."""
+    """Time limit for scoring one rollout, without waiting for a free connection."""
     workers: int = key(2, ge=1)
-    """Processes for graders that may have to be killed (mathematics)."""
+    """Processes for graders that may have to be killed."""
     outcome_weight: float = 1.0
     """Weight of the reward for the whole trajectory."""
     turn_weight: float = 0.0
-    """Weight of the rewards of turns (from interactions and loops)."""
+    """Weight of the rewards of turns."""
     tool_weight: float = 0.0
     """Weight of the rewards from tools."""
     overlong_buffer: int = key(0, ge=0)
-    """The length of a buffer at the end of rollout.max_trajectory_tokens, in tokens (DAPO). Within
-    the buffer a penalty grows linearly from 0 to overlong_penalty. Only sampled tokens count, and
-    only training rewards are reduced. 0: off."""
+    """The last tokens of rollout.max_trajectory_tokens, in which a penalty for sampled tokens grows
+    linearly from 0 to overlong_penalty (DAPO). 0: off."""
     overlong_penalty: float = key(1.0, ge=0)
     """The penalty of a rollout that fills the whole buffer."""
 
@@ -475,7 +451,7 @@ class OptimConfig(Section):
     """The optimizer, and the memory of a forward and backward pass."""
 
     name: Literal["adamw", "adamw_8bit"] = "adamw"
-    """The optimizer: AdamW, or AdamW with 8-bit moments (needs the extra `8bit`)."""
+    """AdamW, or AdamW with 8-bit moments (extra `8bit`)."""
     lr: float = key(1e-6, gt=0)
     """Learning rate of the policy."""
     critic_lr: float = key(1e-5, gt=0)
@@ -483,24 +459,21 @@ class OptimConfig(Section):
     lr_warmup_steps: int = key(0, ge=0)
     """Steps in which the learning rate rises linearly from 0."""
     lr_final: float = key(1.0, ge=0)
-    """Learning rate at the last step, as a fraction of the peak. From the peak to the last step the
-    learning rate is linear."""
+    """Learning rate at the last step, as a fraction of the peak; linear in between."""
     weight_decay: float = key(0.0, ge=0)
     """AdamW's weight decay."""
     max_grad_norm: float = key(1.0, gt=0)
     """Gradients are clipped to this norm."""
     micro_batch_tokens: int = key(16384, ge=1)
-    """Maximum number of tokens per forward pass."""
+    """The most tokens per forward pass."""
     recompute: bool = False
-    """Gradient checkpointing: compute the activations of each layer again in the backward pass.
-    This takes a third more compute and much less memory."""
+    """Gradient checkpointing: a third more compute, much less memory."""
     compile: Literal["auto", "never"] = "auto"
-    """auto: compile layers with torch.compile on a GPU if the model has at least 100 million
-    parameters. Parts with a convolution (linear attention, Mamba) are not compiled. never: do not
-    compile."""
+    """auto: compile layers with torch.compile on a GPU, for models from 100 million parameters on.
+    """
     offload: Literal["none", "optimizer", "all"] = "none"
-    """The state that is kept in CPU memory. none: no state. optimizer: the optimizer state, between
-    updates. all: parameters, gradients and optimizer state."""
+    """What is kept in CPU memory. optimizer: the optimizer state, between updates. all: also
+    parameters and gradients."""
 
 
 class TrainerConfig(Section):
@@ -511,33 +484,27 @@ class TrainerConfig(Section):
     total_steps: int = key(0, ge=0)
     """Steps of the run. 0: total_epochs sets the number."""
     max_staleness: int = key(0, ge=0)
-    """How many versions older than the policy a sampled token may be when it is trained on. 0:
-    rollouts and updates take turns. From 1 on, rollouts go on while the learner computes; 1 is
-    enough if their times are similar, 2 if some take much longer than others."""
+    """How many versions old a sampled token may be when it trains. 0: rollouts and updates take
+    turns. From 1 on, rollouts go on during updates (docs/async.md)."""
     total_epochs: int = key(1, ge=1)
-    """Passes over the dataset: rows x total_epochs / data.batch_size steps, rounded up (a batch may
-    begin in one epoch and end in the next). With algorithm.filter_groups a step plays more rows, so
-    that the same number of steps makes more passes."""
+    """Passes over the dataset: rows x total_epochs / data.batch_size steps, rounded up."""
     test_freq: int = key(0, ge=0)
     """The number of steps between two validations. 0: validate only after the last step."""
     save_freq: Literal["auto", "never"] | Annotated[int, Field(ge=0)] = key(
-        "auto", allowed="auto, never, or a whole number >= 0"
+        "auto", allowed="auto, never, or an integer >= 0"
     )
-    """The number of steps between two checkpoints. auto: save one at each validation, and at least
-    every 30 minutes; one that cannot be written is a warning. 0: save one only after the last step.
-    never: save none. Only the trained model is written, and the run cannot be resumed."""
+    """The number of steps between two checkpoints. auto: at each validation and every 30 minutes.
+    0: only after the last step. never: none, so the run cannot be resumed."""
     keep: int = key(2, ge=0)
-    """The number of newest checkpoints to keep. 0: all."""
+    """The newest checkpoints to keep. 0: all."""
     keep_best: str = ""
-    """A metric of validations, for example val/reward/mean@1. A step with a new highest value is
-    saved at once, and the best checkpoint is kept in addition to trainer.keep. Empty: no metric."""
+    """A metric of validations, for example val/reward/mean@1: the checkpoint with its highest value
+    is also kept."""
     patience: int = key(0, ge=0)
-    """The number of validations in a row without a new highest value after which the run ends. The
-    metric is trainer.keep_best, or val/reward/mean@N if that is empty. 0: the run does not end
-    early."""
+    """End the run after this number of validations without a new highest value of trainer.keep_best
+    (empty: val/reward/mean@N). 0: never."""
     keep_trajectories: str = key("all", allowed="all, last:N or every:N, with N >= 1")
-    """The training steps whose trajectories are kept: all, the last N, or every N-th. Those of
-    validations are always kept."""
+    """The training steps whose trajectories are kept. Those of validations are always kept."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False
@@ -545,13 +512,11 @@ class TrainerConfig(Section):
     resume: LocalPath = key(
         "auto", allowed="auto, never, or the path of a checkpoint or a run, or RUN/best"
     )
-    """auto: resume from the newest checkpoint in the run's folder. never: start from the beginning,
-    and delete the run in the folder. A path: start from that checkpoint (of a run: its newest
-    one; RUN/best: the one with the highest trainer.keep_best); if it is another run's, this run is
-    a fork of it."""
+    """auto: from the newest checkpoint in the run's folder. never: delete the run in the folder
+    and start over. A path: from that checkpoint; of another run, as a fork."""
     max_restarts: int = key(0, ge=0)
-    """How often `agentrl train` starts the run again after a crash (of a rank, an engine or this
-    process), from the newest checkpoint. Mistakes in the config or in your code are no crashes."""
+    """How often `agentrl train` restarts the run after a crash (of a rank, an engine or this
+    process)."""
     seed: int = key(0, ge=0)
     """The seed of all random numbers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -561,26 +526,22 @@ class TrainerConfig(Section):
     n_gpus_per_node: int = key(1, ge=1)
     """GPUs of the learner per machine. With trainer.device=cpu: processes."""
     placement: Literal["colocated", "separate"] = "colocated"
-    """colocated: engines and learner share GPUs and use them in turns. separate: engines have their
-    own GPUs."""
+    """colocated: engines and learner share GPUs in turns. separate: engines have their own GPUs."""
     ray_address: str = ""
-    """The Ray cluster to join, as `ray start` prints it. Empty: the run starts one if the learner
-    has more than one process."""
+    """The Ray cluster to join. Empty: the run starts one if the learner has more than one process.
+    """
     logger: list[str] = key([], allowed=f"a list of {', '.join(TRACKERS)} and installed trackers")
-    """Trackers of metrics, in addition to the console and metrics.jsonl, which are always on.
-    Packages can add some (entry points `agentrl.trackers`)."""
+    """Trackers in addition to the console and metrics.jsonl."""
     project_name: str = ""
-    """The project in trackers, and the experiment in mlflow and aim. Empty: agentrl, or what the
-    tracker's environment variable says."""
+    """The project in trackers. Empty: agentrl, or the tracker's environment variable."""
     experiment_name: str = ""
-    """The name of the run in trackers. Empty: the name of the run's folder."""
+    """The run's name in trackers. Empty: the name of its folder."""
     tags: list[str] = key([])
-    """Tags of the run in wandb, mlflow, swanlab and clearml; others have them in the config."""
+    """Tags of the run in wandb, mlflow, swanlab and clearml."""
     profile_steps: list[Annotated[int, Field(ge=1)]] = key(
         [], allowed="a list of numbers of steps, from 1 on"
     )
-    """The steps of which a profile is written: traces of the learner's ranks and of the parts of
-    the step, in the folder `profile` (docs/performance.md)."""
+    """The steps of which profiles are written (docs/performance.md)."""
 
     @field_validator("logger")
     @classmethod
@@ -634,13 +595,12 @@ class Config(Section):
     """
 
     files: list[LocalPath] = key([], flag="--file", allowed="a list of texts")
-    """Python files that define tools, environments, interactions, rewards and loops: paths, or
-    `shelf:NAME` for a tool that is shipped."""
+    """Python files with tools, environments, interactions, rewards and loops: paths, or
+    `shelf:NAME`."""
     environments: dict[str, str] = key(
         {}, allowed="a mapping from names of environments to URLs (http://HOST:PORT)"
     )
-    """Environments in other programs: the name that rows use, and the program's URL, for example
-    `{maze: http://127.0.0.1:9000}`."""
+    """Environments in other programs: their names in rows, and their URLs."""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()
