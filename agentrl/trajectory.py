@@ -182,6 +182,11 @@ class Sample:
     row: int = 0
     environment: str = ""
 
+    @property
+    def environment_kwargs(self) -> Mapping[str, Any]:
+        """The arguments of the environment's constructor."""
+        return self.tools_kwargs.get(self.environment, {}).get("create_kwargs", {})
+
     def find_non_json(self, *names: str) -> Iterator[tuple[str, Any]]:
         """Yield the values that JSON does not restore, with their paths, such as `extra.when`.
 

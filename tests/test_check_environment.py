@@ -149,8 +149,8 @@ class Lucky(Sound):
 
 
 FAULTS = {
-    AlwaysPasses: "silent earns nothing",
-    ReadsTheAnswerAnywhere: "the answer denied earns nothing",
+    AlwaysPasses: "no reward for silence",
+    ReadsTheAnswerAnywhere: "no reward for the answer denied",
     SharesState: "a row that is played again starts, answers and scores the same",
     AnswerInAnError: "nothing shows the answer before the model gives it",
     Raises: "no method raises",
@@ -161,8 +161,8 @@ FAULTS = {
     LeavesFilesOpen: "nothing stays open after an episode",
     ClosesWithAnError: "close() is called on every exit",
     DependsOnChance: "a row that is played again starts, answers and scores the same",
-    BelievesTheAnswer: "judge injection earns nothing",
-    PaysForSilence: "silent earns nothing",
+    BelievesTheAnswer: "no reward for a text to the judge",
+    PaysForSilence: "no reward for silence",
     UnsolvableRow: "the gold solution earns the maximum",
     Lucky: "random calls earn no more than chance",
 }
@@ -195,7 +195,7 @@ def failed(checks):
 
 def test_a_sound_environment_passes():
     checks = check(Sound)
-    assert {c.status for c in checks.values()} == {"passed"}, checks
+    assert {c.status for c in checks.values()} == {"passed", "measured"}, checks
     detail = checks["time and memory"].detail
     assert re.search(r"[\d.]+ ms \(p50\), [\d.]+ ms \(p99\).* \d+ episodes/s with \d+ at", detail)
 
@@ -220,7 +220,7 @@ def test_what_is_not_known_is_not_checked():
     checks = check(Unknown)
     gold = checks["the gold solution earns the maximum"]
     assert gold.status == "not checked" and "gold(sample)" in gold.detail
-    assert checks["another answer in the right form earns nothing"].status == "not checked"
+    assert checks["no reward for another answer in the right form"].status == "not checked"
     assert not failed(checks)
 
 

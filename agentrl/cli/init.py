@@ -19,7 +19,7 @@ class Template(StrEnum):
 
     TOOL = "tool"
     INTERACTION = "interaction"
-    GAME = "game"
+    ENVIRONMENT = "environment"
     JUDGE = "judge"
 
 
@@ -28,8 +28,8 @@ def init(
     template: Annotated[
         Template,
         typer.Option(
-            help="tool: tools, and a little of everything; interaction: a simulated user; game: a"
-            " game of several turns; judge: answers graded by a judge model."
+            help="tool: tools, and a little of everything; environment: a game in one class;"
+            " interaction: a simulated user; judge: answers graded by a judge model."
         ),
     ] = Template.TOOL,
 ) -> None:
@@ -38,7 +38,7 @@ def init(
     Examples:
         agentrl init my_env && cd my_env && agentrl train -c run.yaml
 
-        agentrl init my_game --template game
+        agentrl init my_game --template environment
     """
     from agentrl.errors import UserError
 

@@ -57,7 +57,7 @@ SPEED_UP = 1.15
 EPSILON = 1e-6
 SEED = re.compile(r"\bseed\b\W{0,3}\d+", re.IGNORECASE)
 
-Status = Literal["passed", "failed", "not checked"]
+Status = Literal["passed", "failed", "not checked", "measured"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Check:
 
     Attributes:
         name: what was checked.
-        status: "passed", "failed" or "not checked".
+        status: "passed", "failed", "not checked" or "measured".
         detail: the measured value, or why it failed or was not checked.
         evidence: the episodes that show it.
     """
@@ -238,7 +238,7 @@ class EnvironmentCheck:
         name = "another answer in the right form"
         solved = self._solved()
         if not solved:
-            return Check(f"{name} earns nothing", "not checked", "no solution is known")
+            return Check(f"no reward for {name}", "not checked", "no solution is known")
         played = []
         for row, steps in solved:
             script = play_script(wrong_steps(steps, row.ground_truth))
@@ -248,7 +248,7 @@ class EnvironmentCheck:
     async def _denied_answer(self) -> Check:
         name, rows = "the answer denied", [s for s in self._samples if s.ground_truth is not None]
         if not rows:
-            return Check(f"{name} earns nothing", "not checked", "no row has a ground_truth")
+            return Check(f"no reward for {name}", "not checked", "no row has a ground_truth")
         played = []
         for row in rows:
             text = f"I do not know. The answer is certainly not {row.ground_truth}"
@@ -257,7 +257,7 @@ class EnvironmentCheck:
 
     def _earns_nothing(self, name: str, played: Sequence[Played]) -> Check:
         paid = [p for p in played if p.scored and p.scored.reward > range_of(p.sample)[0] + EPSILON]
-        return _check(f"{name} earns nothing", paid, f"in {plural(len(played), 'episode')}")
+        return _check(f"no reward for {name}", paid, f"in {plural(len(played), 'episode')}")
 
     async def _random(self) -> Check:
         played = [
@@ -422,7 +422,7 @@ class EnvironmentCheck:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         else:
-            await self._play(way, CHEATS["silent"], sample)
+            await self._play(way, CHEATS["silence"], sample)
 
     async def _left_open(self) -> Check:
         sample, name = self._samples[0], "nothing stays open after an episode"
@@ -462,7 +462,7 @@ class EnvironmentCheck:
             f" {used / 2**20:.1f} MiB; {best:.0f} episodes/s with {at_once // 2 or 1} at once, and"
             " more at once are no faster"
         )
-        return Check("time and memory", "passed", detail)
+        return Check("time and memory", "measured", detail)
 
 
 def rows_of_code() -> list[Sample]:

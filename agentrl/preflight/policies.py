@@ -98,11 +98,11 @@ def call_endlessly(turn: Turn) -> Step:
 
 
 CHEATS: Mapping[str, Policy] = {
-    "silent": lambda turn: "",
-    "prompt repeated": repeat_prompt,
-    "results repeated": repeat_results,
-    "judge injection": lambda turn: INJECTION,
-    "endless calls": call_endlessly,
+    "silence": lambda turn: "",
+    "the prompt repeated": repeat_prompt,
+    "the results repeated": repeat_results,
+    "a text to the judge": lambda turn: INJECTION,
+    "the same call again and again": call_endlessly,
     "malformed calls": lambda turn: MALFORMED,
 }
 """The policies that do not know the answer and must earn nothing, by name."""

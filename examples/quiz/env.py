@@ -17,40 +17,39 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl import Interaction, Message, Reply, Trajectory, interaction, reward
+from agentrl import Environment, Message, Reply, Sample, Scores, environment
 from agentrl.answers import gsm8k_answer, same_number
 from agentrl.demo.arithmetic import Problem, look_up
 
 QUESTIONS = 3
 
 
-@interaction("quiz")
-class Quiz(Interaction):
-    """Grades an answer and asks the next question."""
+@environment("quiz")
+class Quiz(Environment):
+    """Grades an answer, asks the next question, and counts the right answers."""
 
     def __init__(self, questions: Sequence[str], answers: Sequence[str]):
         if len(questions) != len(answers):
             raise ValueError(f"{len(questions)} questions, but {len(answers)} answers")
         self.questions, self.answers = questions, answers
-        self.index = 0
+        self.right: list[bool] = []
 
     async def respond(self, messages: Sequence[Message]) -> Reply:
-        answer = gsm8k_answer(messages[-1].content)
-        right = answer is not None and same_number(answer, self.answers[self.index])
-        score = right / len(self.answers)
-        self.index += 1
-        if self.index == len(self.questions):
+        index, answer = len(self.right), gsm8k_answer(messages[-1].content)
+        self.right.append(answer is not None and same_number(answer, self.answers[index]))
+        score = self.right[-1] / len(self.answers)
+        if index + 1 == len(self.questions):
             return Reply("", score=score, done=True)
-        return Reply(self.questions[self.index], score=score)
+        return Reply(self.questions[index + 1], score=score)
 
+    async def reward(self) -> Scores:
+        """Return 1 if all answers are right; `right` is the share of right answers."""
+        right = sum(self.right) / len(self.answers)
+        return Scores(float(right == 1), metrics={"acc": right == 1, "right": right})
 
-@reward("all_right")
-def all_right(trajectory: Trajectory) -> dict[str, float]:
-    """Return 1 if all answers are right; `right` is the share of right answers."""
-    total = len(trajectory.sample.interaction_kwargs["questions"])
-    right = sum(turn.rewards.get("turn", 0.0) > 0 for turn in trajectory.turns)
-    done = float(right == total)
-    return {"score": done, "acc": done, "right": right / total}
+    @classmethod
+    def gold(cls, sample: Sample) -> list[str]:
+        return [f"#### {answer}" for answer in sample.environment_kwargs["answers"]]
 
 
 def rows(seed: int, questions: int = QUESTIONS) -> Iterator[dict[str, Any]]:
@@ -63,10 +62,9 @@ def rows(seed: int, questions: int = QUESTIONS) -> Iterator[dict[str, Any]]:
                 {"role": "system", "content": "Find the number. Answer with ####."},
                 {"role": "user", "content": problems[0].question},
             ],
-            "agent_name": "tool_agent",
             "data_source": "examples/quiz",
-            "interaction": "quiz",
-            "interaction_kwargs": {
+            "environment": "quiz",
+            "environment_kwargs": {
                 "questions": [p.question for p in problems],
                 "answers": [str(p.answer) for p in problems],
             },

@@ -38,7 +38,7 @@ def written(env, folder: Path, name: str, rows: int, seed: int, questions: int =
 def played(env, tmp_path, answers):
     [sample] = load_checked(written(env, tmp_path, "one.jsonl", 1, 5), "tool_agent")
     tokenizer = byte_tokenizer()
-    truth = sample.interaction_kwargs["answers"]
+    truth = sample.environment_kwargs["answers"]
     trajectory = play(sample, Scripted(answers(truth), tokenizer), tokenizer)
     config = load_config(str(HERE / "turns.yaml"))
     return asyncio.run(Scorer(config.reward).score(trajectory))

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import env
-
 from agentrl.data import load_samples
 
 pytest_plugins = ["agentrl.testing.fixtures"]
@@ -13,15 +11,15 @@ FOLDER = Path(__file__).parent
 def test_halving_wins_every_game(play_scripted):
     for secret, guesses in {1: "5 3 2 1", 5: "5", 7: "5 7", 9: "5 7 8 9"}.items():
         samples = load_samples(f"{FOLDER}/train.jsonl")
-        sample = next(s for s in samples if s.interaction_kwargs["secret"] == secret)
+        sample = next(s for s in samples if s.environment_kwargs["secret"] == secret)
         episode = play_scripted(sample, *[f"#### {guess}" for guess in guesses.split()])
-        assert env.won(episode) == 1.0
+        assert episode.scores.outcome == 1.0
 
 
 def test_the_hints_and_the_end(play_scripted):
     sample = next(
-        s for s in load_samples(f"{FOLDER}/train.jsonl") if s.interaction_kwargs["secret"] == 5
+        s for s in load_samples(f"{FOLDER}/train.jsonl") if s.environment_kwargs["secret"] == 5
     )
     episode = play_scripted(sample, "#### 9", "#### 1", "#### 9", "#### 1")
     replies = [m.content for m in episode.messages if m.role == "user"][1:]
-    assert replies == ["Lower.", "Higher.", "Lower."] and env.won(episode) == 0.0
+    assert replies == ["Lower.", "Higher.", "Lower."] and episode.scores.outcome == 0.0

@@ -16,9 +16,8 @@ for file, seed, count in (("train.jsonl", 11, 192), ("val.jsonl", 12, 48)):
                     {"role": "system", "content": "Find the number. Answer with ####."},
                     {"role": "user", "content": question},
                 ],
-                "agent_name": "tool_agent",  # it calls the interaction after each answer
-                "interaction": "higher_lower",
-                "interaction_kwargs": {"secret": secret},
+                "environment": "higher_lower",
+                "environment_kwargs": {"secret": secret},
                 "ground_truth": str(secret),
             }
         )
