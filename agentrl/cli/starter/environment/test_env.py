@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import env  # noqa: F401  # it registers the environment
+
 from agentrl.data import load_samples
 
 pytest_plugins = ["agentrl.testing.fixtures"]
