@@ -21,7 +21,9 @@ def folder(tmp_path_factory, tiny_model):
     tmp_path = tmp_path_factory.mktemp("readme")
     extensions, rest = [], []
     for block in blocks("python"):
-        decorated = re.search(r"^@(tool|environment|interaction|reward|agent_loop)\b", block, re.MULTILINE)
+        decorated = re.search(
+            r"^@(tool|environment|interaction|reward|agent_loop)\b", block, re.MULTILINE
+        )
         (extensions if decorated else rest).append(block)
     assert len(extensions) == 4 and len(rest) == 3
     (tmp_path / "my_env.py").write_text("\n".join(extensions))
