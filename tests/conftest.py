@@ -307,3 +307,12 @@ def sglang_server(sglang_python, tiny_model):
     ).start()
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def packages_python() -> str:
+    """Return the Python of the environment with other projects' packages (`make agents`)."""
+    python = Path(__file__).parents[1] / ".venv-agents/bin/python"
+    if not python.exists() and not os.environ.get("CI"):
+        pytest.skip("no packages of agents: `make agents`")
+    return str(python)
