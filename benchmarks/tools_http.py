@@ -8,6 +8,8 @@ and returns constants. Both servers run in their own processes (httptools and uv
 is the client. Figures are medians of rounds in which the contestants alternate; microseconds are
 the CPU time per call of client and server. Then tools that wait: 300 async calls of one second
 each, and 512 calls that block a thread for 0.2 s, with one worker and with two.
+Last, 1,000 episodes at once with 8 calls, a class tool against an environment, which has one more
+request: its reward.
 """
 
 from __future__ import annotations
@@ -73,6 +75,32 @@ def hold(seconds: float) -> str:
     'Hold a thread.'
     time.sleep(seconds)
     return "held"
+"""
+
+WORLDS = """
+from agentrl import Environment, environment, tool
+
+class Room:
+    def __init__(self, goal: int):
+        self.goal, self.at = goal, 0
+
+    async def move(self, steps: int) -> str:
+        'Move some steps.'
+        self.at += steps
+        return f"at {self.at}"
+
+    async def reward(self):
+        return float(self.at == self.goal)
+
+@tool(name="class_tool")
+class ClassTool(Room):
+    def opening(self):
+        return "You are at 0."
+
+@environment("environment")
+class World(Room, Environment):
+    async def start(self):
+        return "You are at 0."
 """
 
 
@@ -187,6 +215,53 @@ def waiting(loop: asyncio.Runner) -> None:
             print_figure(f"tools_http/{name}/all_answered", took, "s", **context)
 
 
+async def play_worlds(url: str, token: str, name: str, episodes: int, calls: int) -> float:
+    """Return the seconds that some simultaneous episodes take: open, calls, reward and close."""
+    box = HttpToolbox(url, token)
+    sample = Sample(
+        "row",
+        (),
+        tools=(name,),
+        tools_kwargs={name: {"create_kwargs": {"goal": calls}}},
+        environment=name if name == "environment" else "",
+    )
+
+    async def play(episode: str) -> float:
+        opened = await box.open(episode, sample)
+        assert opened.messages[0].content == "You are at 0."
+        for turn in range(calls):
+            [result] = await box.run([ToolCall("move", {"steps": 1})], episode, turn)
+            assert result.content == f"at {turn + 1}"
+        asked = (await box.score(episode, opened.messages)).outcome if opened.environment else 0.0
+        return asked + await box.close(episode)
+
+    began = time.perf_counter()
+    rewards = await asyncio.gather(*(play(f"{name}-{began}-{i}") for i in range(episodes)))
+    took = time.perf_counter() - began
+    assert rewards == [1.0] * episodes
+    await box.aclose()
+    return took
+
+
+def worlds(loop: asyncio.Runner, episodes: int = 1000, calls: int = 8) -> None:
+    """Compare environments with class tools, in rounds in which they alternate."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "worlds.py"
+        file.write_text(WORLDS)
+        url, token, server = serve_in_background([str(file)])
+        seconds: dict[str, list[float]] = {"class_tool": [], "environment": []}
+        with server:
+            for number in range(ROUNDS + 1):
+                for name, taken in seconds.items():
+                    took = loop.run(play_worlds(url, token, name, episodes, calls))
+                    taken += [took] if number else []  # the first round warms up
+    context = {"episodes": episodes, "calls": calls, "rounds": ROUNDS}
+    for name, taken in seconds.items():
+        print_figure(f"tools_http/{name}/episodes", statistics.median(taken), "s", **context)
+    ratios = [e / c for e, c in zip(seconds["environment"], seconds["class_tool"], strict=True)]
+    print_figure("tools_http/environment_of_class_tool", statistics.median(ratios), "", **context)
+
+
 def main() -> None:
     arguments(__doc__).parse_args()
     bare = subprocess.Popen([sys.executable, "-c", BARE], stdout=subprocess.PIPE, text=True)
@@ -198,6 +273,7 @@ def main() -> None:
             for in_flight in (64, 512):
                 loop.run(compare(in_flight, (url, token, server.pids[0]), (bare_url, bare.pid)))
             waiting(loop)
+            worlds(loop)
     finally:
         bare.terminate()
         bare.wait()
