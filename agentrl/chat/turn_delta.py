@@ -129,10 +129,14 @@ class TemplateProbe:
     ) -> Iterator[tuple[list[MessageDict], MessageDict]]:
         """Yield each conversation before the new messages, with its last turn in each form."""
         has_tool_results = any(m.role == "tool" for m in before)
-        for form, turn in enumerate(forms):
-            others = range(len(probe_turns([_CALL]))) if has_tool_results else [0]
-            for other in sorted(others, key=lambda o: o != form):  # the same form works for most
-                yield self._context(before, other), turn
+        pairs = [
+            (form, other)
+            for form in range(len(forms))
+            for other in (range(len(probe_turns([_CALL]))) if has_tool_results else [0])
+        ]
+        # The same form works for nearly all templates.
+        for form, other in sorted(pairs, key=lambda pair: pair[0] != pair[1]):
+            yield self._context(before, other), forms[form]
 
     def end_of_turn(self, head: Sequence[MessageDict]) -> tuple[str, bool]:
         """Return the end of the last turn's text, and whether a token closes the turn.

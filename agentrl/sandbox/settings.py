@@ -10,7 +10,6 @@ from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
 from agentrl.sandbox.base import Sandbox
 from agentrl.sandbox.bubblewrap import Bubblewrap
-from agentrl.sandbox.fusion import SandboxFusion
 from agentrl.sandbox.program import (
     Limits,
     default_limits,
@@ -64,6 +63,8 @@ def open_sandbox(config: SandboxConfig) -> Sandbox:
         return Bubblewrap(config)
     if config.backend == "unsafe-subprocess":
         return UnsafeSubprocess(config)
+    from agentrl.sandbox.fusion import SandboxFusion  # Its HTTP client takes long to import.
+
     return SandboxFusion(config)
 
 

@@ -341,6 +341,7 @@ def test_it_checks_the_checkpoint_and_writes_nothing(tmp_path, random_model):
 
     def check(*words: str, output=run) -> str:
         common = ["--dataset", str(rows), "--model", str(random_model), "--output", str(output)]
+        common += ["tools.transport=in_process"]
         before = sorted(tmp_path.rglob("*"))
         result = CliRunner().invoke(app, ["check", *common, *words])
         assert sorted(tmp_path.rglob("*")) == before
@@ -394,5 +395,6 @@ def check_config_of(tmp_path, random_model, config, *words):
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROW))
     config.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(random_model).save_pretrained(tmp_path / "model")
-    arguments = ["--dataset", tmp_path / "rows.jsonl", "--model", tmp_path / "model", *words]
+    arguments = ["--dataset", tmp_path / "rows.jsonl", "--model", tmp_path / "model"]
+    arguments += ["tools.transport=in_process", *words]
     return CliRunner().invoke(app, ["check", *map(str, arguments)], catch_exceptions=False)

@@ -12,19 +12,21 @@ from typer.testing import CliRunner
 from agentrl.cli import app
 from agentrl.errors import ConfigError
 
-# An agent by the standard library alone. `%s` changes it.
+# An agent by the standard library alone. `%s` changes it. It runs as a program; or in a thread, by
+# `FUNCTION`, which spares the start of two processes for each episode.
 AGENT = """
 import json, os, sys, time, urllib.error, urllib.request, uuid
 
+environ = globals().get("environ", os.environ)
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {
     "type": "object", "properties": {"expression": {"type": "string"}}}}}
-URL, SYSTEM, MORE = os.environ["OPENAI_BASE_URL"], lambda: "You calculate.", lambda: {}
+URL, SYSTEM, MORE = environ["OPENAI_BASE_URL"], lambda: "You calculate.", lambda: {}
 keep = lambda messages: messages
 kept = lambda message: message
 calls = 0
 
 def ask(messages):
-    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    headers = {"authorization": "Bearer " + environ["OPENAI_API_KEY"]}
     body = {"messages": messages, "tools": [TOOL], **MORE()}
     request = urllib.request.Request(URL + "/chat/completions", json.dumps(body).encode(), headers)
     return json.load(urllib.request.urlopen(request, timeout=30))["choices"][0]["message"]
@@ -33,7 +35,7 @@ def ask(messages):
 
 def main():
     global calls
-    prompt = json.loads(os.environ["AGENTRL_SAMPLE"])["prompt"]
+    prompt = json.loads(environ["AGENTRL_SAMPLE"])["prompt"]
     messages = [{"role": "system", "content": SYSTEM()}, *prompt]
     while True:
         messages[0] = {"role": "system", "content": SYSTEM()}
@@ -46,6 +48,16 @@ def main():
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": "12"})
 
 main()
+"""
+FUNCTION = """
+import contextlib, json, pathlib, runpy
+
+def run(sample, base_url, api_key):
+    environ = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+    environ["AGENTRL_SAMPLE"] = json.dumps(sample)
+    script = pathlib.Path(__file__).with_name("my_agent.py")
+    with contextlib.suppress(SystemExit):
+        runpy.run_path(str(script), {"environ": environ})
 """
 HANGS = "kept = lambda message: time.sleep(60)"
 IGNORES = """
@@ -97,11 +109,13 @@ def check(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
 
-    def run(change: str = "", *options: str) -> tuple[int, str]:
-        script = tmp_path / "my_agent.py"
-        script.write_text(AGENT % change)
-        command = ["check", "agent", *options, "--", sys.executable, str(script)]
-        result = CliRunner().invoke(app, command)
+    def run(change: str = "", *options: str, as_program: bool = False) -> tuple[int, str]:
+        Path("my_agent.py").write_text(AGENT % change)
+        Path("function.py").write_text(FUNCTION)
+        agent = ["--python", "function.py:run"]
+        if as_program:
+            agent = ["--", sys.executable, str(tmp_path / "my_agent.py")]
+        result = CliRunner().invoke(app, ["check", "agent", *options, *agent])
         if result.exception and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result.exit_code, result.output
@@ -110,7 +124,7 @@ def check(tmp_path, monkeypatch):
 
 
 def test_an_agent_that_trains_cleanly(check):
-    code, text = check()
+    code, text = check(as_program=True)
     assert code == 0
     assert "2 episodes: 4 requests (2 first = 50%, 2 clean = 50%)" in text
     assert "4 turns in 2 rows of tokens (2.0 turns per row)" in text
@@ -118,7 +132,7 @@ def test_an_agent_that_trains_cleanly(check):
 
 
 def test_sub_agents_may_each_have_a_request_on_its_way_when_the_episode_ends(check):
-    code, text = check(SUB_AGENTS)
+    code, text = check(SUB_AGENTS, as_program=True)
     assert code == 0, text
     assert "further conversations (sub-agents train as well): 2" in text
 
@@ -132,7 +146,7 @@ def test_sub_agents_may_each_have_a_request_on_its_way_when_the_episode_ends(che
         (SENDS_TWICE, ["an earlier request was sent again", "x-stainless-retry-count"]),
         (DROPS, ["messages were removed", "Keep the history"]),
         (TOOLS, ["the tools changed"]),
-        (TWO, ["2 requests refused (400): n=2", "2 episodes lost: the agent exited with code 1"]),
+        (TWO, ["2 requests refused (400): n=2", "2 episodes lost: agent.python raised HTTPError"]),
         (FORMAT, ["response_format is not supported"]),
         ("URL = 'http://127.0.0.1:9'", ["2 episodes lost", "Connection refused"]),
         ("sys.exit()", ["without a request to OPENAI_BASE_URL"]),
@@ -162,12 +176,12 @@ def test_a_fault_of_an_agent_is_named(check, change, problems):
 
 
 def test_an_agent_that_hangs(check):
-    code, text = check(HANGS, "--timeout", "2", "--rollouts", "1")
+    code, text = check(HANGS, "--timeout", "2", "--rollouts", "1", as_program=True)
     assert code == 1 and "1 episode lost: the agent had not ended after 2 s" in text
 
 
 def test_config_keys_come_before_the_command(check):
-    code, text = check(HANGS, "rollout.timeout_s=2", "--rollouts", "1")
+    code, text = check(HANGS, "rollout.timeout_s=2", "--rollouts", "1", as_program=True)
     assert code == 1 and "1 episode lost: the agent had not ended after 2 s" in text
     with pytest.raises(ConfigError, match=r"rollout\.timeout=2"):
         check(HANGS, "rollout.timeout=2")
@@ -196,20 +210,22 @@ KIND = %r
 
 
 @pytest.mark.parametrize(
-    ("kind", "mistake", "error"),
+    ("kind", "mistake", "error", "on_error"),
     [
-        ("unknown", "an unknown tool", "KeyError: 'no_such_tool'"),
-        ("arguments", "bad arguments", "unexpected keyword argument 'no_such_argument'"),
-        ("raises", "a tool that raises", "SyntaxError"),
+        ("unknown", "an unknown tool", "KeyError: 'no_such_tool'", "zero"),
+        ("arguments", "bad arguments", "unexpected keyword argument 'no_such_argument'", "zero"),
+        ("raises", "a tool that raises", "SyntaxError", "zero"),
+        ("raises", "a tool that raises", "SyntaxError", "drop"),
     ],
 )
-@pytest.mark.parametrize("on_error", ["zero", "drop"])
 def test_a_mistake_of_the_policy_that_ends_the_agent(check, kind, mistake, error, on_error):
     Path("run.yaml").write_text(f"agent: {{on_error: {on_error}}}")
-    code, text = check(MISTAKEN % kind, "--config", "run.yaml", "--rollouts", "1")
+    options = ["--config", "run.yaml", "--rollouts", "1"]
+    code, text = check(MISTAKEN % kind, *options, as_program=on_error == "drop")
     with_reward = "lost" if on_error == "drop" else "with reward 0 (agent.on_error=zero)"
-    assert code == 1 and error in text and text.count("\nproblem: ") == 1
-    assert f"problem: {mistake}: episode {with_reward}: the agent exited with code 1" in text
+    reason = "the agent exited with code 1" if on_error == "drop" else "agent.python raised"
+    assert code == 1 and error in text and text.count("\nproblem: ") == 1, text
+    assert f"problem: {mistake}: episode {with_reward}: {reason}" in text
     assert "Catch the error in the agent (try/except)" in text and "docs/agents.md" in text
 
 

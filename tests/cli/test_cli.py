@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import typer
+from support.forked_python import ForkedPython
 from support.trajectories import make_trajectory
 from typer.testing import CliRunner
 
@@ -263,19 +264,10 @@ def test_the_exit_codes_of_signals(tmp_path, rows, sent, code):
     file = tmp_path / "slow.py"
     file.write_text(WAIT)
     words = ["check", "--dataset", rows, "--model", "tiny", "-f", str(file)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "agentrl", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "loading\n"
+    with ForkedPython(["-m", "agentrl", *words]) as process:
+        assert process.read_line() == "loading\n"
         process.send_signal(sent)
         _, errors = process.communicate(timeout=30)
-    finally:
-        process.kill()
     assert process.returncode == code and "Traceback" not in errors
 
 

@@ -25,8 +25,8 @@ STARTER = Path(agentrl_cli.__file__).parent / "starter"
 ASSISTANTS = (Path(__file__).parents[2] / "AGENTS.md").read_text()
 
 
-def run(arguments, cwd):
-    done = run_python(arguments, cwd=cwd)
+def run(arguments, cwd, **options):
+    done = run_python(arguments, cwd=cwd, **options)
     assert done.returncode == 0, (arguments, done.stdout, done.stderr)
     return done.stdout
 
@@ -34,10 +34,13 @@ def run(arguments, cwd):
 def agentrl(line, cwd):
     """A command as it was printed, all on one line; not in a new process, which takes seconds.
 
-    What it prints about phases that take long (on a busy machine) is left out.
+    Nor are the tools: the training of `project` serves them. What a command prints about phases
+    that take long (on a busy machine) is left out.
     """
     words, output = shlex.split(line, comments=True), io.StringIO()
     assert words[0] == "agentrl"
+    if words[1] in ("check", "play", "eval", "generate"):
+        words.append("tools.transport=in_process")
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
         patch.chdir(cwd)
         with pytest.raises(SystemExit) as ended:
@@ -63,7 +66,6 @@ def project(tmp_path_factory, tiny_model):
 def test_the_files_of_the_starter_project(project):
     folder, _ = project
     assert {"env.py", "run.yaml", "test_env.py", "README.md"} <= set(os.listdir(folder))
-    run(["-m", "pytest", "-q", "-p", "no:cacheprovider"], folder)
     assert (folder / "runs/starter/curve.svg").exists()
 
 
@@ -106,8 +108,8 @@ def test_a_template_is_a_project_whose_tests_need_only_pytest(template, tmp_path
         "val.jsonl",
     }
     assert files <= set(os.listdir(folder))
-    plugins = ["no:asyncio", "no:timeout", "no:xdist", "no:hypothesispytest", "no:cacheprovider"]
-    run(["-m", "pytest", "-q", "my énv", *(w for p in plugins for w in ("-p", p))], tmp_path)
+    only_pytest = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    run(["-m", "pytest", "-q", "my énv", "-p", "no:cacheprovider"], tmp_path, env=only_pytest)
 
 
 @pytest.mark.slow
@@ -174,13 +176,15 @@ def test_the_commands_that_a_run_prints(project):
     assert "8 rows with 1 response each" in generation
 
 
-def test_generate_refuses_existing_files_and_other_formats(project):
+def test_generate_refuses_existing_files_and_other_formats(project, monkeypatch, capsys):
     folder, _ = project
-    (folder / "there.jsonl").write_text("")
+    monkeypatch.chdir(folder)
+    Path("there.jsonl").write_text("")
     for name, message in (("there.jsonl", "already exists"), ("a.csv", ".parquet or .jsonl")):
-        command = [*AGENTRL, "generate", "-c", "run.yaml", "--output", name]
-        done = run_python(command, cwd=folder)
-        assert done.returncode == 1 and message in done.stderr and "rows x" not in done.stdout
+        with pytest.raises(SystemExit) as ended:
+            main(["generate", "-c", "run.yaml", "--output", name])
+        out, err = capsys.readouterr()
+        assert ended.value.code == 1 and message in err and "rows x" not in out
 
 
 def _lines(text):

@@ -11,6 +11,7 @@ import argparse
 import ast
 import importlib.util
 import json
+import os
 import re
 import runpy
 import shlex
@@ -21,11 +22,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.forked_python import run_agentrl, run_python
+from support.forked_python import run_python
 from typer.main import get_command
 
 from agentrl import play
-from agentrl.cli import app
+from agentrl.cli import app, main
 from agentrl.cli.options import read_config
 from agentrl.config import FIELDS, load_config, without_effect
 from agentrl.config.verl_keys import VERL_KEYS
@@ -132,7 +133,9 @@ def test_the_tests_on_the_page_about_tests_pass(tmp_path):
     environment, *tests = blocks("testing", "python")
     (tmp_path / "my_env.py").write_text(environment)
     (tmp_path / "test_my_env.py").write_text("\n\n".join(tests))
-    done = run_python(["-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=tmp_path)
+    only_pytest = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    pytest_words = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = run_python(pytest_words, cwd=tmp_path, env=only_pytest)
     assert done.returncode == 0 and "14 passed" in done.stdout, done.stdout
 
 
@@ -298,11 +301,13 @@ def test_extras_are_installed_from_the_checkout():
             assert extra in PROJECT["optional-dependencies"], f"{page}: {extra}"
 
 
-def test_the_command_for_a_laptop_works(tiny_model):
+def test_the_command_for_a_laptop_works(tiny_model, shipped_registries, monkeypatch, capsys):
     (words,) = (words for words in commands("scaling") if "tiny" in words)
     assert words[:2] == ["agentrl", "train"]
-    done = run_agentrl("check", *words[2:], cwd=DOCS.parent)
-    assert done.returncode == 0 and "all checks passed" in done.stdout, done.stderr
+    monkeypatch.chdir(DOCS.parent)
+    with pytest.raises(SystemExit) as ended:
+        main(["check", *words[2:], "tools.transport=in_process"])
+    assert not ended.value.code and "all checks passed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -21,8 +21,8 @@ from agentrl.tools import tool
 from agentrl.tools.serving.listen import ToolServer
 
 TOKEN = "open-sesame"
-EXAMPLES = 60
-"""For each of six operations, and of wrong requests for each of three: 540."""
+EXAMPLES = settings.default.max_examples // 2
+"""For each of six operations, and of wrong requests for each of three."""
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(st.tuples(st.sampled_from(["open", "call", "close"]), EPISODES, BODIES)))
 def test_sessions_in_any_order(client, schema, steps):
     """Calls that are well formed, in episodes that may be open, closed or neither."""

@@ -552,12 +552,15 @@ async def test_a_server_with_hung_tools_stops():
 
 
 def test_importing_tools_is_light():
+    """Each process that runs tools imports `tool`; each one that calls them, a toolbox."""
     code = (
-        "import sys; from agentrl.tools import HttpToolbox, open_toolbox, tool\n"
+        "import sys; from agentrl import tool\n"
+        "print({'httpx', 'rich', 'numpy'} & {*sys.modules})\n"
+        "from agentrl.tools import HttpToolbox, open_toolbox\n"
         "print({'fastapi', 'torch', 'starlette', 'ray', 'transformers'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    assert done.stdout == "set()\nset()\n"
 
 
 async def test_the_toolbox_that_the_config_asks_for(monkeypatch):

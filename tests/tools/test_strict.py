@@ -84,7 +84,7 @@ def test_a_union_is_tried_from_left_to_right_if_the_tool_says_so():
 
 
 def test_plain_arguments_keep_their_values_and_types():
-    for a, b in itertools.product(PLAIN, PLAIN):
+    for a, b in itertools.combinations_with_replacement(PLAIN, 2):
         parameters = parameters_of(a, b)
         validator = Draft202012Validator(parameters.schema)
         for value in ("a", 1, True, ["a", 2.5], [1]):
