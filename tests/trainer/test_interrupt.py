@@ -77,7 +77,9 @@ def interrupt(times=1):
 
 
 @pytest.mark.parametrize("call", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_one_signal_during_validation_loses_no_step(start, straight, tmp_path, monkeypatch, call):
+def test_one_signal_during_validation_loses_no_step(
+    start, straight, tmp_path, curves, monkeypatch, call
+):
     real, calls = run_module.evaluate, []
 
     def evaluate(*args):
@@ -95,7 +97,9 @@ def test_one_signal_during_validation_loses_no_step(start, straight, tmp_path, m
     assert record(tmp_path) == straight
 
 
-def test_one_signal_during_an_update_waits_for_its_end(start, straight, tmp_path, monkeypatch):
+def test_one_signal_during_an_update_waits_for_its_end(
+    start, straight, tmp_path, curves, monkeypatch
+):
     real, calls = Learner.update, []
 
     def update(self, *args, **kwargs):

@@ -76,12 +76,6 @@ def start(arguments):
     return run
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    """Draw no pictures, which most of these tests do not look at."""
-    monkeypatch.setattr(curve_module, "write_curve", lambda metrics, svg: None)
-
-
 def timeless(output: Path) -> list[tuple[int, dict[str, float]]]:
     return [
         (step, {k: v for k, v in data.items() if not k.startswith(("timing_s/", "perf/"))})
@@ -396,7 +390,9 @@ def test_the_first_cause_is_not_hidden(start, tmp_path, monkeypatch):
     assert rest[-1] == "nothing was saved; the same command starts from the beginning"
 
 
-def test_a_picture_that_cannot_be_written_is_a_warning(start, tmp_path, monkeypatch, caplog):
+def test_a_picture_that_cannot_be_written_is_a_warning(
+    start, tmp_path, curves, monkeypatch, caplog
+):
     def write_curve(metrics, svg):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
