@@ -76,6 +76,14 @@ def start(arguments):
     return run
 
 
+@pytest.fixture(scope="module")
+def straight(start, tmp_path_factory) -> tuple:
+    """The record of a run that nothing stops."""
+    output = tmp_path_factory.mktemp("straight") / "run"
+    start(output)
+    return record(output)
+
+
 def timeless(output: Path) -> list[tuple[int, dict[str, float]]]:
     return [
         (step, {k: v for k, v in data.items() if not k.startswith(("timing_s/", "perf/"))})
@@ -265,7 +273,8 @@ def test_the_folder_of_a_run_has_its_tokenizer(start, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("keep", "kept", "size"),
     [
-        ("all", [1, 2, 3, 4], "720.9 kB for 4 steps"),
+        # In other tests all trajectories of the steps are read.
+        pytest.param("all", [1, 2, 3, 4], "720.9 kB for 4 steps", marks=pytest.mark.slow),
         ("last:2", [3, 4], "360.4 kB for 2 steps"),
         ("every:3", [3], "180.2 kB for 1 step"),
     ],
@@ -337,8 +346,9 @@ def fill_disk_at(monkeypatch, name, wait=lambda: None):
 
 
 @pytest.mark.parametrize("lost", ["train-3", "val-2", "train-4"])
-def test_a_step_whose_trajectories_cannot_be_written_is_saved(start, tmp_path, monkeypatch, lost):
-    start(tmp_path / "straight")
+def test_a_step_whose_trajectories_cannot_be_written_is_saved(
+    start, straight, tmp_path, monkeypatch, lost
+):
     with monkeypatch.context() as patch:
         fill_disk_at(patch, lost)
         stopped = r"(?s)cannot write the trajectories.*No space left.*saved after step (\d)"
@@ -358,7 +368,7 @@ def test_a_step_whose_trajectories_cannot_be_written_is_saved(start, tmp_path, m
     start(tmp_path / "resumed")
     assert trained == list(range(saved + 1, 5)), "nothing is trained twice"
     metrics, rollouts, weights = record(tmp_path / "resumed")
-    expected_metrics, expected, expected_weights = record(tmp_path / "straight")
+    expected_metrics, expected, expected_weights = straight
     assert (metrics, weights) == (expected_metrics, expected_weights)
     missing = {f"{r[1]}-{r[0]}" for r in expected} - {f"{r[1]}-{r[0]}" for r in rollouts}
     assert missing <= {lost}
