@@ -23,7 +23,7 @@ STEPS = 1
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, smollm2) -> Run:
-    """A run of a step of 2 easy rows with 6 rollouts; 2 other rows validate it."""
+    """A run of a step of 2 easy rows with 8 rollouts; 2 other rows validate it."""
     folder = tmp_path_factory.mktemp("real")
     lines = (ROOT / "recipes/facts/train.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
@@ -32,9 +32,9 @@ def run(tmp_path_factory, smollm2) -> Run:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     done = run_agentrl(
         "train", "-c", "recipes/facts/run.yaml", f"data.train={folder}/train.jsonl",
-        f"data.val={folder}/val.jsonl", "data.batch_size=2", "rollout.n=6",
-        "rollout.max_turn_tokens=8", "optim.lr=4e-5", f"trainer.total_steps={STEPS}",
-        "trainer.test_freq=0", "trainer.val_before_train=false", "trainer.save_freq=0",
+        f"data.val={folder}/val.jsonl", "data.batch_size=2", "rollout.n=8",
+        "rollout.max_turn_tokens=12", "optim.lr=4e-5", f"trainer.total_steps={STEPS}",
+        "trainer.test_freq=0", "trainer.val_before_train=false", "trainer.save_freq=never",
         f"trainer.output={folder}/run", cwd=ROOT, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -93,7 +93,7 @@ def test_rewards_are_those_of_the_stored_texts(run, smollm2, own_registries):
         assert trajectory.final_text == text
         assert scored.reward == scored.rewards["outcome"] == number(trajectory)
         rewards.append(scored.reward)
-    assert len(rewards) == STEPS * 2 * 6 and 0 < sum(rewards) < len(rewards)
+    assert len(rewards) == STEPS * 2 * 8 and 0 < sum(rewards) < len(rewards)
 
 
 def test_masks_cover_exactly_the_sampled_tokens(run, smollm2):
@@ -108,7 +108,7 @@ def test_masks_cover_exactly_the_sampled_tokens(run, smollm2):
         rest = len(segment.response_ids) - len(tokens)
         assert list(segment.response_mask) == [1] * len(tokens) + [0] * rest
         assert list(segment.versions) == [rollout.step - 1] * len(tokens) + [-1] * rest
-        assert tokens[-1] == tokenizer.eos_token_id or len(tokens) == 8
+        assert tokens[-1] == tokenizer.eos_token_id or len(tokens) == 12
 
 
 def test_the_canary_is_inside_its_limit(run):
