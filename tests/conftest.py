@@ -19,6 +19,7 @@ import agentrl.rewards
 import agentrl.rollout
 from agentrl import registry
 from agentrl.config import environment
+from agentrl.observers.curve import Curve
 from agentrl.report.run import diagnoses
 
 CI = os.environ.get("CI") == "true"
@@ -34,6 +35,11 @@ os.fsync = lambda fd: None
 agentrl.rollout.RETRY_SECONDS = (0.0, 0.0)
 agentrl.rollout.LOST_SESSION_SECONDS = (0.0, 0.0)
 
+# A picture of a run takes longer than its steps. The fixture `curves` draws it.
+DRAWS = {name: getattr(Curve, name) for name in ("on_validation", "on_end")}
+for name in DRAWS:
+    setattr(Curve, name, lambda self, event: None)
+
 # Deadlines fail by chance where three processes share two cores. `make test-all` uses "thorough".
 settings.register_profile("quick", deadline=None, derandomize=CI, max_examples=30)
 settings.register_profile("thorough", deadline=None, derandomize=CI, max_examples=100)
@@ -41,6 +47,13 @@ settings.load_profile("quick")
 
 
 SHIPPED = {kind.kind: kind.names() for kind in registry.all_registries()}
+
+
+@pytest.fixture
+def curves(monkeypatch):
+    """Let the runs in this process draw `curve.svg`."""
+    for name, draw in DRAWS.items():
+        monkeypatch.setattr(Curve, name, draw)
 
 
 @contextmanager
@@ -115,6 +128,7 @@ LONG_FILES = (
     "cluster/test_train.py",
     "cluster/test_cluster.py",
     "learner/test_ranks.py",
+    "learner/test_modes.py",
     "config/test_every_key.py",
     "trainer/test_resume_run.py",
     "cli/test_init.py",
@@ -124,7 +138,6 @@ LONG_FILES = (
     "learner/test_modes_in_half_precision.py",
     "chat/test_check_template.py",
     "docs/test_readme.py",
-    "learner/test_modes.py",
     "trainer/test_saving.py",
     "test_open_files.py",
     "engine/test_local.py",

@@ -31,7 +31,7 @@ from agentrl.engine.remote.launch import ServerProcess
 from agentrl.errors import ConfigError, EngineDead, RunStopped, UserError
 from agentrl.http import fetch
 from agentrl.learner.dispatch import BROADCAST, dispatch
-from agentrl.registry import load_file
+from agentrl.registry import load_file, rewards
 from agentrl.torch_threads import count_cores
 
 pytestmark = [
@@ -108,19 +108,28 @@ def pool(cluster):
 
 
 @pytest.fixture(scope="module")
-def ranks(pool):
-    """Two that nothing happens to."""
-    group = WorkerGroup(Adder, pool, start=0.5)
-    yield group
-    group.close()
+def running():
+    """The group of ranks that runs now, if there is one."""
+    groups = []
+    yield groups
+    for group in groups:
+        group.close()
 
 
 @pytest.fixture
-def doomed(cluster):
-    """Two of their own."""
-    pool = ResourcePool(1, 2, gpu=False, request="two ranks")
-    yield WorkerGroup(Adder, pool)
-    pool.close()
+def ranks(pool, running):
+    """Two ranks that tests share, and do not end."""
+    if not running:
+        running.append(WorkerGroup(Adder, pool, start=0.5))
+    return running[0]
+
+
+@pytest.fixture
+def doomed(ranks, running):
+    """The same two ranks for a test that ends them. The next test gets others."""
+    yield ranks
+    running.remove(ranks)
+    ranks.close()
 
 
 @pytest.fixture
@@ -335,25 +344,6 @@ def test_the_environment_of_a_rank(ranks):
         assert folder == os.getcwd()
 
 
-def test_a_rank_that_raises_ends_the_ranks_that_wait_for_it(doomed):
-    pids = [place.pid for place in doomed.workers]
-    began = time.monotonic()
-    with pytest.raises(UserError, match=r"^rank 1 of 2 \(process \d+ on .*\): row 7 is broken$"):
-        doomed.raise_on(1, "user")
-    assert time.monotonic() - began < 10
-    wait_until(lambda: not any(map(alive, pids)))
-    with pytest.raises(RunStopped, match=r"sum: the ranks have ended: rank 1 .* row 7 is broken"):
-        doomed.sum(1)
-
-
-def test_a_bug_names_its_rank_and_shows_its_line(one):
-    group = WorkerGroup(Adder, one)
-    with pytest.raises(RunStopped, match=r"rank 0 of 1 .* in raise_on: raised KeyError: 'x'") as e:
-        group.raise_on(0, "x")
-    assert "raise UserError" in str(e.value.__cause__), "the line that raised"
-    assert re.search(r"'x' \(\S+adder\.py:\d+: raise UserError.*\)$", str(e.value))
-
-
 def test_a_bug_is_reported_with_the_line_of_the_users_code(tmp_path):
     """The line is neither that of the library that raised nor that of the callers."""
     file = tmp_path / "bad.py"
@@ -450,7 +440,7 @@ from agentrl import reward
 
 @reward("of_the_user")
 def of_the_user(trajectory) -> float:
-    return {value}
+    return 7.5
 """
 
 REWARD_WITH_IMPORT = """
@@ -461,6 +451,10 @@ from shipped_values import VALUE
 def of_the_user(trajectory) -> float:
     from shipped_parts.factor import FACTOR
     return VALUE * FACTOR
+
+@reward("broken")
+def broken(trajectory) -> float:
+    return {}["x"]
 """
 
 
@@ -478,15 +472,23 @@ def test_user_files_are_loaded_by_the_ranks(one, tmp_path):
     values.write_text("raise AssertionError")
     group = WorkerGroup(Loaded, one, shipment=shipment)
     assert group.reward("of_the_user") == 7.5
+    # A bug names its rank and shows its line.
+    with pytest.raises(RunStopped, match=r"rank 0 of 1 .* in reward: raised KeyError: 'x'") as e:
+        group.reward("broken")
+    assert 'return {}["x"]' in str(e.value.__cause__), "the line that raised"
+    assert re.search(r"'x' \(\S+mine\.py:\d+: return .*\)$", str(e.value))
 
 
-def test_functions_registered_only_in_this_process_are_refused(one, tmp_path):
+def test_functions_registered_only_in_this_process_are_refused(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text(REWARD.format(value=7.5))
+    file.write_text(REWARD)
     load_file(str(file))  # but it is in no `files`
-    message = r"rank 0 of 1 \(.* on .*: the run has the reward 'of_the_user'"
-    with pytest.raises(ConfigError, match=message):
-        WorkerGroup(Loaded, one, shipment=Shipment.pack([], []))
+    shipment = Shipment.pack([], [])
+    with (
+        rewards.isolated(keep=()),  # as in the process of a rank
+        pytest.raises(ConfigError, match="the run has the reward 'of_the_user'"),
+    ):
+        shipment.unpack()
 
 
 def test_a_path_that_only_the_controller_has_is_refused():
@@ -499,9 +501,15 @@ def test_a_path_that_only_the_controller_has_is_refused():
 # -- servers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threads", [pytest.param("3", marks=pytest.mark.slow), None])
-def test_a_server_next_to_the_ranks(cluster, ranks, threads, monkeypatch):
-    """OMP_NUM_THREADS is the user's, not Ray's."""
+@pytest.mark.parametrize(
+    ("end", "threads"),
+    [("stop", None), ("server", None), pytest.param("host", "3", marks=pytest.mark.slow)],
+)
+def test_a_server_next_to_the_ranks(cluster, ranks, end, threads, monkeypatch):
+    """It ends when it is stopped, when it is killed, and when its host process ends.
+
+    OMP_NUM_THREADS is the user's, not Ray's.
+    """
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
@@ -518,26 +526,24 @@ def test_a_server_next_to_the_ranks(cluster, ranks, threads, monkeypatch):
     assert (status, variables) == (200, ["GPU-1", str(threads)])
     assert server.url.startswith("http://127.0.0.1:"), "nobody else is to reach it"
     assert len({server.token, server.admin_token}) == 2
-    os.kill(int(pid), signal.SIGKILL)
-    wait_until(lambda: not server.running)
+    if end == "stop":
+        server.stop()
+    elif end == "server":
+        os.kill(int(pid), signal.SIGKILL)
+    else:
+        ray.kill(server._host)
+    wait_until(lambda: not server.running and not alive(int(pid)))
     death = server.death_error()
-    assert isinstance(death, EngineDead) and "what it said last" in str(death)
+    assert isinstance(death, EngineDead)
+    if end == "server":
+        assert "what it said last" in str(death)
     server.stop()
     server.stop()
 
 
-def test_a_server_ends_when_it_is_stopped_and_when_its_host_process_ends(cluster, ranks):
+def test_servers_of_ranks_without_gpus(cluster, ranks):
     [place] = engines.colocated_slots(ranks.workers, load_config(None, []).rollout, cpu=True)
     assert (list(place.gpus), place.ranks) == ([], ())
-    for end in ("stop", "host"):
-        server, _ = place.run(start)
-        pid = int(fetch(server.url, "/", timeout=5)[1].split()[0])
-        if end == "stop":
-            server.stop()
-        else:
-            ray.kill(server._host)
-        wait_until(lambda: not server.running and not alive(pid))  # noqa: B023
-        assert isinstance(server.death_error(), EngineDead)
 
 
 def refusing(host):
@@ -569,3 +575,17 @@ def test_servers_that_do_not_fit(cluster, ranks, overrides, gpus, message):
 def test_servers_on_separate_gpus_need_free_gpus(cluster):
     with pytest.raises(ConfigError, match=r"separate, .*: 2 GPUs, 1 times are needed"):
         engines.separate_slots(load_config(None, ["rollout.tensor_parallel_size=2"]).rollout)
+
+
+# -- the end of the ranks --------------------------------------------------------------------------
+
+
+def test_a_rank_that_raises_ends_the_ranks_that_wait_for_it(doomed):
+    pids = [place.pid for place in doomed.workers]
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"^rank 1 of 2 \(process \d+ on .*\): row 7 is broken$"):
+        doomed.raise_on(1)
+    assert time.monotonic() - began < 10
+    wait_until(lambda: not any(map(alive, pids)))
+    with pytest.raises(RunStopped, match=r"sum: the ranks have ended: rank 1 .* row 7 is broken"):
+        doomed.sum(1)

@@ -34,53 +34,24 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-# Loss functions of the user that kill rank 1 in its second step: during the update, or after it,
-# when the policy is scored.
 ENV = """
-import os, signal
-
-from agentrl import policy_loss, reward
-from agentrl.registry import policy_losses
-
-calls = []
-
-
-def gone(*args):
-    os.kill(os.getpid(), signal.SIGKILL)
+from agentrl import reward
 
 
 @reward("letters_of_cluster")
 def letters(trajectory) -> float:
     return len(set(trajectory.assistant_text)) / 10
-
-
-def ending(how):
-    def loss(*args):
-        calls.append(1)
-        if os.environ.get("RANK") == "1" and len(calls) == 2:
-            how()
-        return policy_losses.get("vanilla")(*args)
-
-    return loss
-
-
-def without_score():
-    from agentrl.learner.rank import Rank
-
-    Rank.score = gone
-
-
-policy_loss("fatal_within")(ending(gone))
-policy_loss("fatal_after")(ending(without_score))
 """
+STEPS = 3
 RUN = [
-    "trainer.total_steps=2", "trainer.save_freq=1", "trainer.device=cpu", "data.batch_size=4",
-    "rollout.n=4", "rollout.max_turn_tokens=12", "optim.lr=0.01", "optim.micro_batch_tokens=64",
-    "tools.transport=in_process", "reward.function=letters_of_cluster",
+    f"trainer.total_steps={STEPS}", "trainer.save_freq=1", "trainer.device=cpu",
+    "data.batch_size=4", "rollout.n=4", "rollout.max_turn_tokens=12", "optim.lr=0.01",
+    "optim.micro_batch_tokens=64", "tools.transport=in_process",
+    "reward.function=letters_of_cluster",
 ]  # fmt: skip
 KINDS = {"grpo with LoRA": ["model.lora_rank=4"], "ppo": ["algorithm.name=ppo"]}
 ROUNDING = 1e-4
-"""Of float32 sums in another order, after two steps, relative to what was learned."""
+"""Of float32 sums in another order, after all steps, relative to what was learned."""
 
 
 @pytest.fixture(scope="module")
@@ -96,30 +67,44 @@ def flags(tmp_path_factory, random_model):
     }
 
 
-def train(flags, output, *overrides, ranks):
-    """A run to its end, or to what ends it; the processes that were its ranks."""
+def train(flags, output, *overrides, ranks, kill_in=""):
+    """Train until the run ends. Then none of its ranks is left.
+
+    In the last step, rank 1 is killed before the first call of the method `kill_in`.
+    """
     keys = [*RUN, *overrides, f"trainer.n_gpus_per_node={ranks}"]
     config = load_config(None, keys, {**flags, "trainer.output": str(output)})
-    with open_placement(config) if ranks > 1 else contextlib.nullcontext() as placement:
-        groups = recorded_groups(placement) if placement else []
-        try:
+    pids = []
+    try:
+        with open_placement(config) if ranks > 1 else contextlib.nullcontext() as placement:
+            if placement:
+                start_ranks = placement.start_ranks
+
+                def recorded(*args, **kwargs):
+                    group = start_ranks(*args, **kwargs)
+                    pids.extend(worker.pid for worker in group.workers)
+                    if kill_in:
+                        kill_before(group, kill_in, pids[1], output)
+                    return group
+
+                placement.start_ranks = recorded
             Trainer(config, placement=placement).run()
-        finally:
-            pids = [worker.pid for group in groups for worker in group.workers]
-            assert len(pids) == (ranks if ranks > 1 else 0)
-    ended(pids)
+    finally:
+        assert len(pids) == (ranks if ranks > 1 else 0)
+        ended(pids)
 
 
-def recorded_groups(placement) -> list:
-    """Return a list to which each group of ranks is added that a placement starts."""
-    groups, real = [], placement.start_ranks
+def kill_before(group, method, pid, output):
+    """Kill a process before a method of its group is called in the last step."""
+    real = getattr(group, method)
 
-    def start_ranks(*args, **kwargs):
-        groups.append(real(*args, **kwargs))
-        return groups[-1]
+    def call(*args, **kwargs):
+        if [step for step, _ in read_metrics(output / "metrics.jsonl")][-1:] == [STEPS - 1]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return real(*args, **kwargs)
 
-    placement.start_ranks = start_ranks
-    return groups
+    setattr(group, method, call)
 
 
 def ended(pids, seconds=15.0):
@@ -168,30 +153,34 @@ def learned(output, flags):
     )
 
 
-def assert_same_run(one, other, flags, steps=(1, 2)):
-    """The values are equal except for rounding."""
-    assert rollouts(one, steps[0]) == rollouts(other, steps[0])
+def assert_same_steps(one, other, steps):
+    """The numbers are equal except for rounding."""
     ours, theirs = metrics(one), metrics(other)
     for step in steps:
+        assert rollouts(one, step) == rollouts(other, step)
         assert ours[step] == pytest.approx(theirs[step], rel=1e-4, abs=1e-5)
-    expected, actual = learned(one, flags), learned(other, flags)
-    assert (actual - expected).norm() < ROUNDING * expected.norm()
 
 
 @pytest.fixture(
     scope="module", params=["ppo", pytest.param("grpo with LoRA", marks=pytest.mark.slow)]
 )
 def pair(request, cluster, flags, tmp_path_factory):
-    """The same run in one process, and by two ranks with a profile of step 2."""
+    """The same run in one process, and by two ranks, of which one is killed in the last step.
+
+    The run of two ranks has a profile of step 2. The value has the folder of both, the keys of the
+    run and the error of the second.
+    """
     folder = tmp_path_factory.mktemp("runs")
-    train(flags, folder / "1", *KINDS[request.param], ranks=1)
-    train(flags, folder / "2", *KINDS[request.param], "trainer.profile_steps=[2]", ranks=2)
-    return folder, KINDS[request.param]
+    keys = KINDS[request.param]
+    train(flags, folder / "1", *keys, ranks=1)
+    with pytest.raises(RunStopped) as stopped:
+        train(flags, folder / "2", *keys, "trainer.profile_steps=[2]", ranks=2, kill_in="score")
+    return folder, keys, str(stopped.value)
 
 
-def test_two_ranks_learn_as_one_process_does(pair, flags):
-    folder, overrides = pair
-    assert_same_run(folder / "1", folder / "2", flags)
+def test_two_ranks_learn_as_one_process_does(pair):
+    folder, overrides, _ = pair
+    assert_same_steps(folder / "1", folder / "2", range(1, STEPS))
     assert len(rollouts(folder / "1", 1)) == 16
     # So are the numbers of every token, and the same ones are known.
     one, two = (
@@ -203,6 +192,31 @@ def test_two_ranks_learn_as_one_process_does(pair, flags):
     known = ["old_logprob", "advantage", "entropy", "clipped", "importance_weight"]
     known += ["value", "return"] if overrides is KINDS["ppo"] else []
     assert trained[known].notna().all(axis=None)
+
+
+def assert_says_who_was_killed(error, method):
+    first, *rest = error.splitlines()
+    assert re.match(rf"rank 1 of 2 \(process \d+ on .*\), in {method}: its process ended", first)
+    assert rest[-1] == f"saved after step {STEPS - 1}; the same command resumes from there"
+    is_after_the_update = method == "score"
+    assert (f"checkpoint of step {STEPS}" in "".join(rest[:-1])) == is_after_the_update
+
+
+def test_a_rank_that_is_killed(pair):
+    """The cause is said first, though nothing can be saved; what was saved before is whole."""
+    folder, _, error = pair
+    assert_says_who_was_killed(error, "score")
+    assert find_checkpoint(folder / "2", "auto").step == STEPS - 1
+    assert not list((folder / "2").glob(".tmp-*"))
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_before_the_update(cluster, flags, tmp_path):
+    with pytest.raises(RunStopped) as stopped:
+        train(flags, tmp_path, ranks=2, kill_in="forward_backward")
+    assert_says_who_was_killed(str(stopped.value), "forward_backward")
+    assert find_checkpoint(tmp_path, "auto").step == STEPS - 1
+    assert not list(tmp_path.glob(".tmp-*"))
 
 
 def test_ranks_and_ray_are_profiled(pair):
@@ -226,32 +240,19 @@ def test_ranks_and_ray_are_profiled(pair):
 
 @pytest.mark.parametrize(("saved", "ranks"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1)])
 def test_a_run_resumes_with_another_number_of_ranks(pair, flags, tmp_path, saved, ranks, capsys):
-    folder, overrides = pair
+    """It ends as the run of one process does: the other ranks have learned and saved the same."""
+    folder, overrides, _ = pair
     output = tmp_path / "run"
     shutil.copytree(folder / str(saved), output)
-    shutil.rmtree(output / "model")
-    shutil.rmtree(find_checkpoint(output, "auto").folder)
-    assert find_checkpoint(output, "auto").step == 1
+    if saved == 1:
+        shutil.rmtree(output / "model")
+        shutil.rmtree(find_checkpoint(output, "auto").folder)
+    assert find_checkpoint(output, "auto").step == STEPS - 1
     train(flags, output, *overrides, ranks=ranks)
-    assert "resuming from step 1" in capsys.readouterr().out
-    assert_same_run(folder / str(saved), output, flags, steps=(2,))
-
-
-@pytest.mark.parametrize(
-    "loss", [pytest.param("fatal_within", marks=pytest.mark.slow), "fatal_after"]
-)
-def test_a_rank_that_is_killed(cluster, flags, tmp_path, loss):
-    """The cause is said first, though nothing can be saved; what was saved before is whole."""
-    whole = "optim.micro_batch_tokens=4096"  # a rank is asked for its loss once a step
-    with pytest.raises(RunStopped) as stopped:
-        train(flags, tmp_path, f"algorithm.policy_loss={loss}", whole, ranks=2)
-    first, *rest = str(stopped.value).splitlines()
-    method = {"fatal_within": "forward_backward", "fatal_after": "score"}[loss]
-    assert re.match(rf"rank 1 of 2 \(process \d+ on .*\), in {method}: its process ended", first)
-    assert rest[-1] == "saved after step 1; the same command resumes from there"
-    assert ("checkpoint of step 2" in "".join(rest[:-1])) == (loss == "fatal_after")
-    assert find_checkpoint(tmp_path, "auto").step == 1
-    assert not list(tmp_path.glob(".tmp-*"))
+    assert f"resuming from step {STEPS - 1}" in capsys.readouterr().out
+    assert_same_steps(folder / "1", output, [STEPS])
+    expected, actual = learned(folder / "1", flags), learned(output, flags)
+    assert (actual - expected).norm() < ROUNDING * expected.norm()
 
 
 @pytest.mark.slow
@@ -322,7 +323,7 @@ def test_ranks_and_a_server(cluster, flags, sglang_python, tiny_model, tmp_path)
     train(
         ours, tmp_path, "rollout.name=sglang", f"rollout.python={sglang_python}",
         "rollout.sync=disk", "rollout.max_turn_tokens=64", "trainer.save_freq=0",
-        "optim.micro_batch_tokens=4096", "optim.lr=0.002", ranks=2,
+        "optim.micro_batch_tokens=4096", "optim.lr=0.002", "trainer.total_steps=2", ranks=2,
     )  # fmt: skip
     history = [m for step, m in read_metrics(tmp_path / "metrics.jsonl") if step]
     assert len(history) == 2

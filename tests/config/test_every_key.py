@@ -373,12 +373,6 @@ def base_traces():
     return {}
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    """Do not draw `curve.svg` in 200 runs: its numbers are those of `metrics.jsonl`."""
-    monkeypatch.setattr("agentrl.observers.curve.write_curve", lambda metrics, svg: None)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("key", CHANGES)
 def test_the_key_changes_the_run(key, world, base_traces, tmp_path, monkeypatch):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from torch import tensor
 
 from agentrl.learner.algorithms import (
@@ -70,7 +71,7 @@ def test_one_survivor_is_zero_and_groups_may_be_empty(compare):
         ]
     ),
 )
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_group_of_equals_is_exactly_zero(reward, n, compare):
     """Seven times 0.1 has a mean that is not 0.1: equality decides, not the difference."""
     rewards = torch.cat([torch.full((n,), reward), tensor([0.0, 1.0])])
@@ -80,7 +81,7 @@ def test_a_group_of_equals_is_exactly_zero(reward, n, compare):
 
 
 @given(st.lists(st.tuples(st.floats(-5, 5, width=32), st.integers(0, 3)), min_size=1, max_size=12))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_they_sum_to_zero_in_every_group(pairs):
     rewards, of = tensor([r for r, _ in pairs]), tensor([g for _, g in pairs])
     for advantages in (subtract_group_mean(rewards, of), subtract_mean_of_others(rewards, of)):
@@ -92,7 +93,7 @@ def test_they_sum_to_zero_in_every_group(pairs):
     st.lists(st.tuples(st.floats(-5, 5, width=32), st.integers(0, 3)), min_size=1, max_size=12),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_columns_are_compared_one_by_one(pairs, rng):
     rewards, of = tensor([r for r, _ in pairs]), tensor([g for _, g in pairs])
     other = torch.full_like(rewards, rng.random())
@@ -174,7 +175,7 @@ def test_gae_without_any_chosen_token_is_zero():
     gamma=st.sampled_from([0.0, 0.9, 1.0]),
     lam=st.sampled_from([0.0, 0.95, 1.0]),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_observations_change_no_bit(steps, trailing, filler, gamma, lam):
     rewards, values, mask = [], [], []
     for gap, reward, value in steps:
@@ -213,7 +214,7 @@ def test_gae_walks_in_the_order_of_turns():
     turns=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=7),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_the_rows_of_turns_change_no_bit(turns, seed):
     """Turns (row, tokens) of one rollout in any rows, against one row in the order of time.
 
@@ -248,7 +249,7 @@ def test_the_rows_of_turns_change_no_bit(turns, seed):
 
 
 @given(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 7))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_rollouts_neighbours_do_not_matter(seed, rollouts, width):
     g = torch.Generator().manual_seed(seed)
     rewards, values = torch.randn(2, rollouts, width, generator=g)

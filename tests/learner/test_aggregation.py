@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.trainer_fixtures import config, group, random_groups, scored, segment
 
 from agentrl.learner.algorithms import loss_weights, make_targets
@@ -73,7 +74,7 @@ def test_a_mini_batch_has_a_denominator_of_its_own(mode):
 
 
 @given(st.integers(0, 2**31), st.integers(0, 9), st.sampled_from(MODES))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_means_sum_to_one(seed, size, mode):
     batch = collate(random_groups(seed, groups=3, n=3), PAD)
     weights = loss_weights(batch, mode, size, 5)

@@ -8,8 +8,9 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from support.examples import examples
 from torch import Tensor, arange
 
 from agentrl.learner.batch import TokenRows
@@ -76,7 +77,7 @@ def family_of(world: World) -> list[int]:
 
 
 @given(worlds(), st.integers(1, 5), st.integers(1, 150))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_every_row_is_run_once_and_all_ranks_keep_step(world, ranks, budget):
     batch, rows = world.batch(), world.rows()
     dealt = assign_rows(batch, rows, ranks, budget)
@@ -90,7 +91,7 @@ def test_every_row_is_run_once_and_all_ranks_keep_step(world, ranks, budget):
 
 
 @given(worlds(), st.integers(1, 150))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_pieces_of_one_rank_are_neighbours_and_as_full_as_their_order_allows(world, budget):
     batch, rows = world.batch(), world.rows()
     [pieces] = assign_rows(batch, rows, 1, budget)
@@ -115,7 +116,7 @@ def test_ranks_wait_little_for_each_other(ranks, budget):
 
 
 @given(worlds(), st.integers(1, 5), st.integers(1, 150))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_the_schedule_depends_on_the_lengths_only(world, ranks, budget):
     batch, rows = world.batch(), world.rows()
     first, second = (assign_rows(batch, rows, ranks, budget) for _ in range(2))
@@ -125,7 +126,7 @@ def test_the_schedule_depends_on_the_lengths_only(world, ranks, budget):
 
 @given(worlds(families=3, each=2), st.integers(2, 3))
 @example(World(((30, (1, 1)), (30, (1, 1)), (30, (1, 1))), -1), 2)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_no_rank_has_much_more_than_it_must(world, ranks):
     """Against the best of all ways, tried one by one."""
     batch, rows = world.batch(), world.rows()
@@ -152,7 +153,7 @@ def test_groups_that_do_not_divide_by_the_ranks_are_shared(ranks, groups, most):
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 60), st.integers(1, 20))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_a_prompt_stays_on_one_rank_if_the_load_is_even(ranks, each, prompt, response):
     world = World(((prompt, (response,) * 4),) * (ranks * each), -1)
     batch = world.batch()

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
@@ -142,7 +143,7 @@ LAYOUTS = st.lists(
     st.sampled_from([(4, 2), (2, 2), (3, 1)]),
     st.sampled_from([(8, 8), (8, 5), (3, 16)]),
 )
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_one_packed_call_equals_one_call_for_each_piece(layout, seed, window, scale, heads, sizes):
     """Checks values and gradients, for prompts with one or several responses, windows, GQA, and
     values of another size than keys."""

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.trainer_fixtures import group, random_groups, scored, segment, turn
 from torch import tensor
 
@@ -140,7 +141,7 @@ SIXTYFOURTHS = st.integers(-640, 640).map(lambda k: k / 64)
     SIXTYFOURTHS,
     st.sampled_from([0.0, 0.5, 2.0]),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_token_rewards_sum_to_the_rollouts_reward(rows, reward, weight):
     """Any turns in any segments; the parts are exact in binary, so the sum must be."""
     segments, turns = [], []

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,7 +46,7 @@ def outcome(f, hidden, weight, upstream):
     scale=st.sampled_from([0.1, 30.0]),
     entropy=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_values_and_gradients_are_those_of_log_softmax(
     seed, n, vocabulary, logits_at_once, temperature, scale, entropy
 ):

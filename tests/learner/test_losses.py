@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from torch import tensor
 
 from agentrl.config import AlgorithmConfig, load_config
@@ -153,7 +154,7 @@ def rows(seed, spread):
 
 
 @given(st.integers(0, 2**31), st.floats(0, 2))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_gspo_is_the_papers_sequence_level_objective(seed, spread):
     """Equation 5: the root of a row's likelihood ratio by its length, clipped as a whole."""
     values, old, advantages, mask = rows(seed, spread)
@@ -229,7 +230,7 @@ def test_clips_that_do_nothing_are_named(keys, idle):
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(st.integers(0, 2**31))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_on_the_first_pass_the_gradient_is_the_plain_policy_gradient(name, seed):
     logprobs, _, _, mask = rows(seed, 0)
     advantages = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)).double()
@@ -264,7 +265,7 @@ def spoilt_rows(draw):
 @pytest.mark.parametrize("name", policy_losses.names())
 @pytest.mark.parametrize("config", [CONFIG, DUAL], ids=["clip", "dual"])
 @given(spoilt_rows())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_values_outside_the_mask_change_no_bit(name, config, world):
     clean, spoilt, mask = world
     results = []
@@ -349,7 +350,7 @@ def test_value_loss_without_a_clip_is_half_the_squared_error():
 
 
 @given(st.floats(0.2, 3.0), st.integers(0, 2**31))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_temperature_divides_logits_and_never_logprobs(temperature, seed):
     logits = torch.randn(3, 11, generator=torch.Generator().manual_seed(seed)).double()
     layer = torch.eye(11).double()

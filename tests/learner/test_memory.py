@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.forked_python import run_python
 from torch import Tensor
 from transformers import (
@@ -243,7 +244,7 @@ sections = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(sections, st.integers(1, 8), st.integers(1, 8), st.integers(1, 3000))
 def test_more_ranks_recompute_and_lora_need_no_more(values, ranks, more, row):
     if values["rollout"]["name"] == "local":

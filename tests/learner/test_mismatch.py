@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.trainer_fixtures import group, scored, segment, turn
 from torch import tensor
 
@@ -45,7 +46,7 @@ def apart(batch: Batch, gaps: torch.Tensor) -> torch.Tensor:
 
 
 @given(st.integers(0, 2**31))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_the_metrics_are_those_of_a_plain_loop(seed):
     batch = episodes()
     g = torch.Generator().manual_seed(seed)
@@ -153,7 +154,7 @@ def test_there_are_no_metrics_without_tokens_or_turns():
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @given(st.integers(0, 2**31))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_the_shares_are_of_weights_that_the_loss_cuts(level, mode, seed):
     batch, cap = episodes(), 1.5
     mask = batch.action_mask

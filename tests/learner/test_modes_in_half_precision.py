@@ -147,6 +147,6 @@ def test_a_fault_of_shared_prompts_has_no_effect_on_whole_rows(fault):
 
 
 @pytest.mark.parametrize("noise", [pytest.param(0.0, marks=pytest.mark.slow), 2**-8])
-@pytest.mark.parametrize("make", [qwen3, experts])
+@pytest.mark.parametrize("make", [qwen3, pytest.param(experts, marks=pytest.mark.slow)])
 def test_a_right_kernel_may_round(make, noise, monkeypatch):
     assert run(monkeypatch, make(), "", noise) == (Mode.PACKED, "")

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.trainer_fixtures import (
     group,
     in_float64,
@@ -48,7 +49,7 @@ def test_a_prompt_that_begins_with_padding_ids_is_no_shorter_prompt():
 
 
 @given(st.integers(0, 999), st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_micro_batch_has_the_chosen_rows(seed, chance):
     """Rows and tokens of these are left out; some rows have no chosen token."""
     batch = collate(random_groups(seed, groups=3, n=3), 31)

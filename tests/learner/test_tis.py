@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.two_steps import MASK, draw, exact_gradient, expected_gradient, logprobs
 from torch import tensor
 
@@ -164,7 +165,7 @@ def rows_of_tokens(draw):
 
 
 @given(rows_of_tokens(), st.floats(1, 16) | st.just(math.inf))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_weights_are_within_the_cap_or_zero_and_have_no_gradient(world, cap):
     old, engine, mask = world
     old, engine = old.requires_grad_(), engine.requires_grad_()
@@ -181,7 +182,7 @@ def test_weights_are_within_the_cap_or_zero_and_have_no_gradient(world, cap):
 
 
 @given(rows_of_tokens())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_row_is_weighted_by_its_own_tokens_at_any_position(world):
     old, engine, mask = world
     for level in ("token", "sequence"):

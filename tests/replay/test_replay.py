@@ -135,7 +135,8 @@ def test_several_threads_give_the_same_bits(tiny_model, tmp_path):
 
 def test_turns_tools_and_masked_rollouts(tiny_model, tmp_path):
     """The tiny model calls a calculator. Some of its rollouts end at the limit and are masked."""
-    output = tmp_path / "run"
+    output, rows = tmp_path / "run", tmp_path / "rows.parquet"
+    pq.write_table(pq.read_table(ROOT / "datasets/arithmetic_train.parquet").slice(0, 4), rows)
     overrides = [
         "data.batch_size=2", "rollout.n=4", "rollout.max_trajectory_tokens=70", "optim.lr=1e-3",
         "rollout.budget_policy={trajectory_tokens: mask, turn_tokens: mask}",
@@ -144,7 +145,7 @@ def test_turns_tools_and_masked_rollouts(tiny_model, tmp_path):
         "algorithm.name=turn_rloo",
     ]  # fmt: skip
     flags = {
-        "data.train": str(ROOT / "datasets/arithmetic_train.parquet"),
+        "data.train": str(rows),
         "model.path": str(tiny_model),
         "trainer.output": str(output),
         "files": ["shelf:calculator"],

@@ -46,9 +46,9 @@ class Adder:
         return {name: os.environ.get(name) for name in names}, os.getcwd()
 
     @dispatch(BROADCAST)
-    def raise_on(self, on, what):
+    def raise_on(self, on):
         if self.rank == on:
-            raise UserError("row 7 is broken") if what == "user" else KeyError(what)
+            raise UserError("row 7 is broken")
         distributed.barrier()
 
     @dispatch(BROADCAST)

@@ -77,7 +77,9 @@ def interrupt(times=1):
 
 
 @pytest.mark.parametrize("call", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_one_signal_during_validation_loses_no_step(start, straight, tmp_path, monkeypatch, call):
+def test_one_signal_during_validation_loses_no_step(
+    start, straight, tmp_path, curves, monkeypatch, call
+):
     real, calls = run_module.evaluate, []
 
     def evaluate(*args):
@@ -95,7 +97,9 @@ def test_one_signal_during_validation_loses_no_step(start, straight, tmp_path, m
     assert record(tmp_path) == straight
 
 
-def test_one_signal_during_an_update_waits_for_its_end(start, straight, tmp_path, monkeypatch):
+def test_one_signal_during_an_update_waits_for_its_end(
+    start, straight, tmp_path, curves, monkeypatch
+):
     real, calls = Learner.update, []
 
     def update(self, *args, **kwargs):
@@ -151,18 +155,21 @@ def test_an_infrastructure_failure_saves_the_last_step(start, straight, tmp_path
     assert begun and record(tmp_path) == straight
 
 
+SHORT = ("trainer.total_steps=1", "trainer.save_freq=1", "trainer.test_freq=0")
+
+
 def test_other_rows_under_the_same_name_are_refused(start, tmp_path):
     rows = tmp_path / "rows.jsonl"
     for text in ("a", "b"):
         rows.write_text("\n".join(json.dumps({"prompt": text, "ground_truth": "1"}) for _ in "12"))
         if text == "a":
-            start(tmp_path / "run", dataset=rows)
+            start(tmp_path / "run", *SHORT, dataset=rows)
     with pytest.raises(ConfigError, match="other rows"):
-        start(tmp_path / "run", dataset=rows)
+        start(tmp_path / "run", *SHORT, dataset=rows)
 
 
 def test_another_runs_checkpoint_is_not_stitched_to_a_record(start, tmp_path):
-    start(tmp_path / "a")
-    start(tmp_path / "b")
+    start(tmp_path / "a", *SHORT)
+    start(tmp_path / "b", *SHORT)
     with pytest.raises(ConfigError, match="of another run"):
-        start(tmp_path / "b", f"trainer.resume={tmp_path / 'a'}")
+        start(tmp_path / "b", *SHORT, f"trainer.resume={tmp_path / 'a'}")

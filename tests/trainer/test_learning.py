@@ -72,7 +72,10 @@ def test_a_mask_bug_learns_slower(tiny_model, tmp_path, monkeypatch, seed):
 def test_the_guard_sees_a_mask_bug_at_once(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(step_module, "collate", train_tool_tokens)
     with pytest.raises(RunStopped, match="engine and trainer disagree"):
-        learn(tiny_model, tmp_path, 4, *PLAIN)
+        learn(
+            tiny_model, tmp_path, 4, *PLAIN,
+            "data.batch_size=4", "rollout.n=4", "tools.transport=in_process",
+        )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -76,10 +76,12 @@ def start(arguments):
     return run
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    """Draw no pictures, which most of these tests do not look at."""
-    monkeypatch.setattr(curve_module, "write_curve", lambda metrics, svg: None)
+@pytest.fixture(scope="module")
+def straight(start, tmp_path_factory) -> tuple:
+    """The record of a run that nothing stops."""
+    output = tmp_path_factory.mktemp("straight") / "run"
+    start(output)
+    return record(output)
 
 
 def timeless(output: Path) -> list[tuple[int, dict[str, float]]]:
@@ -271,7 +273,8 @@ def test_the_folder_of_a_run_has_its_tokenizer(start, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("keep", "kept", "size"),
     [
-        ("all", [1, 2, 3, 4], "720.9 kB for 4 steps"),
+        # In other tests all trajectories of the steps are read.
+        pytest.param("all", [1, 2, 3, 4], "720.9 kB for 4 steps", marks=pytest.mark.slow),
         ("last:2", [3, 4], "360.4 kB for 2 steps"),
         ("every:3", [3], "180.2 kB for 1 step"),
     ],
@@ -343,8 +346,9 @@ def fill_disk_at(monkeypatch, name, wait=lambda: None):
 
 
 @pytest.mark.parametrize("lost", ["train-3", "val-2", "train-4"])
-def test_a_step_whose_trajectories_cannot_be_written_is_saved(start, tmp_path, monkeypatch, lost):
-    start(tmp_path / "straight")
+def test_a_step_whose_trajectories_cannot_be_written_is_saved(
+    start, straight, tmp_path, monkeypatch, lost
+):
     with monkeypatch.context() as patch:
         fill_disk_at(patch, lost)
         stopped = r"(?s)cannot write the trajectories.*No space left.*saved after step (\d)"
@@ -364,7 +368,7 @@ def test_a_step_whose_trajectories_cannot_be_written_is_saved(start, tmp_path, m
     start(tmp_path / "resumed")
     assert trained == list(range(saved + 1, 5)), "nothing is trained twice"
     metrics, rollouts, weights = record(tmp_path / "resumed")
-    expected_metrics, expected, expected_weights = record(tmp_path / "straight")
+    expected_metrics, expected, expected_weights = straight
     assert (metrics, weights) == (expected_metrics, expected_weights)
     missing = {f"{r[1]}-{r[0]}" for r in expected} - {f"{r[1]}-{r[0]}" for r in rollouts}
     assert missing <= {lost}
@@ -396,7 +400,9 @@ def test_the_first_cause_is_not_hidden(start, tmp_path, monkeypatch):
     assert rest[-1] == "nothing was saved; the same command starts from the beginning"
 
 
-def test_a_picture_that_cannot_be_written_is_a_warning(start, tmp_path, monkeypatch, caplog):
+def test_a_picture_that_cannot_be_written_is_a_warning(
+    start, tmp_path, curves, monkeypatch, caplog
+):
     def write_curve(metrics, svg):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -6,6 +6,8 @@ import io
 import json
 import re
 import shutil
+from collections.abc import Iterable
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -34,21 +36,48 @@ def letters(trajectory) -> float:
 KINDS = {"full": [], "lora": ["model.lora_rank=2", "optim.lr=1e-5"]}
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def run(request, random_model, tmp_path_factory):
-    """The folder of a run whose base is in bfloat16, with updates far below its precision."""
+# The commands find and load a policy in the same way: with an adapter, some of them are enough.
+SLOW_WITH_LORA = ("global_step_00000003", "best", "play", "generate", "chat", "train")
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def each_kind_and(name: str, values: Iterable[str]) -> pytest.MarkDecorator:
+    """Parametrize a test by the kinds of runs and by the values of an argument."""
+    slow = pytest.mark.slow
+    cases = [
+        pytest.param(kind, v, marks=slow if kind == "lora" and v in SLOW_WITH_LORA else ())
+        for kind in KINDS
+        for v in values
+    ]
+    return pytest.mark.parametrize(("kind", name), cases)
+
+
+@pytest.fixture(scope="module")
+def runs(random_model, tmp_path_factory):
+    """Return a function that trains a run of a kind once, and returns its folder."""
+    return cache(partial(train, random_model, tmp_path_factory))
+
+
+@pytest.fixture
+def run(runs, kind: str) -> Path:
+    """The folder of the run of a kind."""
+    return runs(kind)
+
+
+def train(random_model, tmp_path_factory, kind: str) -> Path:
+    """Train a run whose base is in bfloat16, with updates far below its precision."""
     home = tmp_path_factory.mktemp("served")
     half = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.bfloat16)
     half.save_pretrained(home / "base")
     load_tokenizer(random_model).save_pretrained(home / "base")
-    (home / "env.py").write_text(ENV.replace("{kind}", request.param))
+    (home / "env.py").write_text(ENV.replace("{kind}", kind))
     rows = [{"prompt": f"Say {i}.", "ground_truth": "1"} for i in range(4)]
     (home / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     overrides = [
         "trainer.total_steps=3", "trainer.test_freq=3", "trainer.device=cpu", "val.n=2",
         "data.batch_size=4", "rollout.n=4", "rollout.max_turn_tokens=8", "optim.lr=2e-5",
-        "tools.transport=in_process", f"reward.function=letters_{request.param}",
-        "trainer.keep_best=val/reward/mean@2", *KINDS[request.param],
+        "tools.transport=in_process", f"reward.function=letters_{kind}",
+        "trainer.keep_best=val/reward/mean@2", *KINDS[kind],
     ]  # fmt: skip
     flags = {
         "data.train": str(home / "rows.jsonl"),
@@ -61,7 +90,19 @@ def run(request, random_model, tmp_path_factory):
     return home / "run"
 
 
-def engine_weights(run: Path) -> dict[str, torch.Tensor]:
+@pytest.fixture(scope="module")
+def weights_of():
+    """Return a function that loads, once, the weights that a run's last validation sampled from."""
+    return cache(load_engine_weights)
+
+
+@pytest.fixture
+def engine_weights(run, weights_of) -> dict[str, torch.Tensor]:
+    """The weights that the last validation of the run sampled from."""
+    return weights_of(run)
+
+
+def load_engine_weights(run: Path) -> dict[str, torch.Tensor]:
     """Return the weights that the last validation sampled from."""
     config = load_config(str(run / "config.yaml"))
     learner = Learner(config.model.path, config, total_steps=3)
@@ -83,7 +124,7 @@ def same(weights, others) -> bool:
 PATHS = ("", "global_step_00000003", "best", "model")
 
 
-@pytest.mark.parametrize("path", PATHS)
+@each_kind_and("path", PATHS)
 def test_the_evaluation_of_a_run_equals_its_last_validation(run, tmp_path, path):
     """Token for token, sampled and greedy, with the same logprobs."""
     words = ["eval", "-c", run / "config.yaml", "--model", run / path, "--output", tmp_path / "e"]
@@ -119,8 +160,10 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_samples_from_the_validated_policy(run, tmp_path, monkeypatch, command):
+@each_kind_and("command", COMMANDS)
+def test_each_command_samples_from_the_validated_policy(
+    run, engine_weights, tmp_path, monkeypatch, command
+):
     engines, load = [], LocalEngine.load.__func__
 
     def record(cls, *args, **kwargs):
@@ -135,19 +178,21 @@ def test_each_command_samples_from_the_validated_policy(run, tmp_path, monkeypat
         main([*words, *lora, "--model", str(run)])
     assert not ended.value.code
     [engine] = engines
-    assert same(engine_weights(run), engine._decoder.model.state_dict())
+    assert same(engine_weights, engine._decoder.model.state_dict())
 
 
-def test_an_export_has_the_weights_of_the_engine(run, tmp_path):
+@each_kind
+def test_an_export_has_the_weights_of_the_engine(run, engine_weights, tmp_path):
     result = export(run, tmp_path / "out", merge=True)
     assert not result.rounding_note
     for folder in (tmp_path / "out", run / "model", resolve_model(str(run))):
-        assert same(engine_weights(run), load_causal_lm(folder, torch.float32).state_dict())
+        assert same(engine_weights, load_causal_lm(folder, torch.float32).state_dict())
 
 
-def test_the_cost_of_a_precision_is_measured(run, tmp_path):
+@each_kind
+def test_the_cost_of_a_precision_is_measured(run, engine_weights, tmp_path):
     before = load_causal_lm(load_config(str(run / "config.yaml")).model.path, torch.float32)
-    base, trained = before.state_dict(), engine_weights(run)
+    base, trained = before.state_dict(), engine_weights
     result = export(run, tmp_path / "out", merge=True, dtype="bfloat16")
     rounded = dict(load_causal_lm(tmp_path / "out", "auto").named_parameters())
     update, kept = (
@@ -166,7 +211,8 @@ def test_the_cost_of_a_precision_is_measured(run, tmp_path):
     assert not export(run, tmp_path / "all", merge=True, dtype="float32").rounding_note
 
 
-def test_a_run_that_sampled_in_bfloat16_is_exported_so(run, tmp_path):
+@each_kind
+def test_a_run_that_sampled_in_bfloat16_is_exported_so(run, engine_weights, tmp_path):
     """As an engine on a GPU does it: it gets the weights of the learner, rounded once."""
     copy = Path(shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("exported")))
     file = copy / "global_step_00000003" / "meta.json"
@@ -175,7 +221,7 @@ def test_a_run_that_sampled_in_bfloat16_is_exported_so(run, tmp_path):
     record["meta"]["dtype"] = "bfloat16"
     file.write_text(json.dumps(record))
     result = export(copy, tmp_path / "out", merge=True)
-    rounded = {n: t.bfloat16() for n, t in engine_weights(run).items()}
+    rounded = {n: t.bfloat16() for n, t in engine_weights.items()}
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(rounded[name], t) for name, t in weights.items())
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"

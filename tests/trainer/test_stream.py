@@ -13,8 +13,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.failing_engine import TOKENIZER
 from support.trainer_fixtures import config, scored, segment, turn
 
@@ -143,7 +144,7 @@ def test_dropped_groups_are_neither_dead_nor_live():
     assert rows_of(played.groups) == [1, 3] and not played.evicted and played.position == 4
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     st.lists(st.sampled_from([LIVE, DEAD, None]), min_size=1, max_size=9),
     st.integers(1, 4),
@@ -382,7 +383,7 @@ def test_a_filter_reads_on_in_the_order_of_draws(staleness):
     assert all(len(t.groups) == 4 for t in taken)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**20))
 def test_no_token_is_older_than_the_limit_whatever_is_dead(staleness, batch_size, rounds, seed):
     """The version that starts a draw is at most `staleness` steps before the step that takes it."""

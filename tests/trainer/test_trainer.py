@@ -231,7 +231,13 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW_CASES = {"a KL in the reward", "rewards that differ"}
+"""Other cases have a KL, and no warning."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW_CASES else c for c in CASES]
+)
 def test_a_run_that_cannot_learn_logs_a_warning(start, tmp_path, caplog, case):
     overrides, message, dead = CASES[case]
     start(tmp_path, *overrides)

@@ -23,15 +23,17 @@ from agentrl.workers import Processes, WorkerDied, WorkerError, locate_function
 from agentrl.workers.child_process import ChildProcess, MessageTooLong
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pool():
+    """Two workers. A worker that a test ends is replaced by the next call."""
     pool = Processes(2, memory_mb=512)
     yield pool
     pool.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def single():
+    """One worker; see `pool`."""
     pool = Processes(1, memory_mb=512)
     yield pool
     pool.close()
