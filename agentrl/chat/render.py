@@ -84,11 +84,14 @@ class Renderer:
             if tools is None:  # a template for tools may require a list
                 with suppress(Exception):
                     return apply(tools=[], **options)
-            if isinstance(e, UndefinedError) and (why := self._explain_undefined(tools, str(e))):
-                raise TemplateError(why) from e
             roles = ", ".join(str(m["role"]) for m in messages)
             # `raise_exception` in a template raises exactly this class.
             why = f'the template raised: "{e}"' if type(e) is RaisedByTemplate else str(e)
+            if isinstance(e, UndefinedError) and why.endswith(" is undefined"):
+                why += (
+                    ". If it needs this variable, set it in model.template_kwargs (the same value"
+                    " for all rows), or use a model whose template does not need it"
+                )
             raise TemplateError(f"the chat template fails on the roles ({roles}): {why}") from e
 
     def attempt(
@@ -107,25 +110,6 @@ class Renderer:
         has_named_templates = isinstance(self._tokenizer.chat_template, Mapping)
         has_calls = any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
         return [] if has_named_templates and has_calls else None
-
-    def _explain_undefined(self, tools: list[Any] | None, error: str) -> str:
-        """Return a message if a template failed because variables have no value, else ""."""
-        # Other errors concern attributes. They are not examined, because parsing takes long.
-        if not error.endswith(" is undefined"):
-            return ""
-        template = self._tokenizer.get_chat_template(tools=tools)
-        missing, reads_tools = missing_variables(template, self.variables)
-        if not any(error == f"{name!r} is undefined" for name in missing):
-            return ""
-        names = ", ".join(map(repr, missing))
-        hint = (
-            "" if reads_tools else " It does not read `tools`: a variable must hold them as text."
-        )
-        return (
-            f"the chat template needs values for the variables {names}.{hint} Set them in"
-            " model.template_kwargs (the same values for all rows), or use a model whose template"
-            " does not need them."
-        )
 
 
 def content_mark(i: int) -> str:
@@ -542,32 +526,6 @@ def check_variables(template: str, names: Iterable[str]) -> None:
         )
 
 
-def missing_variables(template: str, variables: Iterable[str]) -> tuple[list[str], bool]:
-    """Return the variables that a chat template needs and that have no value.
-
-    A variable is not needed if the template tests it with `is defined` or gives it a default.
-
-    Args:
-        template: the source text of the template.
-        variables: the names of the variables that have a value.
-
-    Returns:
-        The names of the missing variables, and whether the template reads `tools`.
-    """
-    program = _parse(template)
-    if program is None:
-        return [], True
-    names_read = meta.find_undeclared_variables(program)
-    needed = (
-        names_read
-        - _assigned_variables(program)
-        - _optional_variables(program)
-        - _SET_BY_TRANSFORMERS
-        - set(variables)
-    )
-    return sorted(name for name in needed if not name.endswith("_token")), "tools" in names_read
-
-
 def _parse(template: str) -> nodes.Template | None:
     """Return the syntax tree of a template; None on a syntax error.
 
@@ -582,14 +540,13 @@ def _parse(template: str) -> nodes.Template | None:
 
 
 def _assigned_variables(program: nodes.Template) -> set[str]:
-    """Return the variables that the template sets itself, in any branch."""
+    """Return the variables that the template sets itself, in any branch.
+
+    A variable that it tests with `is defined`, or gives a default, may also be set by the user.
+    """
     names = list(program.find_all(nodes.Name))
-    assigned = {name.name for name in names if name.ctx == "store"} - _optional_variables(program)
-    return assigned | {name.name for name in names if name.ctx == "param"}
-
-
-def _optional_variables(program: nodes.Template) -> set[str]:
-    """Return the variables that the template tests with `is defined` or gives a default."""
     tests = [t for t in program.find_all(nodes.Test) if t.name in ("defined", "undefined")]
     filters = [f for f in program.find_all(nodes.Filter) if f.name in ("default", "d")]
-    return {x.node.name for x in (*tests, *filters) if isinstance(x.node, nodes.Name)}
+    optional = {x.node.name for x in (*tests, *filters) if isinstance(x.node, nodes.Name)}
+    assigned = {name.name for name in names if name.ctx == "store"} - optional
+    return assigned | {name.name for name in names if name.ctx == "param"}
