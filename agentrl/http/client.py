@@ -20,8 +20,6 @@ import random
 import re
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import SplitResult, urlsplit
@@ -245,15 +243,12 @@ class HttpClient:
 
 
 def retry_after_seconds(header: bytes) -> float:
-    """Return the seconds that a `Retry-After` header asks to wait; infinite if it is invalid."""
+    """Return the seconds that a `Retry-After` header asks to wait; infinite for anything else.
+
+    A date is something else: the clock of the server may differ.
+    """
     text = header.decode("latin-1").strip()
-    if text.isascii() and text.isdigit():
-        return float(text)
-    try:
-        then = parsedate_to_datetime(text)
-    except ValueError:
-        return float("inf")
-    return max((then.replace(tzinfo=then.tzinfo or UTC) - datetime.now(UTC)).total_seconds(), 0.0)
+    return float(text) if text.isascii() and text.isdigit() else float("inf")
 
 
 def fetch_json(

@@ -265,7 +265,6 @@ async def test_a_busy_answer_is_returned_unless_wait_if_busy_is_set(url):
 
 def test_retry_after_headers():
     assert [retry_after_seconds(text) for text in (b"0", b" 12 ")] == [0.0, 12.0]
-    assert 50 < retry_after_seconds(formatdate(time.time() + 60, usegmt=True).encode()) <= 60
-    assert retry_after_seconds(formatdate(time.time() - 60, usegmt=True).encode()) == 0.0
-    for nonsense in (b"soon", b"-1", b"1.5", b"", b"\xff", b"\xb2", b"nan"):
+    date = formatdate(time.time() + 60, usegmt=True).encode()
+    for nonsense in (date, b"soon", b"-1", b"1.5", b"", b"\xff", b"\xb2", b"nan"):
         assert retry_after_seconds(nonsense) == float("inf")
