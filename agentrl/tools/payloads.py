@@ -231,7 +231,7 @@ class Parameters:
         """
         try:
             seconds = thread_seconds(len(orjson.dumps(arguments)))
-            return self._validate(arguments, seconds, pauses=True)
+            return self._validate(arguments, seconds)
         except SlowCheck:
             raise self.slow_error() from None
 
@@ -241,11 +241,9 @@ class Parameters:
             f"validating them took too long. Use shorter and simpler values. Expected: {self.usage}"
         )
 
-    def _validate(
-        self, arguments: dict[str, Any], seconds: float, *, pauses: bool = False
-    ) -> dict[str, Any]:
+    def _validate(self, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
         try:
-            errors = self.validator.errors(arguments, seconds, pauses=pauses)
+            errors = self.validator.errors(arguments, seconds)
         except RecursionError:
             raise self._invalid(["they are nested too deeply"]) from None
         if errors:
@@ -468,7 +466,7 @@ def _to_text(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, bytes | bytearray | memoryview):
-        return _decode(bytes(value))
+        return bytes(value).decode("utf-8", "replace")
     if isinstance(value, Real) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, Iterator | AsyncIterator):
@@ -491,20 +489,6 @@ def _with_plain_keys(value: Any) -> Any:
         keys = (k.item() if hasattr(k, "item") else k for k in value)
         return dict(zip(keys, map(_with_plain_keys, value.values()), strict=True))
     return [*map(_with_plain_keys, value)] if isinstance(value, list | tuple) else value
-
-
-def _decode(value: bytes) -> str:
-    """Decode bytes. If they are very long, decode only both ends, to bound the memory.
-
-    A character has at most four bytes, so both ends are long enough.
-    """
-    end = 2 * MAX_CHARACTERS
-    if len(value) <= 2 * end:
-        return value.decode("utf-8", "replace")
-    half = MAX_CHARACTERS // 2 - 50
-    head = value[:end].decode("utf-8", "replace")[:half]
-    tail = value[-end:].decode("utf-8", "replace")[-half:]
-    return f"{head}\n[... middle of {len(value)} bytes omitted ...]\n{tail}"
 
 
 def _to_jsonable(value: Any) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import math
 import re
 import threading
 import time
@@ -34,10 +33,6 @@ BASE_SECONDS = 0.05
 SECONDS_PER_BYTE = 1e-5
 """Limit of CPU time in a thread: `BASE_SECONDS`, plus this for each byte of JSON. Validation in
 linear time needs at most a third of it."""
-WORK_SECONDS = 0.001
-PAUSE_SECONDS = 0.0001
-"""In a thread, validation sleeps for `PAUSE_SECONDS` after each `WORK_SECONDS` of CPU time.
-Otherwise it would slow down the event loop."""
 MAX_ERRORS = 100
 """Validation stops after this many errors. The model reads three."""
 
@@ -79,21 +74,18 @@ class Validator:
         except RecursionError:
             raise ValueError("a $ref points to itself") from None
 
-    def errors(self, value: Any, seconds: float, *, pauses: bool = False) -> list[ValidationError]:
+    def errors(self, value: Any, seconds: float) -> list[ValidationError]:
         """Return the first errors of a value; an empty list if it is valid.
 
         Args:
             value: a JSON value.
             seconds: limit of this thread's CPU time.
-            pauses: let other threads run every millisecond. By default Python lets them wait for 5
-                ms.
 
         Raises:
             SlowCheck: the time limit was reached before an error was found.
             RecursionError: the value is nested too deeply.
         """
         _clock.end = time.thread_time() + seconds
-        _clock.pause = 0.0 if pauses else math.inf
         errors: list[ValidationError] = []
         try:
             for error in itertools.islice(self._validator.iter_errors(value), MAX_ERRORS):
@@ -161,8 +153,6 @@ class _Clock(threading.local):
 
     end = 0.0
     """The time limit, on the clock `time.thread_time`."""
-    pause = math.inf
-    """The time of the next sleep, which lets other threads run, on the same clock."""
     keywords = 0
     """The number of keywords that were checked. Reading the clock costs as much as a cheap keyword,
     so only every 16th keyword reads it."""
@@ -180,9 +170,6 @@ def _time_left() -> float:
     now = time.thread_time()
     if now >= _clock.end:
         raise SlowCheck
-    if now >= _clock.pause:
-        time.sleep(PAUSE_SECONDS)
-        _clock.pause = now + WORK_SECONDS
     return _clock.end - now
 
 
