@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentrl.cli.evaluate import aligned
 from agentrl.plural import plural
 from agentrl.terminal import echo
 
@@ -71,11 +72,7 @@ def _describe_found(found: Found, after: int) -> str:
             lines.append(f"{name} is one of: {known}" + (", ..." if len(values) > 20 else ""))
         return "\n".join(lines)
     cells = [[_cell(row[name]) for name in COLUMNS] for row in found.rows.to_pylist()]
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *cells, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (list(COLUMNS), *cells)
-    ]
+    lines = [line.rstrip() for line in aligned([COLUMNS, *cells], len(COLUMNS))]
     last = after + len(cells)
     of = f"{plural(found.total, 'episode')}"
     if last < found.total or after:
