@@ -27,6 +27,26 @@ class Request:
     sampling: Sampling
 
 
+def scripted_generation(
+    turn: Sequence[int], prompt_ids: array[int], sampling: Sampling
+) -> Generation:
+    """Return a turn as an engine does that is certain of every token.
+
+    Args:
+        turn: the tokens of the turn, with the one that ends it. It is cut at `max_tokens`.
+        prompt_ids: the prompt.
+        sampling: the sampling of the request.
+    """
+    ids = token_array(turn[: sampling.max_tokens])
+    return Generation(
+        token_ids=ids,
+        logprobs=float_array([0.0] * len(ids)),
+        versions=token_array([0] * len(ids)),
+        finish_reason="stop" if len(ids) == len(turn) else "length",
+        prompt_tokens=len(prompt_ids),
+    )
+
+
 class Scripted(Sampler):
     """A `Sampler` that returns the texts of a script.
 
@@ -83,14 +103,7 @@ class Scripted(Sampler):
         ids, stopped = self._until_stop(self._text(episode_id, prompt_ids, turn), sampling)
         if not stopped:
             ids += sampling.stop_ids[:1]
-        turn_ids = ids[: sampling.max_tokens]
-        return Generation(
-            token_ids=token_array(turn_ids),
-            logprobs=float_array([0.0] * len(turn_ids)),
-            versions=token_array([0] * len(turn_ids)),
-            finish_reason="stop" if len(turn_ids) == len(ids) else "length",
-            prompt_tokens=len(prompt_ids),
-        )
+        return scripted_generation(ids, prompt_ids, sampling)
 
     def end(self, episode_id: str) -> None:
         self.playing.discard(episode_id)

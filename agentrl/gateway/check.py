@@ -22,13 +22,14 @@ from agentrl.agent_loops.play import play_episode
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
+from agentrl.engine.scripted import scripted_generation
 from agentrl.errors import AgentRLError
 from agentrl.gateway.agent import open_session
 from agentrl.gateway.requests import Answer, ChatRequest, Refusal
 from agentrl.gateway.session import RequestMatch, Session
 from agentrl.plural import plural
 from agentrl.tools import LocalToolbox
-from agentrl.trajectory import Generation, Sample, ToolCall, Trajectory, float_array, token_array
+from agentrl.trajectory import Generation, Sample, ToolCall, Trajectory, token_array
 
 CALLS_PER_TURN = 2
 """The largest number of tools that one turn of the scripted policy calls."""
@@ -280,14 +281,7 @@ class ScriptedPolicy(Sampler):
         is_first = not any(message.calls for message in request.messages)
         if calls and is_first and not self._mistake:
             turn += await self._malformed_call(turn, calls, request.tools)
-        ids = token_array([*turn, sampling.stop_ids[0]][: sampling.max_tokens])
-        return Generation(
-            token_ids=ids,
-            logprobs=float_array([0.0] * len(ids)),
-            versions=token_array([0] * len(ids)),
-            finish_reason="stop" if len(ids) == len(turn) + 1 else "length",
-            prompt_tokens=len(prompt_ids),
-        )
+        return scripted_generation([*turn, sampling.stop_ids[0]], prompt_ids, sampling)
 
     def begin(self, episode_id: str, *, awaited: bool = True) -> None: ...
 

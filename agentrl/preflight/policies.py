@@ -13,18 +13,12 @@ from agentrl.agent_loops.attempt import Attempt
 from agentrl.answers import as_text
 from agentrl.chat import ChatTemplate
 from agentrl.engine.base import Sampler, Sampling
+from agentrl.engine.scripted import scripted_generation
 from agentrl.errors import DataError
 from agentrl.gateway.check import example_of
 from agentrl.registry import tools
 from agentrl.rewards.graders import GOLD
-from agentrl.trajectory import (
-    Generation,
-    Message,
-    Sample,
-    ToolCall,
-    float_array,
-    token_array,
-)
+from agentrl.trajectory import Generation, Message, Sample, ToolCall
 
 Step = str | ToolCall
 """A turn: a text, or a call."""
@@ -237,14 +231,7 @@ class PolicySampler(Sampler):
             turn_ids = self._template.foreign_turn("", [step])
         else:
             turn_ids = self._template.encode(step)
-        ids = token_array([*turn_ids, sampling.stop_ids[0]][: sampling.max_tokens])
-        return Generation(
-            token_ids=ids,
-            logprobs=float_array([0.0] * len(ids)),
-            versions=token_array([0] * len(ids)),
-            finish_reason="stop" if len(ids) == len(turn_ids) + 1 else "length",
-            prompt_tokens=len(prompt_ids),
-        )
+        return scripted_generation([*turn_ids, sampling.stop_ids[0]], prompt_ids, sampling)
 
     def begin(self, episode_id: str, *, awaited: bool = True) -> None: ...
 
