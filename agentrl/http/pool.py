@@ -241,16 +241,13 @@ class ConnectionPool:
     def __init__(self, max_connections: int, *, reserved: bool = False):
         self.max_connections = max_connections
         self._paused_time_limits = nullcontext if reserved else paused_time_limits
-        self._connection_count = self._waiters = 0
+        self.connection_count = 0
+        """The number of connections, including those that are being opened."""
+        self._waiters = 0
         self.queues: dict[Server, ServerQueue] = {}
         """The queue of each server that has a connection or a request."""
         self._tickets = itertools.count()
         self._sweep: asyncio.TimerHandle | None = None
-
-    @property
-    def connection_count(self) -> int:
-        """The number of connections, including those that are being opened."""
-        return self._connection_count
 
     async def acquire(
         self, server: Server, max_connections: int = MAX_CONNECTIONS_TO_SERVER
@@ -288,7 +285,7 @@ class ConnectionPool:
         queue, connection = lease.queue, lease.connection
         queue.busy -= 1
         if connection is None:
-            self._connection_count -= 1
+            self.connection_count -= 1
         elif connection.usable:
             connection.idle_since = time.monotonic()
             queue.idle.append(connection)
@@ -322,7 +319,7 @@ class ConnectionPool:
                 server = queue.server.label
                 yield (
                     f"{len(queue.waiting)} requests to {server} wait for a free connection:"
-                    f" {queue.busy} are in flight there, {self._connection_count} connections of at"
+                    f" {queue.busy} are in flight there, {self.connection_count} connections of at"
                     f" most {self.max_connections} are open (`ulimit -n` is {open_files.limit()})"
                 )
 
@@ -339,8 +336,8 @@ class ConnectionPool:
                 queue.busy += 1
                 return ConnectionLease(queue, connection)
             connection.close()
-        if self._connection_count < self.max_connections:
-            self._connection_count += 1
+        if self.connection_count < self.max_connections:
+            self.connection_count += 1
             queue.busy += 1
             return ConnectionLease(queue, None)
         return None
@@ -399,7 +396,7 @@ class ConnectionPool:
 
     def _on_lost(self, queue: ServerQueue, connection: HttpConnection) -> None:
         """Stop counting a connection that has ended, and serve the requests that wait."""
-        self._connection_count -= 1
+        self.connection_count -= 1
         if connection in queue.idle:
             queue.idle.remove(connection)
         self._serve_waiters()

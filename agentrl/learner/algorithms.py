@@ -515,18 +515,11 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """
     chosen = x[mask].double()
     white = torch.zeros_like(x)
-    if not _has_spread(chosen):
+    if not len(chosen) or chosen.min() == chosen.max():
         return white
     centred = chosen - chosen.mean()
-    return white.masked_scatter(mask, (centred / _std(centred)).to(x.dtype))
-
-
-def _has_spread(chosen: Tensor) -> bool:
-    return len(chosen) > 0 and bool(chosen.min() != chosen.max())
-
-
-def _std(centred: Tensor) -> float:
-    return (centred.square().sum().item() / (len(centred) - 1) + EPSILON) ** 0.5
+    variance = centred.square().sum().item() / (len(centred) - 1)
+    return white.masked_scatter(mask, (centred / (variance + EPSILON) ** 0.5).to(x.dtype))
 
 
 # --- dead groups ---------------------------------------------------------------------------------

@@ -192,12 +192,14 @@ class WeightsSender:
             The numbers are complete on rank 0 only. A failure of a server or of the disk is in
             `errors`.
         """
-        rank, size = _own_rank()
+        is_single = not dist.is_initialized()
+        rank, size = (0, 1) if is_single else (dist.get_rank(), dist.get_world_size())
         sent, summary = Sent(), _Summary()
         senders = self._open_senders(route, rank, size)
         taken: Future[None] | None = None
+        cast = ((name, w.detach().to(route.dtype or w.dtype)) for name, w in weights)
         try:
-            for bucket in make_buckets(_cast(weights, route.dtype), limit=route.bucket_bytes):
+            for bucket in make_buckets(cast, limit=route.bucket_bytes):
                 summary.add(bucket)
                 if bucket.flat.is_cuda:  # other threads have other streams
                     torch.cuda.current_stream(bucket.flat.device).synchronize()
@@ -250,18 +252,6 @@ class WeightsSender:
             self.close()
             self._broadcast = BroadcastSender(targets)
         return self._broadcast
-
-
-def _own_rank() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def _cast(
-    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
-) -> Iterable[tuple[str, Tensor]]:
-    for name, tensor in weights:
-        yield name, tensor.detach().to(dtype or tensor.dtype)
 
 
 def _take(senders: Sequence[Sender], bucket: Bucket, version: int) -> None:
