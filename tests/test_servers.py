@@ -125,10 +125,10 @@ def test_a_server_that_refuses_the_token(base, monkeypatch):
 
 
 def test_other_statuses(base):
-    assert ask(f"{base}/ill/v1") == ("answers /models with status 503", False)
+    assert ask(f"{base}/ill/v1") == ("answers, but /models with status 503", False)
     assert ask(f"{base}/elsewhere") == ("answers, but /models with status 404", True)
     text, is_usable = ask(f"{base}/moved/v1")
-    assert text.startswith("redirects /models (status 307)") and not is_usable
+    assert text.startswith("answers, but /models with status 307") and not is_usable
 
 
 def test_the_servers_of_a_config(monkeypatch):

@@ -104,14 +104,10 @@ def _ask(server: ConfiguredServer, timeout_s: float) -> ServerReport:
     if status in (401, 403):
         sent = f"the token in {server.token_env}" if token else "a request without a token"
         return ServerReport(server, f"refuses {sent} (status {status}){_advice(server)}", False)
-    if 300 <= status < 400:
-        text = f"redirects {server.path} (status {status}), which is not followed. Set the new URL"
-        return ServerReport(server, text, False)
-    if status >= 500:
-        return ServerReport(server, f"answers {server.path} with status {status}", False)
     if status != 200:
-        # Its paths may differ from OpenAI's API.
-        return ServerReport(server, f"answers, but {server.path} with status {status}", True)
+        # The paths of a server may differ from OpenAI's API. Redirects are not followed.
+        text = f"answers, but {server.path} with status {status}"
+        return ServerReport(server, text, 400 <= status < 500)
     models = _models(answer) if server.path == "/models" else []
     if not models:
         return ServerReport(server, "answers", True)
