@@ -93,7 +93,10 @@ def describe_function(
         problem = str(e).splitlines()[0]
         raise UserError(f"{where} has a parameter that no JSON schema describes: {problem}") from e
     except SchemaError as e:
-        raise UserError(f"{where}: {_explain_schema_error(e)}") from e
+        raise UserError(
+            f"{where}: pydantic cannot check its arguments: {e}. If a pattern needs look-around or"
+            " backreferences, write Field(json_schema_extra={'pattern': PATTERN})"
+        ) from e
     _refuse_python_patterns(model.__pydantic_core_schema__, where)
     schema = _clean_schema(raw, raw.get("$defs", {}), (), where)
     # Templates and validators need the key even if there are no parameters.
@@ -290,18 +293,6 @@ def _is_json(value: Any) -> bool:
         return bool(json.dumps(value, allow_nan=False) and orjson.dumps(value))
     except (TypeError, ValueError):
         return False
-
-
-def _explain_schema_error(error: SchemaError) -> str:
-    """Return why pydantic cannot build a validator. Usually the reason is a pattern."""
-    match = re.search(r"regex parse error:\n    (.*)\n[ ^]*\nerror: (.*)", str(error))
-    if not match:
-        return f"pydantic cannot check its arguments: {error}"
-    pattern, reason = match.groups()
-    return (
-        f"pydantic cannot match the pattern {pattern!r}: {reason}. If it needs look-around or"
-        f" backreferences, write Field(json_schema_extra={{'pattern': {pattern!r}}})"
-    )
 
 
 def _refuse_python_patterns(core: Any, where: str) -> None:

@@ -474,8 +474,7 @@ def test_patterns_that_pydantic_does_not_support_are_refused(pattern, reason):
     f.__annotations__ = {"x": list[Annotated[str, Field(pattern=pattern)]]}
     with pytest.raises(UserError, match="the tool function 'f' ") as e:
         describe_function(f, "f", bound=False)
-    assert f"pydantic cannot match the pattern {pattern!r}: {reason}." in str(e.value)
-    assert f"Field(json_schema_extra={{'pattern': {pattern!r}}})" in str(e.value)
+    assert reason in str(e.value) and "Field(json_schema_extra={'pattern':" in str(e.value)
 
 
 def test_a_look_around_pattern_in_json_schema_extra_is_searched():
