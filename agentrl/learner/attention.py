@@ -509,18 +509,9 @@ HAS_GQA = "enable_gqa" in signature(varlen_attn).parameters
 """True if torch's own kernel shares keys between query heads."""
 
 
-def torch_kernel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float | None,
-    window: int,
-) -> Tensor:
+def torch_kernel(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     """Run `torch.nn.attention.varlen` as a `Kernel`."""
+    *sequences, scale, window = arguments
     options: dict[str, Any] = {}
     if k.shape[1] != q.shape[1]:
         if HAS_GQA:
@@ -529,7 +520,7 @@ def torch_kernel(
             group_size = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(group_size, 1), v.repeat_interleave(group_size, 1)
     options |= {"scale": scale, "window_size": (window, 0)}
-    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options)  # type: ignore[return-value]
+    return varlen_attn(q, k, v, *sequences, **options)  # type: ignore[return-value]
 
 
 def _flash(function: Callable[..., Any]) -> Kernel:
@@ -605,20 +596,10 @@ def _sinks_backward(
     return dq, dk, dv, -(torch.exp(sinks[:, None] - lse) * inner.T).sum(1)
 
 
-def _flash_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window: int,
-) -> tuple[Tensor, Tensor]:
-    """Return the output and the lse of torch's flash-attention, as for a `Kernel`."""
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return the output and the lse of torch's flash-attention, with a `Kernel`'s arguments."""
+    *at, scale, window = arguments
     limits = {"scale": scale, "window_size_left": window, "window_size_right": 0}
-    at = cu_q, cu_k, max_q, max_k
     # `varlen_attn` does not differentiate the lse, so its operators are called directly.
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, *at, 0.0, window < 0, False, **limits
@@ -627,22 +608,11 @@ def _flash_forward(
 
 
 def _flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window: int,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v from the output and the lse of `_flash_forward`."""
+    *at, scale, window = arguments
     limits = {"scale": scale, "window_size_left": window, "window_size_right": 0}
-    at = cu_q, cu_k, max_q, max_k
     # Without dropout, the state of the random numbers is not used.
     no_rng = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     return torch.ops.aten._flash_attention_backward(
