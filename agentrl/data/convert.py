@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pyarrow as pa
+from pyarrow import csv
 
 from agentrl.data.files import Row, load_json, read_rows, write_rows
 from agentrl.errors import DataError
@@ -155,26 +154,22 @@ def _read_saved(folder: Path, split: str) -> Sequence[Row]:
 
 def _read_csv(path: Path) -> Sequence[Row]:
     """Read a CSV file with a header. All cells are texts; empty ones are left out."""
-    csv.field_size_limit(min(MAX_CELL, sys.maxsize))
-    rows: list[Row] = []
+    block = min(path.stat().st_size + 1, MAX_CELL)
+    read = csv.ReadOptions(use_threads=False, block_size=block)  # Errors have the row's number.
+    parse = csv.ParseOptions(newlines_in_values=True)
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, strict=True)
-            columns = list(reader.fieldnames or [])
-            if len(set(columns)) < len(columns):
-                raise DataError(f"{path}: two columns have the same name: {', '.join(columns)}")
-            for row in reader:
-                if None in row or None in row.values():
-                    found = sum(v is not None for k, v in row.items() if k is not None)
-                    found += len(row.get(None) or [])  # type: ignore[call-overload]
-                    raise DataError(
-                        f"{path}: line {reader.line_num} has {found} cells, but the header has"
-                        f" {len(columns)}"
-                    )
-                rows.append({name: cell for name, cell in row.items() if cell != ""})
-    except (csv.Error, UnicodeDecodeError) as e:
+        with csv.open_csv(path, read, parse) as table:
+            columns = table.schema.names
+        if len(set(columns)) < len(columns):
+            raise DataError(f"{path}: two columns have the same name: {', '.join(columns)}")
+        texts = csv.ConvertOptions(
+            column_types=dict.fromkeys(columns, pa.string()), strings_can_be_null=True
+        )
+        texts.null_values = [""]
+        rows = csv.read_csv(path, read, parse, texts).to_pylist()
+    except (pa.ArrowException, UnicodeDecodeError) as e:
         raise DataError(f"{path}: not a CSV file in UTF-8: {e}") from e
-    return rows
+    return [{name: cell for name, cell in row.items() if cell is not None} for row in rows]
 
 
 def _read_json(path: Path) -> Sequence[Row]:

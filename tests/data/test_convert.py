@@ -88,8 +88,8 @@ def test_csv_and_json(output, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "a,b\n1,2\n1,2,3\n", "line 3 has 3 cells, but the header has 2"),
-        ("a.csv", "a,b\n1\n", "line 2 has 1 cells, but the header has 2"),
+        ("a.csv", "a,b\n1,2\n1,2,3\n", "Row #3: Expected 2 columns, got 3"),
+        ("a.csv", "a,b\n1\n", "Row #2: Expected 2 columns, got 1"),
         ("a.csv", "a,a\n1,2\n", "two columns have the same name: a, a"),
         ("a.csv", "a,b\n", "has no rows"),
         ("a.json", '{"a": 1}\n{"a": 2}', "not JSON: .* One object per line is a .jsonl file"),
