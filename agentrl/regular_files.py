@@ -68,20 +68,13 @@ def _open(file: Path, flags: int) -> int:
 
 
 def secure_folder(folder: Path) -> bool:
-    """Make the folder of a cache private; return whether it can be trusted, and warn if not.
+    """Return whether the folder of a cache can be trusted, and warn if not.
 
-    If others could write to the folder, its files are removed, because others may have written or
-    renamed them. A folder that does not exist can be trusted. A link, or a folder of another user
-    that is not root, cannot.
+    A folder that does not exist can be trusted. A link, or a folder to which another user can
+    write, cannot.
     """
     try:
         status = folder.lstat()
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
-            folder.chmod(0o700)
-            for file in folder.iterdir() if status.st_mode & 0o022 else ():
-                if file.is_symlink() or not file.is_dir():
-                    file.unlink()
-            status = folder.lstat()
     except OSError:
         return True  # the folder is missing, or cannot be used
     if stat.S_ISDIR(status.st_mode) and is_trusted(status):

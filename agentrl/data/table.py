@@ -12,10 +12,8 @@ of verl's rows that name none) is decided when a row is drawn.
 from __future__ import annotations
 
 import errno
-import logging
 import mmap
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,14 +25,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from agentrl.data.files import MAX_BYTES, Row, decode, find_file, read_batches
+from agentrl.data.files import Row, decode, find_file, read_batches
 from agentrl.data.rows import INNER, ColumnNames, Mistakes, RowReader
 from agentrl.errors import DataError
 from agentrl.installation import home
 from agentrl.regular_files import is_trusted, open_regular, secure_folder
 from agentrl.trajectory import Sample
-
-log = logging.getLogger("agentrl")
 
 FORMAT = 2
 """The version of the cache files. Raise it if a table would be built differently."""
@@ -42,10 +38,6 @@ MEMORY_BYTES = 32 << 20
 """A table with fewer bytes stays in memory. It is built in about a second."""
 CACHE_BYTES = 64 << 30
 """The size of the cache. Files that were not used for the longest time are removed first."""
-FREE_BYTES = 1 << 30
-"""The bytes of the disk that the cache leaves free, for the run."""
-CHECKED_BYTES = 64 << 20
-"""The free space is measured each time after this number of bytes is written."""
 BATCH_ROWS = 1024
 """The number of rows in a batch of the table, if they have fewer than `BATCH_BYTES`."""
 BATCH_BYTES = 4 << 20
@@ -155,8 +147,8 @@ def load_table(path: str, names: ColumnNames, mistakes: Mistakes) -> Table:
         mistakes: gets the mistakes of rows. Its last file is this one.
 
     Raises:
-        DataError: the file cannot be read, or changes while it is read; or it is too large for the
-            memory and no cache file can be written.
+        DataError: the file cannot be read, or changes while it is read; or it has more than
+            `MEMORY_BYTES` and no cache file can be written.
     """
     file = find_file(path)
     try:
@@ -170,35 +162,25 @@ def load_table(path: str, names: ColumnNames, mistakes: Mistakes) -> Table:
     if is_private and (table := _find(folder, key, path, digest)):
         return table
     start = mistakes.origins.start
-    for place in (*([folder] if is_private else []), Path(tempfile.gettempdir()), None):
-        own = Mistakes()
-        own.origins = mistakes.origins
-        sink = _Sink(place, key if place == folder else "")
-        try:
-            for batch in _describe(path, names, own, start):
-                sink.add(batch)
-            if _state(file) != before:
-                raise DataError(f"{path}: changed while it was read. Start again")
-            stored = sink.finish(keep=not len(own))
-        except _TooLarge:
-            raise DataError(
-                f"{path}: has more than {MAX_BYTES >> 20:,} MiB when decoded, so it needs a cache"
-                f" file, and none can be written. Set AGENTRL_HOME to a folder on a disk with more"
-                " free space"
-            ) from None
-        except (OSError, pa.ArrowException) as e:
-            log.warning(
-                "the cache of rows cannot be written to %s (%s): %s",
-                place,
-                e,
-                "the run uses memory" if place != folder else "the run uses a temporary file",
-            )
-            continue
-        finally:
-            sink.close()
-        mistakes.merge(own)
-        return Table(path, digest, stored)
-    raise AssertionError("a table in memory has no errors of files")
+    own = Mistakes()
+    own.origins = mistakes.origins
+    sink = _Sink(folder, key) if is_private else _Sink(Path(tempfile.gettempdir()), "")
+    try:
+        for batch in _describe(path, names, own, start):
+            sink.add(batch)
+        if _state(file) != before:
+            raise DataError(f"{path}: changed while it was read. Start again")
+        stored = sink.finish(keep=not len(own))
+    except (OSError, pa.ArrowException) as e:
+        raise DataError(
+            f"{path}: has more than {MEMORY_BYTES >> 20} MiB when decoded, so it needs a cache"
+            f" file, and none can be written ({e}). Set AGENTRL_HOME to a folder on a disk with"
+            " more free space"
+        ) from None
+    finally:
+        sink.close()
+    mistakes.merge(own)
+    return Table(path, digest, stored)
 
 
 def hash_file(path: str) -> str:
@@ -304,24 +286,20 @@ def _part_to_check(reader: RowReader) -> Callable[[pa.StructArray], pa.StructArr
 # -- cache files ----------------------------------------------------------------------------------
 
 
-class _TooLarge(Exception):
-    """The table does not fit into memory, and there is no file."""
-
-
 class _Sink:
     """Takes the batches of a table: in memory at first, in a file if there are many."""
 
-    def __init__(self, folder: Path | None, key: str):
+    def __init__(self, folder: Path, key: str):
         """Start empty.
 
         Args:
-            folder: the folder of the file; None: the table stays in memory.
+            folder: the folder of the file.
             key: the key of the table in the cache; "": the file is a temporary one.
         """
         self._folder = folder
         self._key = key
         self._kept: list[pa.RecordBatch] = []
-        self._bytes = self._checked = 0
+        self._bytes = 0
         self._file: Path | None = None
         self._out: Any = None
         self._writer: Any = None
@@ -331,19 +309,13 @@ class _Sink:
 
         Raises:
             OSError: the file cannot be written.
-            _TooLarge: there is no file, and too little memory.
         """
-        self._bytes += batch.nbytes
-        if self._folder is None and self._bytes > MAX_BYTES:
-            raise _TooLarge
-        if self._writer is not None:
-            self._write(batch)
-            return
         self._kept.append(batch)
-        if self._folder is not None and self._bytes > MEMORY_BYTES:
-            self._open(self._folder)
+        self._bytes += batch.nbytes
+        if self._bytes > MEMORY_BYTES:
+            writer = self._writer or self._open()
             for kept in self._kept:
-                self._write(kept)
+                writer.write_batch(kept)
             self._kept = []
 
     def finish(self, *, keep: bool) -> Stored:
@@ -357,7 +329,7 @@ class _Sink:
         """
         if self._writer is None:
             return Stored(self._kept)
-        assert self._file and self._folder
+        assert self._file
         self._writer.close()
         self._out.close()
         stored = _map(self._file)
@@ -378,22 +350,15 @@ class _Sink:
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
-    def _open(self, folder: Path) -> None:
-        if self._key:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(".partial", ".rows-", folder)  # mode 0600
+    def _open(self) -> Any:
+        """Create the file and return its writer."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(".partial", ".rows-", self._folder)  # mode 0600
         os.close(descriptor)
         self._file = Path(name)
         self._out = pa.OSFile(name, "wb")
         self._writer = pa.ipc.new_file(self._out, self._kept[0].schema)
-
-    def _write(self, batch: pa.RecordBatch) -> None:
-        if self._bytes - self._checked > CHECKED_BYTES:
-            self._checked = self._bytes
-            assert self._folder
-            if shutil.disk_usage(self._folder).free < FREE_BYTES:
-                raise OSError(errno.ENOSPC, "less than 1 GiB would be free")
-        self._writer.write_batch(batch)
+        return self._writer
 
 
 def _find(folder: Path, key: str, path: str, digest: str) -> Table | None:

@@ -215,14 +215,9 @@ def test_the_cache_is_private_and_used_again(tmp_path, cached, home):
     assert open_rows(path)[0].prompt[0].content == "other"
 
 
-def test_an_open_cache_folder_becomes_private_and_one_that_can_only_be_read_is_used(
-    tmp_path, cached, home, monkeypatch
-):
-    (home / "rows").mkdir(parents=True)
-    (home / "rows").chmod(0o777)
+def test_a_cache_that_can_only_be_read_is_used(tmp_path, cached, home, monkeypatch):
     path = numbered(tmp_path / "a.jsonl", 3)
     open_rows(path)
-    assert (home / "rows").stat().st_mode & 0o777 == 0o700
 
     def refuse(*args, **kwargs):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -292,28 +287,12 @@ def test_builders_at_the_same_time(tmp_path, cached, home):
     assert [file.suffix for file in (home / "rows").iterdir()] == [".arrow"]
 
 
-def test_a_cache_that_cannot_be_written(tmp_path, cached, home, monkeypatch, caplog):
+def test_a_cache_that_cannot_be_written(tmp_path, cached, home, monkeypatch):
     path = numbered(tmp_path / "a.jsonl", 10)
     home.write_text("a file in the place of the folder")
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(scratch))
-    assert len(list(open_rows(path))) == 10
-    assert list(scratch.iterdir()) == [] and "uses a temporary file" in caplog.text
-    assert len(caplog.records) == 1
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
-    assert len(list(open_rows(path))) == 10
-    assert "uses memory" in caplog.text
-    monkeypatch.setattr(table_module, "MAX_BYTES", 100)
     assert "Set AGENTRL_HOME to a folder on a disk with more free space" in refused(path)
-
-
-def test_a_disk_without_space(tmp_path, cached, home, monkeypatch, caplog):
-    monkeypatch.setattr(table_module, "FREE_BYTES", 1 << 60)
-    monkeypatch.setattr(table_module, "CHECKED_BYTES", 0)
-    assert len(list(open_rows(numbered(tmp_path / "a.jsonl", 10)))) == 10
-    assert "would be free" in caplog.text and "uses memory" in caplog.text
-    assert list((home / "rows").iterdir()) == []
+    monkeypatch.setattr(table_module, "MEMORY_BYTES", 1 << 20)
+    assert len(list(open_rows(path))) == 10
 
 
 def test_the_cache_has_a_limited_size(tmp_path, cached, home, monkeypatch):
@@ -574,7 +553,7 @@ def test_a_cache_folder_of_another_user_is_not_trusted(tmp_path, cached, home, c
     else:
         folder.chmod(0o777)
     assert list(open_rows(mine)) == before
-    assert ("is not used" in caplog.text) == (case != "open folder")
+    assert "is not used" in caplog.text
 
 
 @pytest.mark.parametrize("case", ["another user's file", "link to a file", "open file"])
