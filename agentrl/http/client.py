@@ -47,6 +47,9 @@ MIN_PAUSE = 0.1
 """The shortest time in seconds before a request to a busy server is repeated, even if `Retry-After`
 is 0. It doubles with each repetition, up to 1."""
 
+MAX_FETCHED_BYTES = 64 * 2**20
+"""The longest response of `fetch`, in bytes. A server's description of itself may be long."""
+
 NOT_PRINTABLE = re.compile(r"[^\x21-\x7e]")
 _HEADER = re.compile(r"[a-z0-9-]+: [\x21-\x7e]+")
 
@@ -265,7 +268,7 @@ def fetch_json(
     Raises:
         ConfigError: the URL is not http(s), or the token is not printable ASCII.
         Infrastructure: (`error`) no connection, no complete response in time, or a response that is
-            not JSON.
+            too long or not JSON.
     """
     status, response = fetch(base_url, path, body, token=token, error=error, timeout=timeout)
     try:
@@ -282,14 +285,17 @@ def fetch(
     token: str = "",
     error: type[Infrastructure] = Infrastructure,
     timeout: float,
+    max_bytes: int = MAX_FETCHED_BYTES,
 ) -> tuple[int, bytes]:
     """Send one request as `fetch_json` does, and return the response's bytes.
 
-    It uses httpx, because callers make few such requests.
+    It uses httpx, because callers make few such requests. `max_bytes` is the longest response to
+    accept.
 
     Raises:
         ConfigError: the URL is not http(s), or the token is not printable ASCII.
-        Infrastructure: (`error`) no connection, or no complete response in time.
+        Infrastructure: (`error`) no connection, no complete response in time, or one that is too
+            long.
     """
     method = "GET" if body is None else "POST"
     authorization = authorization_header(token)
@@ -309,6 +315,8 @@ def fetch(
         ):
             for piece in response.iter_bytes():  # The timeout of httpx is for each piece.
                 content += piece
+                if len(content) > max_bytes:
+                    raise error(f"{where}: the response has more than {max_bytes} bytes")
                 if time.monotonic() > end:
                     raise error(f"{where}: no complete response within {timeout:g} s")
     except httpx.TimeoutException as e:

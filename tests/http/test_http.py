@@ -169,14 +169,15 @@ async def test_nobody_listens():
         await get("http://127.0.0.1:1")
 
 
-async def test_a_busy_server_without_a_delay_is_not_retried_without_end():
+@pytest.mark.parametrize("now", ["0", "Thu, 01 Jan 1970 00:00:00 GMT"])
+async def test_a_busy_server_without_a_delay_is_not_retried_without_end(now):
     times = []
 
     async def handler(reader, writer):
         while True:
             await read_request(reader)
             times.append(time.monotonic())
-            writer.write(answer(b"0", "503 Busy", "retry-after: 0"))
+            writer.write(answer(b"0", "503 Busy", f"retry-after: {now}"))
 
     async with serving(handler) as url, HttpClient(url) as client:
         deadline = time.monotonic() + 1.2
@@ -428,6 +429,17 @@ async def test_a_timeout_is_for_the_whole_answer():
         with pytest.raises(EngineError, match=r"no complete response within 0\.3 s"):
             await asyncio.to_thread(fetch, url, "/x", error=EngineError, timeout=0.3)
         assert time.monotonic() - start < 2
+
+
+async def test_an_answer_that_is_too_long_is_not_kept_in_memory():
+    async with serving(always(answer(b"1" * 10))) as url:
+        assert await asyncio.to_thread(fetch, url, "/x", timeout=5, max_bytes=10) == (
+            200,
+            b"1" * 10,
+        )
+    async with serving(always(answer(b"1" * 11))) as url:
+        with pytest.raises(Infrastructure, match="the response has more than"):
+            await asyncio.to_thread(fetch, url, "/x", timeout=5, max_bytes=10)
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl to make a certificate with")
