@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -12,7 +13,7 @@ from support.trainer_fixtures import config, group, scored, segment, turn
 from torch import Tensor, tensor
 from torch.nn.functional import logsigmoid
 
-from agentrl import registry
+from agentrl import Scores, registry, reward
 from agentrl.config import RewardConfig
 from agentrl.learner.algorithms import (
     make_targets,
@@ -22,6 +23,7 @@ from agentrl.learner.algorithms import (
 )
 from agentrl.learner.batch import Batch, collate
 from agentrl.learner.losses import vanilla
+from agentrl.rewards import Scorer
 
 PAD = 0
 
@@ -29,9 +31,9 @@ PAD = 0
 def played(*earned: float, masked: bool = False):
     """A rollout of one row: two tokens a turn, an observation between; what its turns earned."""
     pieces, turns = [], []
-    for k, reward in enumerate(earned):
+    for k, value in enumerate(earned):
         pieces += [("A", [1, 2]), ("E", [3])]
-        turns.append(turn(0, 3 * k, 3 * k + 2, turn=reward))
+        turns.append(turn(0, 3 * k, 3 * k + 2, turn=value))
     return scored([segment([1], *pieces)], sum(earned), turns, masked=masked)
 
 
@@ -123,6 +125,21 @@ def rollout_of(episode: tuple[int, ...]):
     return scored([segment([1], *pieces)], sum(t.rewards["turn"] for t in turns), turns)
 
 
+def marked_afterwards(episode: tuple[int, ...]):
+    """The same rollout, whose turns a reward function scores when it has ended."""
+
+    def marks(trajectory):
+        chosen = [s.response_ids[t.start] for s in trajectory.segments for t in trajectory.turns]
+        return Scores(0.0, turns={k: EARNED[k][choice] for k, choice in enumerate(chosen)})
+
+    unmarked = rollout_of(episode).trajectory
+    turns = tuple(replace(t, rewards={}) for t in unmarked.turns)
+    with registry.rewards.isolated():
+        reward("marks")(marks)
+        scorer = Scorer(RewardConfig(function="marks", turn_weight=1.0))
+    return asyncio.run(scorer.score(replace(unmarked, turns=turns)))
+
+
 @dataclass(frozen=True)
 class World:
     """Every group of three that can be, as one batch; every group is a mini-batch of its own."""
@@ -142,8 +159,8 @@ def logprobs(batch: Batch, theta: Tensor) -> Tensor:
 
 
 @cache
-def world() -> World:
-    each = [rollout_of(episode) for episode in episodes()]
+def world(make=rollout_of) -> World:
+    each = [make(episode) for episode in episodes()]
     groups = [group(*members) for members in product(each, repeat=GROUP)]
     batch = collate(groups, PAD, RewardConfig(turn_weight=1.0))
     batch = replace(
@@ -159,9 +176,9 @@ def world() -> World:
     return World(batch, of_group, truth)
 
 
-def share_of_the_gradient(**keys) -> list[float]:
+def share_of_the_gradient(make=rollout_of, **keys) -> list[float]:
     """The learner's expected gradient, as a share of the true one, by parameter."""
-    made = world()
+    made = world(make)
     batch, sizes = made.batch, {"data__batch_size": len(made.of_group), "rollout__n": GROUP}
     c = config(algorithm__mini_batch_size=GROUP, **sizes, **keys)
     targets = make_targets(batch, c, None, None, None)
@@ -185,6 +202,11 @@ def test_the_exact_gradient_is_not_small():
 @pytest.mark.parametrize("name", ["rloo", "turn_rloo"])
 def test_leaving_one_out_has_the_true_gradient(name):
     assert share_of_the_gradient(algorithm__name=name) == EXACT
+
+
+def test_scores_of_turns_given_afterwards_have_the_true_gradient():
+    assert torch.equal(world(marked_afterwards).truth, world().truth)
+    assert share_of_the_gradient(marked_afterwards, algorithm__name="turn_rloo") == EXACT
 
 
 def test_a_constant_scale_only_scales():
