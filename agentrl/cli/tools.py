@@ -139,6 +139,7 @@ def list_(files: FilesArgument = None, file: FilesOption = None) -> None:
     for name in tools.names():
         tool: Tool = tools.get(name)
         kind = f"one object per {tool.scope}" if tool.is_class else "function"
+        kind = f"environment, {kind}" if tool.is_environment else kind
         calls = plural(tool.max_concurrency, "call")
         limit = f", at most {calls} at once" if tool.max_concurrency else ""
         rate = f", rate limit {tool.rate_limit:g} per second" if tool.rate_limit else ""

@@ -108,8 +108,11 @@ class McpEndpoint:
 
 
 def _is_usable_without_row(name: str) -> bool:
-    """Return whether a tool works without a dataset row; log a warning if not."""
+    """Return whether a tool works without a dataset row and an episode; log a warning if not."""
     tool: Tool = tools.get(name)
+    if tool.is_environment:
+        log.warning("the %s is not available to MCP clients: it needs an episode", tool.label)
+        return False
     try:
         if tool.is_class:
             tool.arguments({}, Sample("mcp", ()))
