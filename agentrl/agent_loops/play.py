@@ -28,6 +28,7 @@ from agentrl.errors import (
     user_code,
 )
 from agentrl.interactions import Interaction, Reply, build_interaction
+from agentrl.rewards.scorer import check_turns
 from agentrl.sandbox import configure
 from agentrl.tools import LocalToolbox, Toolbox
 from agentrl.tools.payloads import to_opening
@@ -132,7 +133,9 @@ async def _ask_reward(attempt: Attempt, episode: Episode) -> None:
     attempt.enter("the reward of the environment")
     start = time.monotonic()
     with user_code(f"the environment {attempt.sample.environment!r}"):
-        attempt.scores = await attempt.runtime.toolbox.score(attempt.episode_id, episode.messages)
+        scores = await attempt.runtime.toolbox.score(attempt.episode_id, episode.messages)
+        check_turns(attempt.sample.id, scores.turns, len(attempt.turns))
+        attempt.scores = scores
     attempt.record("reward", start, time.monotonic())
 
 

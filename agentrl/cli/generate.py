@@ -40,8 +40,8 @@ PER_ENGINE = 256
 SYNC_SECONDS = 2.0
 """How often the record is flushed to disk. A killed process loses nothing; a power cut, this."""
 SETTINGS = (
-    *("data.agent_name", "data.prompt_key", "data.tools", "data.untrusted", "files"),
-    *("interaction.kwargs", "model.path", "model.template_kwargs"),
+    *("data.agent_name", "data.prompt_key", "data.tools", "data.untrusted"),
+    *("environments", "files", "interaction.kwargs", "model.path", "model.template_kwargs"),
     *("rollout.budget_policy", "rollout.history_thinking", "rollout.max_tool_calls"),
     *("rollout.max_trajectory_tokens", "rollout.max_turn_tokens", "rollout.max_turns"),
     *("rollout.name", "rollout.tool_format", "tools.max_result_tokens", "tools.truncate"),

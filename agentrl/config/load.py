@@ -100,7 +100,7 @@ def _without_other_algorithm(settings: list[Setting]) -> list[Setting]:
 
 _KEYS_OF_FILES = (
     "files", "model.path", "data.train", "data.val", "data.agent_name", "data.prompt_key",
-    "data.reward_fn_key", "data.tools", "interaction.kwargs",
+    "data.reward_fn_key", "data.tools", "interaction.kwargs", "environments",
 )  # fmt: skip
 """The keys that a check of the run's files needs. They do not contradict each other."""
 

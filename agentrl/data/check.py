@@ -175,6 +175,8 @@ def _check_tools(sample: Sample) -> Problems:
             yield "tools_kwargs", f"tool {name!r} is a function; only a class takes create_kwargs"
         wants_row = wants_row or tool.spec.wants_row
     for path, value in sample.find_non_json(*([] if wants_row else ["tools_kwargs"])):
+        if sample.environment:
+            path = path.replace(f"tools_kwargs.{sample.environment}.create_kwargs", arguments, 1)
         yield (
             path,
             f"is {value!r:.60}, which JSON cannot hold, so it cannot be sent to the row's tools."

@@ -33,6 +33,8 @@ DEFAULT_INTERACTION = "gsm8k"
 """The interaction of verl's rows that do not name one, if a file of the run defines it."""
 WORLD = ("tools", "tools_kwargs", "interaction", "interaction_kwargs")
 """What a row with an environment does not have: the environment has all of it."""
+INNER_WORLD = ("tool_selection", "tools_kwargs", "interaction_kwargs")
+"""The same in verl's column `extra_info`."""
 SHOWN = 20
 """The maximum number of different mistakes in a message."""
 MAX_NEAR_MISSES = 10_000
@@ -306,7 +308,9 @@ class RowReader:
                     "is missing, but there are environment_kwargs. Name one, or remove them",
                 )
             return ""
-        if others := [field for field in WORLD if self.row.get(field)]:
+        others = [field for field in WORLD if self.row.get(field)]
+        others += [f"extra_info.{field}" for field in INNER_WORLD if self.extra.get(field)]
+        if others:
             self.wrong(
                 "environment",
                 f"{name!r} brings its own tools and replies, so the row cannot also have"

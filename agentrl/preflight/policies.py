@@ -14,7 +14,7 @@ from agentrl.answers import as_text
 from agentrl.chat import ChatTemplate
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.engine.scripted import scripted_generation
-from agentrl.errors import DataError
+from agentrl.errors import DataError, user_code
 from agentrl.gateway.check import example_of
 from agentrl.registry import tools
 from agentrl.rewards.graders import GOLD
@@ -116,9 +116,15 @@ def gold_steps(sample: Sample, grader: str = "") -> list[Step] | None:
         DataError: the solution is not a list of texts and calls.
     """
     cls = tools.get(sample.environment).target if sample.environment else None
-    steps = getattr(cls, "gold", lambda sample: None)(sample)
+    with user_code(f"gold() of the environment {sample.environment!r}"):
+        steps = getattr(cls, "gold", lambda sample: None)(sample)
     steps = sample.extra.get("solution") if steps is None else steps
     if steps is not None:
+        if not isinstance(steps, str | Sequence):
+            raise DataError(
+                f"row {sample.row} (id {sample.id!r}): its solution is {steps!r:.200}; it must be a"
+                " list of texts and calls"
+            )
         return [_step(sample, step) for step in ([steps] if isinstance(steps, str) else steps)]
     if grader in GOLD and sample.ground_truth is not None:
         return [GOLD[grader](sample.ground_truth)]

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -262,6 +262,15 @@ def source_weights(config: RewardConfig) -> dict[str, float]:
     }
 
 
+def check_turns(sample_id: str, scores: Collection[int], count: int) -> None:
+    """Raise `UserCodeError` if a reward scored a turn that an episode of `count` turns lacks."""
+    if unknown := [index for index in scores if index >= count]:
+        raise UserCodeError(
+            f"a reward scored turn {unknown[0]} of sample {sample_id!r}, which has"
+            f" {plural(count, 'turn')}; they are counted from 0"
+        )
+
+
 def with_turn_scores(trajectory: Trajectory, scores: Mapping[int, float]) -> Trajectory:
     """Return a trajectory whose turns have the scores of a reward, in place of earlier ones.
 
@@ -272,12 +281,7 @@ def with_turn_scores(trajectory: Trajectory, scores: Mapping[int, float]) -> Tra
     Raises:
         UserCodeError: there is no such turn.
     """
-    count = len(trajectory.turns)
-    if unknown := [index for index in scores if index >= count]:
-        raise UserCodeError(
-            f"a reward scored turn {unknown[0]} of sample {trajectory.sample.id!r}, which has"
-            f" {plural(count, 'turn')}; they are counted from 0"
-        )
+    check_turns(trajectory.sample.id, scores, len(trajectory.turns))
     turns = []
     for index, turn in enumerate(trajectory.turns):
         rewards = {k: v for k, v in turn.rewards.items() if k != "scores"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -180,7 +180,8 @@ def offered_functions(label: str, tool: Tool, value: Environment) -> list[str]:
     chosen = value.tools
     if chosen is None:
         return names
-    if isinstance(chosen, str) or not set(chosen) <= set(names):
+    is_list = isinstance(chosen, Iterable) and not isinstance(chosen, str)
+    if not is_list or any(name not in names for name in chosen):
         raise UserCodeError(
             f"{label}: tools={chosen!r} must be a list of some of its methods:"
             f" {', '.join(names) or 'none'}"
@@ -203,7 +204,7 @@ def to_scores(label: str, returned: Any) -> Scores:
             f"{label} returned {returned!r:.200}: the values of a mapping are parts, whose sum is"
             " the reward. For a score with other numbers return Scores(outcome, metrics={...})"
         )
-    if not numbers or not all(map(math.isfinite, numbers.values())):
+    if not numbers or len(numbers) < len(parts) or not math.isfinite(sum(numbers.values())):
         raise UserCodeError(
             f"{label} returned {returned!r:.200} ({type(returned).__name__}); it must be a finite"
             f" number, a mapping of named finite numbers, or Scores{missing_await(returned)}"

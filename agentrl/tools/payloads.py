@@ -374,7 +374,8 @@ def to_opening(label: str, value: Any) -> tuple[Message, ...]:
     if messages is None:
         return ()
     if isinstance(messages, Sequence) and all(
-        isinstance(m, Message) and m.role != "assistant" for m in messages
+        isinstance(m, Message) and m.role != "assistant" and isinstance(m.content, str)
+        for m in messages
     ):
         return tuple(Message(m.role, clean(m.content)) for m in messages if m.content)
     raise UserCodeError(

@@ -58,7 +58,8 @@ def load(address: str) -> None:
 def _tool(alias: str, url: str, spec: ToolSpec) -> Tool:
     """Return the environment as a class tool, whose methods send requests."""
     functions = {schema["function"]["name"]: schema for schema in spec.schemas}
-    methods = {name: _caller(name) for name in functions}
+    # Not by the functions' own names: the program may call one `start` or `tools`.
+    methods = {f"_call_{name}": _caller(name) for name in functions}
     clients = PerLoop(lambda: HttpToolbox(url, os.environ.get(TOKEN_VARIABLE, "")))
     cls = type(alias, (RemoteEnvironment,), {"_clients": clients, "_name": spec.name, **methods})
     injected = tuple(n for n in ("messages",) if n in spec.injected)
@@ -69,7 +70,7 @@ def _tool(alias: str, url: str, spec: ToolSpec) -> Tool:
         tuple(
             ToolFunction(
                 name,
-                name,
+                f"_call_{name}",
                 schema,
                 parameters_from_schema(schema["function"]["parameters"], name, where),
                 is_async=True,

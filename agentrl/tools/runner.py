@@ -261,16 +261,33 @@ class Runner:
         return to_opening(f"{tool.label}: {hook}()", returned)
 
     async def ask(
-        self, tool: Tool, instance: Instance, hook: str, messages: Sequence[Message]
+        self,
+        tool: Tool,
+        instance: Instance,
+        hook: str,
+        messages: Sequence[Message],
+        waiters: Waiters,
     ) -> Any:
         """Call the `respond` or `reward` of an environment, and return its result.
 
+        A call that passed its deadline and still runs ends first.
+
         Raises:
-            UserCodeError, ToolServerError: see `_hook`.
+            UserCodeError: such a call did not end within the timeout; also see `_hook`.
+            ToolServerError: the episode ended in the meantime; also see `_hook`.
         """
         bound = with_messages(getattr(instance.value, hook), hook, messages)
         async with instance.lock:
-            return await self._hook(tool, bound, {}, f"{hook}()")
+            hanging = instance.hanging_call
+            if hanging is not None and not hanging.done():
+                if await self._deadline(tool.timeout).wait(hanging, waiters):
+                    raise ToolServerError(f"{tool.label}: its episode ended before {hook}()")
+                if not hanging.done():
+                    raise UserCodeError(
+                        f"{tool.label}: {hook}() cannot be called, because an earlier call that"
+                        " timed out still runs"
+                    )
+            return await self._hook(tool, bound, {}, f"{hook}()", waiters, instance)
 
     async def reward(self, tool: Tool, instance: Instance) -> float:
         """Return the result of a class tool's `reward()`; 0 if the class has none.
@@ -308,15 +325,30 @@ class Runner:
         self._checks.close()
 
     async def _hook(
-        self, tool: Tool, target: Callable[..., Any], arguments: Mapping[str, Any], hook_name: str
+        self,
+        tool: Tool,
+        target: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        hook_name: str,
+        waiters: Waiters | None = None,
+        instance: Instance | None = None,
     ) -> Any:
         """Call a constructor or a hook, and return its result.
+
+        Args:
+            tool: the tool.
+            target: the constructor or the hook.
+            arguments: its arguments.
+            hook_name: its name, for messages.
+            waiters: the waiters of the episode, see `Call`.
+            instance: the object whose `hanging_call` it becomes if it passes its deadline.
 
         Raises:
             UserCodeError: the function raised, or took longer than the tool's timeout.
             ToolServerError: the function could not start in time, or raised `Infrastructure`.
         """
-        outcome = await self._outcome(tool, functools.partial(target, **arguments))
+        bound = functools.partial(target, **arguments)
+        outcome = await self._outcome(tool, bound, None, instance, waiters)
         if outcome is None:
             raise UserCodeError(f"{tool.label}: {hook_name} took more than {tool.timeout:g} s")
         value, error = outcome
@@ -360,6 +392,7 @@ class Runner:
         bound: functools.partial[Any],
         call: Call | None = None,
         instance: Instance | None = None,
+        waiters: Waiters | None = None,
     ) -> Outcome | None:
         """Run a function and return its outcome; None if its deadline passed.
 
@@ -368,9 +401,10 @@ class Runner:
             bound: a function, constructor, `reward` or `close`, with its arguments.
             call: the call of the model; None if agentrl itself calls the function.
             instance: the object, if the function is a method.
+            waiters: the waiters of the episode, if agentrl itself calls the function.
         """
         is_async = call.function.is_async if call else inspect.iscoroutinefunction(bound.func)
-        retries, waiters = (tool.retries, call.waiters) if call else (0, None)
+        retries, waiters = (tool.retries, call.waiters) if call else (0, waiters)
         queued_at = time.monotonic()
         job = await self._executors.start(tool, bound, tool.timeout, is_async)
         start_time = time.monotonic()

@@ -17,6 +17,7 @@ and it would be the first process to be overloaded.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import time
@@ -222,7 +223,9 @@ class ToolSession:
         try:
             instance = self._instances[tool.name]
             own = copy_value(storable_messages(messages))
-            return tool, await self._runner.ask(tool, instance, hook, own)
+            is_async = inspect.iscoroutinefunction(getattr(instance.value, hook))
+            waiters = self._async_waiters if is_async else self._waiters
+            return tool, await self._runner.ask(tool, instance, hook, own, waiters)
         finally:
             self.calls_running -= 1
             self.last_used = time.monotonic()

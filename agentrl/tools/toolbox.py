@@ -30,7 +30,12 @@ from agentrl.http import HttpClient, fetch_json
 from agentrl.http.pool import MAX_CONNECTIONS_TO_SERVER
 from agentrl.registry import Registry, tools
 from agentrl.replies import Reply
-from agentrl.tools.payloads import encode_arguments, storable_messages, unknown_tool
+from agentrl.tools.payloads import (
+    encode_arguments,
+    storable_messages,
+    to_opening,
+    unknown_tool,
+)
 from agentrl.tools.runner import QUEUE_SECONDS, CallLimits
 from agentrl.tools.serving.background import serve_in_background
 from agentrl.tools.session import (
@@ -343,8 +348,15 @@ class HttpToolbox(Toolbox):
         self._episodes[episode_id] = _OpenEpisode(
             serial_groups_of(specs), self._request_seconds + longest, message_readers
         )
-        opening = [Message(**m) for m in answer["opening"]]
-        offered = answer.get("tools", [f for spec in specs for f in spec.functions])
+        try:
+            messages = [Message(m["role"], m["content"]) for m in answer["opening"]]
+            opening = to_opening(f"{self.url}: the answer to POST /sessions", messages)
+            every = [f for spec in specs for f in spec.functions]
+            offered = [str(name) for name in answer.get("tools", every)]
+        except (TypeError, ValueError, KeyError, AttributeError) as e:
+            raise UserCodeError(
+                f"{self.url} did not answer with an opening: {answer!r:.200} ({e!r})"
+            ) from None
         return Opened(opening, offered, environment_hooks(specs))
 
     async def respond(
