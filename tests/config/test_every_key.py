@@ -229,6 +229,7 @@ REFUSED = (
 )  # fmt: skip
 # Only servers that start would show them, or memory and speed. Key -> the test of what is done.
 ELSEWHERE = {
+    "environments": "tools/test_environment.py::test_an_environment_is_another_program",
     "agent.command": "gateway/test_external.py::test_rows_are_checked_with_their_agent",
     "agent.python": "gateway/test_external.py::test_rows_are_checked_with_their_agent",
     "agent.reward": "gateway/test_external.py::test_the_exit_code_is_the_reward",

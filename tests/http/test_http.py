@@ -169,15 +169,14 @@ async def test_nobody_listens():
         await get("http://127.0.0.1:1")
 
 
-@pytest.mark.parametrize("now", ["0", "Thu, 01 Jan 1970 00:00:00 GMT"])
-async def test_a_busy_server_without_a_delay_is_not_retried_without_end(now):
+async def test_a_busy_server_without_a_delay_is_not_retried_without_end():
     times = []
 
     async def handler(reader, writer):
         while True:
             await read_request(reader)
             times.append(time.monotonic())
-            writer.write(answer(b"0", "503 Busy", f"retry-after: {now}"))
+            writer.write(answer(b"0", "503 Busy", "retry-after: 0"))
 
     async with serving(handler) as url, HttpClient(url) as client:
         deadline = time.monotonic() + 1.2

@@ -81,6 +81,8 @@ ELSEWHERE = [
 OPERATIONS = {
     ("POST", "/sessions"),
     ("POST", "/sessions/{episode_id}/calls"),
+    ("POST", "/sessions/{episode_id}/respond"),
+    ("POST", "/sessions/{episode_id}/reward"),
     ("DELETE", "/sessions/{episode_id}"),
     ("GET", "/tools"),
     ("GET", "/health"),

@@ -696,7 +696,7 @@ def test_a_class_offers_its_public_methods():
     sample = Sample("x", (), row=3)
     assert record.arguments({"size": 2}, sample) == {"size": 2}
     assert record.constructor_injected == ("sample",)
-    with pytest.raises(DataError, match=r"row 3 \(id 'x'\): create_kwargs of the tool 'whole'"):
+    with pytest.raises(DataError, match=r"row 3 \(id 'x'\): the arguments of the tool 'whole'"):
         record.arguments({"sample": 1}, sample)
 
 
