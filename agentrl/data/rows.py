@@ -31,8 +31,8 @@ CALLS_ARE_TEXT = "write tool calls into the content, as the chat template shows 
 """The message about `tool_calls`: prompts and examples are text as the model writes it."""
 DEFAULT_INTERACTION = "gsm8k"
 """The interaction of verl's rows that do not name one, if a file of the run defines it."""
-WORLD = ("tools", "tools_kwargs", "interaction", "interaction_kwargs")
-"""What a row with an environment does not have: the environment has all of it."""
+REPLACED_BY_ENVIRONMENT = ("tools", "tools_kwargs", "interaction", "interaction_kwargs")
+"""The columns that a row with an environment cannot have."""
 SHOWN = 20
 """The maximum number of different mistakes in a message."""
 MAX_NEAR_MISSES = 10_000
@@ -306,7 +306,7 @@ class RowReader:
                     "is missing, but there are environment_kwargs. Name one, or remove them",
                 )
             return ""
-        if others := [field for field in WORLD if self.row.get(field)]:
+        if others := [field for field in REPLACED_BY_ENVIRONMENT if self.row.get(field)]:
             self.wrong(
                 "environment",
                 f"{name!r} brings its own tools and replies, so the row cannot also have"

@@ -120,10 +120,11 @@ class ReplyResponse(BaseModel):
 
 
 class RewardResponse(BaseModel):
-    """The environment's reward."""
+    """The result of the environment's `reward()`."""
 
     reward: float
-    parts: dict[str, float]
+    """The outcome of the episode."""
+    metrics: dict[str, float]
     """Named numbers, which become metrics."""
     turns: dict[str, float]
     """Scores of turns, by the index of the turn."""
@@ -190,7 +191,7 @@ STATUS_TEXTS = {
     415: "The body is not declared as JSON",
     421: "Another worker serves the episode",
     422: "The body has the wrong shape, or names an unknown tool",
-    500: "The constructor or reward of a tool raised",
+    500: "The constructor or a hook of a tool or environment raised",
     503: "The server is busy or stopping; with Retry-After, the request may be sent again",
 }
 BODY_STATUSES = (400, 408, 413, 415, 422)
@@ -391,8 +392,8 @@ def _add_session_routes(
         body = RewardRequest.model_validate(orjson.loads(await request.body()))
         scores = await host.session(episode_id).score(_MESSAGES.validate_python(body.messages))
         turns = {str(index): score for index, score in scores.turns.items()}
-        parts = dict(scores.metrics)
-        return json_response({"reward": scores.outcome, "parts": parts, "turns": turns})
+        metrics = dict(scores.metrics)
+        return json_response({"reward": scores.outcome, "metrics": metrics, "turns": turns})
 
     @app.delete(
         "/sessions/{episode_id:path}", **describe_route(CloseResponse, 404, 421, 422, 500, 503)
