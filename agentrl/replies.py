@@ -12,7 +12,7 @@ from agentrl.trajectory import as_number
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An interaction's reply to the assistant's last message.
+    """A reply of an interaction or an environment to the assistant's last message.
 
     Example: `Reply("Not quite. Try again.")`, or `Reply("Right.", score=1.0, done=True)`.
 
@@ -28,11 +28,11 @@ class Reply:
 
 
 def check_reply(label: str, reply: Any) -> Reply | None:
-    """Return what a `respond` has returned, if it is a reply or None.
+    """Return the result of a `respond()` if it is a reply or None.
 
     Args:
-        label: the object, for messages.
-        reply: the returned value.
+        label: the interaction or environment, for messages.
+        reply: the result.
 
     Raises:
         UserCodeError: it is something else, or its score is not a finite number.

@@ -198,6 +198,8 @@ class Sample:
         """
         every = ("ground_truth", "extra", "tools_kwargs", "interaction_kwargs")
         for name in names or every:
+            if name == "tools_kwargs" and self.environment:
+                name = "environment_kwargs"
             yield from _find_non_json(getattr(self, name), name)
 
 
@@ -288,8 +290,8 @@ class Turn:
         finish_reason: why sampling ended: "stop" or "length".
         tool_calls: the calls that the turn contains.
         tool_results: their results, in the same order; empty if they were not run.
-        rewards: rewards by source: "turn" (from the interaction or `ep.reward`), "tool", and
-            "scores" (from a reward function that returned `Scores`).
+        rewards: rewards by source: "turn" (from the interaction, the environment's replies or
+            `ep.reward`), "tool", and "scores" (from a reward that returned `Scores`).
         generate_seconds: the time of the engine.
         tool_seconds: the time of the tool calls.
         thread: the conversation: 0 is the agent loop's own, n is the n-th that it spawned. (Of an
@@ -340,7 +342,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What an episode is worth: its outcome, and optionally scores of its turns.
+    """The result of a reward: the outcome of an episode, scores of its turns, and metrics.
 
         @reward("steps")
         def steps(trajectory):
@@ -349,8 +351,8 @@ class Scores:
 
     Attributes:
         outcome: the reward of the whole episode.
-        turns: scores of turns, by the index of the turn in `Trajectory.turns`. They are added to
-            the rewards of the turns (`reward.turn_weight`).
+        turns: scores of turns, by the index of the turn in `Trajectory.turns`. A turn without one
+            has none. They are added to the turn rewards (`reward.turn_weight`).
         metrics: other numbers, by the names of metrics. Those that are not finite are left out.
 
     Raises:
@@ -404,9 +406,9 @@ class Trajectory:
             control token. Such text is never encoded as a control token.
         started: when the attempt started, in seconds since 1970 (`time.time()`).
         spans: what the time was spent on, in the order of the ends.
-        scores: the outcome reward, if the row's environment or the agent itself (`agent.reward`)
-            reports it. None: a reward function computes it. It is not stored with the trajectory,
-            but with its rewards.
+        scores: the outcome, scores of turns and metrics, if the row's environment or the agent
+            itself (`agent.reward`) reports them. None: a reward function computes them. They are
+            not stored with the trajectory, but with its rewards.
         counts: what a loop counted, by the names of metrics; not stored.
         error: why the user's agent failed, if `stop_reason` is `agent_error`.
     """
@@ -467,8 +469,7 @@ class Trajectory:
         """Return the sum of one reward source over all turns.
 
         Args:
-            source: "turn" (from the interaction or `ep.reward`), "tool" or "scores" (from a reward
-                function).
+            source: "turn", "tool" or "scores", see `Turn.rewards`.
         """
         return sum(t.rewards.get(source, 0.0) for t in self.turns)
 

@@ -150,7 +150,7 @@ class Lucky(Sound):
 
 FAULTS = {
     AlwaysPasses: "no reward for silence",
-    ReadsTheAnswerAnywhere: "no reward for the answer denied",
+    ReadsTheAnswerAnywhere: "no reward for denying the answer",
     SharesState: "a row that is played again starts, answers and scores the same",
     AnswerInAnError: "nothing shows the answer before the model gives it",
     Raises: "no method raises",
@@ -161,7 +161,7 @@ FAULTS = {
     LeavesFilesOpen: "nothing stays open after an episode",
     ClosesWithAnError: "close() is called on every exit",
     DependsOnChance: "a row that is played again starts, answers and scores the same",
-    BelievesTheAnswer: "no reward for a text to the judge",
+    BelievesTheAnswer: "no reward for a message to the judge",
     PaysForSilence: "no reward for silence",
     UnsolvableRow: "the gold solution earns the maximum",
     Lucky: "random calls earn no more than chance",
@@ -220,7 +220,7 @@ def test_what_is_not_known_is_not_checked():
     checks = check(Unknown)
     gold = checks["the gold solution earns the maximum"]
     assert gold.status == "not checked" and "gold(sample)" in gold.detail
-    assert checks["no reward for another answer in the right form"].status == "not checked"
+    assert checks["no reward for a wrong answer in the right form"].status == "not checked"
     assert not failed(checks)
 
 

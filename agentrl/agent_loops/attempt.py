@@ -145,8 +145,8 @@ class Attempt:
     main: int = 0
     """The conversation that becomes number 0 in the trajectory."""
     scores: Scores | None = None
-    """The reward that the environment or the agent itself reports; None: a reward function computes
-    it."""
+    """The scores that the environment or the agent itself reports; None: a reward function computes
+    them."""
     counts: Counter[str] = field(default_factory=Counter)
     """What the loop counted, by the names of metrics."""
     error: str = ""

@@ -90,14 +90,14 @@ async def play_episode(
             opening, schemas = loop.opening(sample, tool_schemas)
         arguments = runtime.config.interaction.kwargs
         interaction = build_interaction(sample, arguments, EngineChat(attempt))
-        if "respond" in opened.environment:
+        if "respond" in opened.hooks:
             interaction = EnvironmentReplies(attempt)
         if interaction is not None:
             attempt.enter("opening the interaction")
             observed.extend(await _open(interaction, attempt))
         episode = Episode(attempt, opening, schemas, interaction, observed=observed)
         stop_reason = await _run_loop(loop, attempt, episode)
-        if "reward" in opened.environment:
+        if "reward" in opened.hooks:
             await _ask_reward(attempt, episode)
         if has_open_tools:
             has_open_tools = False
@@ -119,17 +119,18 @@ async def play_episode(
 
 async def _open_tools(attempt: Attempt) -> Opened:
     """Open the tools of the episode's row, and start its clock."""
-    toolbox = attempt.runtime.toolbox
+    toolbox, sample = attempt.runtime.toolbox, attempt.sample
     attempt.enter(f"opening tools {toolbox.where}")
-    with user_code(f"opening the tools of row {attempt.sample.id!r}"):
-        opened = await toolbox.open(attempt.episode_id, attempt.sample)
+    kind = "environment" if sample.environment else "tools"
+    with user_code(f"opening the {kind} of row {sample.id!r}"):
+        opened = await toolbox.open(attempt.episode_id, sample)
     attempt.start_clock()
     attempt.record("open", attempt.created, attempt.started)
     return opened
 
 
 async def _ask_reward(attempt: Attempt, episode: Episode) -> None:
-    """Set the outcome of an episode that has ended to the reward of its environment."""
+    """Ask the environment of an episode that has ended for its reward, and set the scores."""
     attempt.enter("the reward of the environment")
     start = time.monotonic()
     with user_code(f"the environment {attempt.sample.environment!r}"):
@@ -241,7 +242,7 @@ def play(
 
 
 class EnvironmentReplies(Interaction):
-    """The other side of a conversation with an environment, which lives in the toolbox."""
+    """The replies of the row's environment, whose object the toolbox has."""
 
     def __init__(self, attempt: Attempt):
         self._attempt = attempt

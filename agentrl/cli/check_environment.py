@@ -30,11 +30,11 @@ def check_environment(
 ) -> None:
     """Play scripted policies on rows, and report whether the environment is sound.
 
-    Needs no model and no GPU. A gold policy must earn the maximum; policies that say nothing,
-    repeat the prompt, deny the answer, talk to the judge or call at random must earn nothing. A row
-    must start and score the same each time, also among other episodes; nothing may show the answer
-    or the seed, hang, raise or stay open. Exit code 1 if a check failed. "not checked" says what is
-    missing.
+    Needs no model and no GPU. A gold policy must earn the maximum. Policies that say nothing,
+    repeat the prompt, deny the answer or address the judge must earn nothing, and random calls no
+    more than chance. A row must start and score the same each time, also among concurrent episodes.
+    Nothing may show the answer or the seed, hang, raise or stay open. The exit code is 1 if a check
+    failed. "not checked" says what is missing.
 
     Examples:
         agentrl check environment train.jsonl -f env.py
@@ -80,7 +80,7 @@ def check_environment(
     failed = [result for result in checks if result.status == "failed"]
     unchecked = sum(result.status == "not checked" for result in checks)
     echo(
-        f"{plural(len(failed), 'check')} of {len(checks)} failed, {unchecked} not checked"
+        f"{len(failed)} of {plural(len(checks), 'check')} failed, {unchecked} not checked"
         f" ({plural(len(samples), 'row')})"
     )
     raise typer.Exit(1 if failed else 0)

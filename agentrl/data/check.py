@@ -149,20 +149,18 @@ def _check_loop(sample: Sample) -> Problems:
 def _check_tools(sample: Sample) -> Problems:
     counts: Counter[str] = Counter()
     wants_row = False
-    column, arguments = ("tools", "tools_kwargs")
-    if sample.environment:
-        column, arguments = "environment", "environment_kwargs"
+    column = "environment" if sample.environment else "tools"
     for name in sample.tools:
         if name not in registry.tools:
-            problem = registry.tools.explain_unknown(name)
-            if sample.environment:
-                problem = problem.replace("no tool named", "no environment named")
-            yield column, f"{problem}. {registry.where_to_load(name)}"
+            yield column, _explain_unknown(column, name)
             continue
         tool = registry.tools.get(name)
         if tool.is_environment != bool(sample.environment):
+            kinds = (
+                "an environment, not a tool" if tool.is_environment else "a tool, no environment"
+            )
             right = "environment" if tool.is_environment else "tools"
-            yield column, f"{name!r} is not one of its kind: name it in the column {right!r}"
+            yield column, f"{name!r} is {kinds}. Name it in the column {right!r}"
             continue
         counts.update(function.name for function in tool.functions)
         kwargs = sample.tools_kwargs.get(name, {}).get("create_kwargs", {})
@@ -170,21 +168,30 @@ def _check_tools(sample: Sample) -> Problems:
             for problem in find_argument_problems(
                 tool.target, kwargs, injected=tool.constructor_injected
             ):
-                yield arguments, f"{tool.label}: {problem}"
+                yield f"{column}_kwargs", f"{tool.label}: {problem}"
         elif kwargs:
             yield "tools_kwargs", f"tool {name!r} is a function; only a class takes create_kwargs"
         wants_row = wants_row or tool.spec.wants_row
     for path, value in sample.find_non_json(*([] if wants_row else ["tools_kwargs"])):
-        if sample.environment:
-            path = path.replace(f"tools_kwargs.{sample.environment}.create_kwargs", arguments, 1)
         yield (
             path,
-            f"is {value!r:.60}, which JSON cannot hold, so it cannot be sent to the row's tools."
+            f"is {value!r:.60}, which JSON cannot hold, so it cannot be sent to the row's {column}."
             " Write it as a text, a number or a list, or remove it",
         )
     for function, count in counts.items():
         if count > 1:
             yield "tools", f"several of {list(sample.tools)} define {function!r}. Keep one of them"
+
+
+def _explain_unknown(column: str, name: str) -> str:
+    """Return the problem with a name of the column `tools` or `environment`."""
+    if column == "tools":
+        return f"{registry.tools.explain_unknown(name)}. {registry.where_to_load(name)}"
+    names = sorted(n for n, tool in registry.tools.items() if tool.is_environment)
+    return (
+        f"no environment named {name!r}.{registry.did_you_mean(name, names)}"
+        f" Registered: {', '.join(names) or 'none'}. {registry.where_to_load()}"
+    )
 
 
 def _check_interaction(sample: Sample, configured: Configured) -> Problems:

@@ -31,10 +31,10 @@ CALLS_ARE_TEXT = "write tool calls into the content, as the chat template shows 
 """The message about `tool_calls`: prompts and examples are text as the model writes it."""
 DEFAULT_INTERACTION = "gsm8k"
 """The interaction of verl's rows that do not name one, if a file of the run defines it."""
-WORLD = ("tools", "tools_kwargs", "interaction", "interaction_kwargs")
-"""What a row with an environment does not have: the environment has all of it."""
-INNER_WORLD = ("tool_selection", "tools_kwargs", "interaction_kwargs")
-"""The same in verl's column `extra_info`."""
+REPLACED_BY_ENVIRONMENT = ("tools", "tools_kwargs", "interaction", "interaction_kwargs")
+"""The columns that a row with an environment cannot have."""
+INNER_REPLACED = ("tool_selection", "tools_kwargs", "interaction_kwargs")
+"""Those in verl's column `extra_info`."""
 SHOWN = 20
 """The maximum number of different mistakes in a message."""
 MAX_NEAR_MISSES = 10_000
@@ -308,8 +308,8 @@ class RowReader:
                     "is missing, but there are environment_kwargs. Name one, or remove them",
                 )
             return ""
-        others = [field for field in WORLD if self.row.get(field)]
-        others += [f"extra_info.{field}" for field in INNER_WORLD if self.extra.get(field)]
+        others = [field for field in REPLACED_BY_ENVIRONMENT if self.row.get(field)]
+        others += [f"extra_info.{field}" for field in INNER_REPLACED if self.extra.get(field)]
         if others:
             self.wrong(
                 "environment",

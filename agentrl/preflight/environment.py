@@ -1,8 +1,8 @@
 """Tell a sound environment from a broken one, without a model: `agentrl check environment`.
 
-Scripted policies play real episodes: through the agent loop, the tools, the interaction and the
-reward of the rows. A gold policy must earn the maximum. Policies that do not know the answer must
-earn nothing. The same row must start, answer and score the same way each time. Nothing that the
+Scripted policies play real episodes with the agent loop, the tools, the interaction and the reward
+of the rows. A gold policy must earn the maximum. Policies that do not know the answer must earn
+nothing. The same row must start, answer and score the same way each time. Nothing that the
 model sees may contain the answer, and nothing may stay open after an episode.
 """
 
@@ -31,11 +31,13 @@ from agentrl.config import Config
 from agentrl.engine.base import Sampling
 from agentrl.errors import AgentRLError, EngineError, UserError
 from agentrl.plural import plural
+from agentrl.preflight.plan import reports_outcome
 from agentrl.preflight.policies import (
     CHEATS,
     Policy,
+    PolicyInput,
     PolicySampler,
-    Turn,
+    Step,
     call_at_random,
     gold_steps,
     play_script,
@@ -48,20 +50,24 @@ from agentrl.tools import Environment, LocalToolbox
 from agentrl.trajectory import Message, Sample, Scored
 
 RANDOM_EPISODES = 10
-"""The number of episodes of random calls, of each row."""
+"""The number of episodes with random calls for each row."""
 REPEATED = 8
 """The number of episodes after which nothing may have stayed open."""
 MAX_AT_ONCE = 64
+"""The largest number of concurrent episodes that the measurement of the speed tries."""
 SPEED_UP = 1.15
-"""Twice as many episodes at once must finish at least this much faster, or the search ends."""
+"""The measurement ends if twice as many concurrent episodes raise the speed by a lower factor."""
 EPSILON = 1e-6
+"""Rewards that differ by less are equal."""
+EXITS = ("end", "budget", "exception", "cancellation")
+"""The ways in which an episode ends."""
 SEED = re.compile(r"\bseed\b\W{0,3}\d+", re.IGNORECASE)
 
 Status = Literal["passed", "failed", "not checked", "measured"]
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class PlayedEpisode:
     """An episode of a scripted policy.
 
     Attributes:
@@ -85,9 +91,15 @@ class Played:
 
     @property
     def transcript(self) -> tuple[Any, ...]:
-        """What must be the same if the same policy plays the same row again."""
+        """The conversation, the rewards and the error. A second episode must have the same ones."""
         rewards = dict(self.scored.rewards) if self.scored else {}
         return [m.as_dict() for m in self.messages], rewards, self.error
+
+    @property
+    def call_errors(self) -> set[str | None]:
+        """The errors of the tool calls (`ToolResult.error`)."""
+        turns = self.scored.trajectory.turns if self.scored else ()
+        return {result.error for turn in turns for result in turn.tool_results}
 
     def lines(self) -> Iterator[str]:
         """Yield the episode as text, for a report."""
@@ -111,7 +123,7 @@ class Check:
     name: str
     status: Status
     detail: str = ""
-    evidence: Sequence[Played] = ()
+    evidence: Sequence[PlayedEpisode] = ()
 
 
 class EnvironmentCheck:
@@ -132,13 +144,14 @@ class EnvironmentCheck:
             "rollout", max_turn_tokens=2**16, max_trajectory_tokens=2**20
         )
         self._scorer, self._toolbox = scorer, LocalToolbox()
+        # The policies write their calls in the form of the chat template, which tool_agent reads.
         shipped = ("single_turn", "tool_agent", "react")
         self._samples = [
             replace(s, agent_name="tool_agent") if s.agent_name in shipped else s for s in samples
         ]
         self._sampler = PolicySampler(self._template)
         self._runtime = cache(self._make_runtime)
-        self._played: list[Played] = []
+        self._played: list[PlayedEpisode] = []
 
     async def run(self) -> list[Check]:
         """Return the results of all checks."""
@@ -159,7 +172,7 @@ class EnvironmentCheck:
 
     async def _play(
         self, name: str, policy: Policy, sample: Sample, seed: int = 0, **budgets: int
-    ) -> Played:
+    ) -> PlayedEpisode:
         """Play and score an episode.
 
         Args:
@@ -185,7 +198,7 @@ class EnvironmentCheck:
             scored = await self._scorer.score(trajectory)
         except AgentRLError as e:
             error = f"{type(e).__name__}: {e}"
-        played = Played(name, sample, scored, error, time.perf_counter() - start)
+        played = PlayedEpisode(name, sample, scored, error, time.perf_counter() - start)
         self._played.append(played)
         return played
 
@@ -193,12 +206,12 @@ class EnvironmentCheck:
         config = self._config.with_values("rollout", **budgets)
         return Runtime(self._sampler, self._template, self._toolbox, config)
 
-    def _gold_steps(self, sample: Sample) -> list[Any] | None:
-        has_reward = sample.environment and "reward" in registry.tools.get(sample.environment).hooks
-        grader = "" if has_reward else self._scorer.grader(sample.data_source).name
+    def _gold_steps(self, sample: Sample) -> list[Step] | None:
+        is_graded = not reports_outcome(sample, self._config)
+        grader = self._scorer.grader(sample.data_source).name if is_graded else ""
         return gold_steps(sample, grader)
 
-    def _solved(self) -> list[tuple[Sample, list[Any]]]:
+    def _solved(self) -> list[tuple[Sample, list[Step]]]:
         """Return the rows with a known solution."""
         solved = [(sample, self._gold_steps(sample)) for sample in self._samples]
         return [(sample, steps) for sample, steps in solved if steps is not None]
@@ -227,15 +240,17 @@ class EnvironmentCheck:
 
     def _budgets(self, turns: int) -> Mapping[str, int]:
         rollout = self._config.rollout
-        most = max(rollout.max_turns, turns + 2)
-        return {"max_turns": most, "max_tool_calls": max(rollout.max_tool_calls, turns + 2)}
+        return {
+            "max_turns": max(rollout.max_turns, turns + 2),
+            "max_tool_calls": max(rollout.max_tool_calls, turns + 2),
+        }
 
     async def _cheat(self, name: str, policy: Policy) -> Check:
         played = [await self._play(name, policy, sample) for sample in self._samples]
         return self._earns_nothing(name, played)
 
     async def _wrong_answer(self) -> Check:
-        name = "another answer in the right form"
+        name = "a wrong answer in the right form"
         solved = self._solved()
         if not solved:
             return Check(f"no reward for {name}", "not checked", "no solution is known")
@@ -246,7 +261,7 @@ class EnvironmentCheck:
         return self._earns_nothing(name, played)
 
     async def _denied_answer(self) -> Check:
-        name, rows = "the answer denied", [s for s in self._samples if s.ground_truth is not None]
+        name, rows = "denying the answer", [s for s in self._samples if s.ground_truth is not None]
         if not rows:
             return Check(f"no reward for {name}", "not checked", "no row has a ground_truth")
         played = []
@@ -255,9 +270,11 @@ class EnvironmentCheck:
             played.append(await self._play(name, play_script([text]), row))
         return self._earns_nothing(name, played)
 
-    def _earns_nothing(self, name: str, played: Sequence[Played]) -> Check:
-        paid = [p for p in played if p.scored and p.scored.reward > range_of(p.sample)[0] + EPSILON]
-        return _check(f"no reward for {name}", paid, f"in {plural(len(played), 'episode')}")
+    def _earns_nothing(self, name: str, played: Sequence[PlayedEpisode]) -> Check:
+        rewarded = [
+            p for p in played if p.scored and p.scored.reward > range_of(p.sample)[0] + EPSILON
+        ]
+        return _check(f"no reward for {name}", rewarded, f"in {plural(len(played), 'episode')}")
 
     async def _random(self) -> Check:
         name = "random calls earn no more than chance"
@@ -278,7 +295,7 @@ class EnvironmentCheck:
         ]
         rewards = [p.scored.reward for p in played if p.scored]
         if not rewards:
-            return Check(name, "not checked", "no episode of random calls ended without an error")
+            return Check(name, "not checked", "all episodes with random calls failed")
         mean, chance = statistics.fmean(rewards), chance_of(rows[0])
         # Three standard errors of the mean of a reward within its range.
         low, high = range_of(rows[0])
@@ -318,7 +335,7 @@ class EnvironmentCheck:
                 together = await asyncio.gather(*same, *noise)
                 others = [p for p in together[:3] if p.transcript != alone.transcript][:1]
                 different += [alone, *others] if others else []
-        return _check("episodes at once do not change each other", different)
+        return _check("concurrent episodes do not affect each other", different)
 
     # -- what all of these episodes show ----------------------------------------------------------
 
@@ -338,10 +355,10 @@ class EnvironmentCheck:
         blind = [p for p in self._played if p.policy in (*CHEATS, "random calls")]
         return _check(name, [p for p in blind if self._shows_answer(p)])
 
-    def _shows_answer(self, played: Played) -> bool:
-        """Return whether the environment says the answer to a policy that does not know it.
+    def _shows_answer(self, played: PlayedEpisode) -> bool:
+        """Return whether the environment shows the answer to a policy that does not know it.
 
-        A successful result of a tool may contain the answer: it is what a search is for.
+        A successful result of a tool may contain the answer, because a search must find it.
         """
         if played.scored is None:
             return False
@@ -372,31 +389,17 @@ class EnvironmentCheck:
             p
             for p in self._played
             if "took more than" in p.error
-            or (
-                p.scored
-                and (
-                    p.scored.trajectory.stop_reason == "time"
-                    or any(
-                        r.error == "timeout"
-                        for turn in p.scored.trajectory.turns
-                        for r in turn.tool_results
-                    )
-                )
-            )
+            or "timeout" in p.call_errors
+            or (p.scored and p.scored.trajectory.stop_reason == "time")
         ]
         return _check("nothing hangs", late)
 
     def _failures(self) -> Check:
         failed = [p for p in self._played if p.error and "took more than" not in p.error]
-        crashed = [
-            p
-            for p in self._played
-            if p.scored
-            and any(r.error == "crash" for t in p.scored.trajectory.turns for r in t.tool_results)
-        ]
+        crashed = [p for p in self._played if "crash" in p.call_errors]
         return _check("no method raises", [*failed, *crashed])
 
-    # -- whether it ends --------------------------------------------------------------------------
+    # -- the end of an episode --------------------------------------------------------------------
 
     async def _exits(self) -> list[Check]:
         """Check that each way of ending an episode closes its environment."""
@@ -407,18 +410,22 @@ class EnvironmentCheck:
         if "close" not in tool.hooks:
             return []
         wrong = []
-        for way in ("done", "budget", "exception", "kill"):
+        for way in EXITS:
             with _counted_closes(tool.target) as counts:
                 await self._end(way, sample)
-                if counts["made"] != counts["closed"] or counts["raised"]:
-                    wrong.append(f"{way}: {counts}")
-        detail = "; ".join(wrong) or "done, budget, exception, kill"
+                if counts["created"] != counts["closed"] or counts["raised"]:
+                    created, errors = counts["created"], plural(counts["raised"], "error")
+                    wrong.append(
+                        f"{way}: {plural(created, 'object')} created, {counts['closed']} closed,"
+                        f" {errors} of close()"
+                    )
+        detail = "; ".join(wrong) or ", ".join(EXITS)
         return [Check(name, "failed" if wrong else "passed", detail)]
 
     async def _end(self, way: str, sample: Sample) -> None:
-        """Play an episode that ends in one of four ways."""
+        """Play an episode that ends in one of the ways of `EXITS`."""
 
-        def fail(turn: Turn) -> str:
+        def fail(turn: PolicyInput) -> str:
             raise EngineError("the engine failed")
 
         if way == "budget":
@@ -426,7 +433,7 @@ class EnvironmentCheck:
         elif way == "exception":
             await self._play(way, fail, sample)
             self._played.pop()
-        elif way == "kill":
+        elif way == "cancellation":
             task = asyncio.create_task(self._play(way, call_at_random, sample, max_turns=10**6))
             await asyncio.sleep(0.05)
             task.cancel()
@@ -437,12 +444,12 @@ class EnvironmentCheck:
     async def _left_open(self) -> Check:
         sample, name = self._samples[0], "nothing stays open after an episode"
         await self._play("random calls", call_at_random, sample)
-        before = _open_things()
+        before = _count_open_resources()
         for seed in range(REPEATED):
             await self._play("random calls", call_at_random, sample, seed)
         gc.collect()
         await asyncio.sleep(0.1)
-        after = _open_things()
+        after = _count_open_resources()
         left = [
             f"{after[kind] - count} {kind}"
             for kind, count in before.items()
@@ -452,7 +459,7 @@ class EnvironmentCheck:
         return Check(name, "failed", detail) if left else Check(name, "passed")
 
     async def _speed(self) -> Check:
-        """Measure the time of an episode, its memory, and how many episodes help at once."""
+        """Measure the time and memory of an episode, and how many concurrent ones are fastest."""
         sample, at_once, best = self._samples[0], 1, 0.0
         seconds = sorted(p.seconds for p in self._played)
         memory = _resident_bytes()
@@ -467,10 +474,11 @@ class EnvironmentCheck:
             best, at_once = max(best, speed), at_once * 2
         used = max(_resident_bytes() - memory, 0) / at_once
         p50, p99 = (seconds[min(int(q * len(seconds)), len(seconds) - 1)] for q in (0.5, 0.99))
+        limit = "more were not tried" if at_once > MAX_AT_ONCE else "more are not faster"
         detail = (
-            f"an episode takes {1000 * p50:.1f} ms (p50), {1000 * p99:.1f} ms (p99), and about"
-            f" {used / 2**20:.1f} MiB; {best:.0f} episodes/s with {at_once // 2 or 1} at once, and"
-            " more at once are no faster"
+            f"{1000 * p50:.1f} ms (p50), {1000 * p99:.1f} ms (p99) and about"
+            f" {used / 2**20:.1f} MiB per episode; {best:.0f} episodes/s with {at_once // 2} at"
+            f" once, {limit}"
         )
         return Check("time and memory", "measured", detail)
 
@@ -497,7 +505,7 @@ def rows_of_code() -> list[Sample]:
     return rows
 
 
-def _check(name: str, wrong: Sequence[Played], detail: str = "") -> Check:
+def _check(name: str, wrong: Sequence[PlayedEpisode], detail: str = "") -> Check:
     if not wrong:
         return Check(name, "passed", detail)
     return Check(name, "failed", plural(len(wrong), "episode"), wrong[:2])
@@ -508,25 +516,25 @@ def _class_of(sample: Sample) -> type[Environment]:
 
 
 def range_of(sample: Sample) -> tuple[float, float]:
-    """Return the least and the greatest reward of a row."""
+    """Return the `reward_range` of a row's environment, or the default one."""
     return _class_of(sample).reward_range
 
 
 def chance_of(sample: Sample) -> float:
-    """Return what random valid calls may earn on average."""
+    """Return the average reward that random valid calls may earn."""
     chance = _class_of(sample).chance
     return range_of(sample)[0] if chance is None else chance
 
 
 @contextmanager
 def _counted_closes(cls: type) -> Iterator[dict[str, int]]:
-    """Count the objects of a class that are made and closed, and the errors of `close`."""
-    counts = {"made": 0, "closed": 0, "raised": 0}
+    """Count the objects of a class that are created and closed, and the errors of `close`."""
+    counts = {"created": 0, "closed": 0, "raised": 0}
     init, close = cls.__init__, cls.close
 
     def counted_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        counts["made"] += 1
+        counts["created"] += 1
 
     async def counted_close(self: Any) -> None:
         counts["closed"] += 1
@@ -545,8 +553,11 @@ def _counted_closes(cls: type) -> Iterator[dict[str, int]]:
         cls.__init__, cls.close = init, close
 
 
-def _open_things() -> dict[str, int]:
-    """Return the numbers of open files, threads and child processes of this process."""
+def _count_open_resources() -> dict[str, int]:
+    """Return the numbers of open files, threads and child processes of this process.
+
+    On systems without /proc, files and processes are 0.
+    """
     files, tasks = Path("/proc/self/fd"), Path("/proc/self/task")
     children = [t / "children" for t in tasks.iterdir()] if tasks.is_dir() else []
     return {
@@ -557,6 +568,6 @@ def _open_things() -> dict[str, int]:
 
 
 def _resident_bytes() -> int:
-    """Return the memory of this process; 0 where /proc does not tell it."""
+    """Return the resident memory of this process in bytes; 0 on systems without /proc."""
     file = Path("/proc/self/statm")
     return int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if file.is_file() else 0

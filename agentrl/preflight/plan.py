@@ -130,7 +130,7 @@ def make_plan(config: Config) -> Plan:
         )
     if scorer and all_files_loaded:
         for file, first, samples in parts:
-            graded = (s for s in samples() if not _reports_outcome(s, config))
+            graded = (s for s in samples() if not reports_outcome(s, config))
             _attempt(partial(check_graders, graded, scorer, file, first), problems)
     if problems or scorer is None:
         raise DataError("\n".join(problems))
@@ -175,8 +175,8 @@ def _check_agent_keys(keys: Sequence[str], samples: Iterable[Sample]) -> None:
         )
 
 
-def _reports_outcome(sample: Sample, config: Config) -> bool:
-    """Return whether no grader scores a row: its environment or agent reports the outcome."""
+def reports_outcome(sample: Sample, config: Config) -> bool:
+    """Return whether a row's environment or agent reports the outcome, so that no grader does."""
     if sample.agent_name == EXTERNAL and config.agent.reward != "grader":
         return True
     return bool(sample.environment) and "reward" in registry.tools.get(sample.environment).hooks
@@ -321,13 +321,13 @@ def _load_rows(
 
 
 def programs_of(plan: Plan) -> list[str]:
-    """Return the tools and rewards of the rows that run programs in this machine's sandbox.
+    """Return what runs programs in this machine's sandbox: tools, environments and rewards of rows.
 
     With `tools.url`, the tools use the sandbox of that server, so they are left out.
     """
     names = {name for kind in plan.kinds for name in kind.sample.tools}
     tools = [
-        f"the tool {name}"
+        f"the {'environment' if registry.tools.get(name).is_environment else 'tool'} {name}"
         for name in sorted(names if not plan.config.tools.url else ())
         if "sandbox" in registry.tools.get(name).injected
     ]

@@ -196,12 +196,13 @@ class Scorer:
         graders = [part.grader or self.grader(t.sample.data_source) for t in trajectories]
         return await run_all([g.grade(t) for g, t in zip(graders, trajectories, strict=True)])
 
-    def _sum(self, every: Sequence[Scores]) -> Scores:
+    def _sum(self, part_scores: Sequence[Scores]) -> Scores:
+        """Return the weighted sum of the parts' scores of one trajectory."""
         if not self._config.functions:
-            return every[0]
+            return part_scores[0]
         total, metrics = 0.0, {}
         turns: defaultdict[int, float] = defaultdict(float)
-        for part, scores in zip(self._parts, every, strict=True):
+        for part, scores in zip(self._parts, part_scores, strict=True):
             total += part.weight * scores.outcome
             metrics[part.name] = scores.outcome
             for index, score in scores.turns.items():
@@ -272,10 +273,10 @@ def check_turns(sample_id: str, scores: Collection[int], count: int) -> None:
 
 
 def with_turn_scores(trajectory: Trajectory, scores: Mapping[int, float]) -> Trajectory:
-    """Return a trajectory whose turns have the scores of a reward, in place of earlier ones.
+    """Return a trajectory whose turns have the scores of a reward, and no earlier scores.
 
     Args:
-        trajectory: the rollout, perhaps a stored one, which has scores already.
+        trajectory: the rollout. A stored one may have scores of an earlier reward.
         scores: the scores, by the index of the turn.
 
     Raises:

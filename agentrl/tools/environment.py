@@ -1,8 +1,8 @@
-"""`@environment` registers a class of which each episode acts in one object.
+"""`@environment` registers a class. Each episode has its own object of it.
 
 An environment is the whole world of an episode: its first observation, its tools, the other side of
-the conversation, and the reward. Inside agentrl it is a class tool with more hooks, so it lives
-where class tools live, in the tool server or in this process.
+the conversation, and the reward. Inside agentrl it is a class tool with more hooks, so its objects
+are where those of class tools are: in the tool server or in this process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentrl.tools.tool import DEFAULT_TIMEOUT, Tool, check_tool, methods_of
 from agentrl.trajectory import Message, Sample, Scores, ToolCall, as_number
 
 HOOKS = ("start", "respond", "reward", "close")
-"""The methods that only agentrl calls."""
+"""The methods that agentrl calls in an episode, and the model cannot call."""
 
 
 class Environment:
@@ -50,8 +50,10 @@ class Environment:
     Attributes:
         tools: the names of the methods that the model may call in this episode; None: all public
             ones. The constructor or `start` may set it, so that the model sees fewer tools.
-        reward_range: the least and the greatest possible reward, for `agentrl check environment`.
-        chance: what random valid calls may earn on average, for the same; None: the least reward.
+        reward_range: the least and the greatest possible outcome. `agentrl check environment`
+            reads it.
+        chance: the average reward that random valid calls may earn; None: the least outcome.
+            `agentrl check environment` reads it.
     """
 
     tools: Sequence[str] | None = None
@@ -61,7 +63,8 @@ class Environment:
     async def start(self) -> str | Sequence[Message] | None:
         """Return the first observation, which follows the row's prompt.
 
-        Its text is not trusted: it is encoded as the results of tools are.
+        It is a user message, or messages. agentrl calls this once, before the first turn. The text
+        is never encoded as control tokens.
         """
         return None
 
@@ -77,10 +80,10 @@ class Environment:
         return None
 
     async def reward(self) -> float | Mapping[str, float] | Scores:
-        """Return the outcome of the episode. agentrl asks once, when the episode has ended.
+        """Return the outcome of the episode. agentrl calls this once, when the episode has ended.
 
-        Without this method, a reward function scores the episode. With a parameter `messages`, it
-        gets the conversation.
+        If a class does not have this method, a reward function scores the episode. If the method
+        has a parameter `messages`, it gets the conversation.
 
         Returns:
             A number; or a mapping of named parts, whose sum is the outcome and which become
@@ -94,16 +97,20 @@ class Environment:
 
     @classmethod
     def gold(cls, sample: Sample) -> Sequence[str | ToolCall] | None:
-        """Return a solution of a row, for `agentrl check environment`: calls and texts in order.
+        """Return a solution of a row, for `agentrl check environment`.
 
         Args:
             sample: the dataset row.
+
+        Returns:
+            The turns of the assistant in order, each a text or a call; None if none is known.
         """
         return None
 
 
 E = TypeVar("E", bound=type[Environment])
-_OWN = frozenset(vars(Environment))
+_BASE_ATTRIBUTES = frozenset(vars(Environment))
+"""The model cannot call methods with these names."""
 
 
 def environment(name: str, *, timeout: float = DEFAULT_TIMEOUT) -> Callable[[E], E]:
@@ -111,7 +118,7 @@ def environment(name: str, *, timeout: float = DEFAULT_TIMEOUT) -> Callable[[E],
 
     Args:
         name: the name that rows have in `environment`.
-        timeout: how long a method may take, in seconds.
+        timeout: how long the constructor and each method may take, in seconds.
 
     Raises:
         RegistryError: the class is not an `Environment`, or another tool or class has the name.
@@ -133,7 +140,7 @@ def environment(name: str, *, timeout: float = DEFAULT_TIMEOUT) -> Callable[[E],
         record = Tool(
             name,
             cls,
-            methods_of(cls, name, excluded=_OWN),
+            methods_of(cls, name, excluded=_BASE_ATTRIBUTES),
             timeout=timeout,
             hooks=overridden,
             constructor_injected=injected_parameters(cls, CONSTRUCTOR_PARAMETERS),
@@ -162,7 +169,7 @@ def _check_hook(cls: type[Environment], hook: str) -> None:
 def with_messages(
     method: Callable[..., Any], hook: str, messages: Sequence[Message]
 ) -> Callable[..., Any]:
-    """Return a hook with the conversation as its argument, if it takes it."""
+    """Return a hook bound to the conversation, if it takes one."""
     if hook == "respond":
         return partial(method, messages)
     if hook == "reward" and "messages" in inspect.signature(method).parameters:
@@ -170,7 +177,7 @@ def with_messages(
     return method
 
 
-def offered_functions(label: str, tool: Tool, value: Environment) -> list[str]:
+def offered_functions(tool: Tool, value: Environment) -> list[str]:
     """Return the names of the functions that the model may call in an episode.
 
     Raises:
@@ -183,14 +190,14 @@ def offered_functions(label: str, tool: Tool, value: Environment) -> list[str]:
     is_list = isinstance(chosen, Iterable) and not isinstance(chosen, str)
     if not is_list or any(name not in names for name in chosen):
         raise UserCodeError(
-            f"{label}: tools={chosen!r} must be a list of some of its methods:"
+            f"{tool.label}: tools={chosen!r} must be a list of some of its methods:"
             f" {', '.join(names) or 'none'}"
         )
     return [name for name in names if name in chosen]
 
 
 def to_scores(label: str, returned: Any) -> Scores:
-    """Return what an environment's `reward()` has returned as `Scores`.
+    """Return the result of an environment's `reward()` as `Scores`.
 
     Raises:
         UserCodeError: it is neither a finite number, nor named numbers, nor `Scores`.

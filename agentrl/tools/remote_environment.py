@@ -1,7 +1,7 @@
 """Environments in other programs: `environments: {maze: http://HOST:PORT}` in a config.
 
 The program speaks the HTTP API of a tool server (`agentrl.tools.serving.app`; docs/environments.md
-has a server in 60 lines). So it may be `agentrl tools serve` in another Python environment or in a
+has an example). So it may be `agentrl tools serve` in another Python environment or in a
 container, or a program without agentrl. Rows contain the alias only: a dataset does not choose
 where requests are sent.
 """
@@ -31,7 +31,8 @@ def load(address: str) -> None:
     """Register the environment at an address, `environment+URL#ALIAS`, under its alias.
 
     Raises:
-        UserError: no server answers at the URL, or it does not have the environment.
+        UserError: no server answers at the URL, or it does not have the environment. If it has
+            only one, the name may be another.
         RegistryError: a tool or another environment has the same name.
     """
     if address in _loaded:
@@ -48,7 +49,7 @@ def load(address: str) -> None:
     chosen = [s for s in offered if s.name == alias] or offered
     if len(chosen) != 1:
         raise UserError(
-            f"environments.{alias}: the server at {url} has no environment {alias!r}, but"
+            f"environments.{alias}: the server at {url} has no environment {alias!r}. It has:"
             f" {', '.join(s.name for s in offered) or 'none'}"
         )
     tools.add(alias, _tool(alias, url, chosen[0]))
@@ -62,7 +63,7 @@ def _tool(alias: str, url: str, spec: ToolSpec) -> Tool:
     methods = {f"_call_{name}": _caller(name) for name in functions}
     clients = PerLoop(lambda: HttpToolbox(url, os.environ.get(TOKEN_VARIABLE, "")))
     cls = type(alias, (RemoteEnvironment,), {"_clients": clients, "_name": spec.name, **methods})
-    injected = tuple(n for n in ("messages",) if n in spec.injected)
+    injected = ("messages",) if "messages" in spec.injected else ()
     where = f"environments.{alias} at {url}"
     return Tool(
         alias,
@@ -109,7 +110,10 @@ class RemoteEnvironment(Environment):
         """Keep the row's arguments, which `start` sends."""
         kwargs = {self._name: {"create_kwargs": arguments}}
         row = sample or Sample("", ())
-        self._sample = replace(row, tools=(self._name,), tools_kwargs=kwargs)
+        # The program may have another name for the environment than the rows.
+        self._sample = replace(
+            row, environment=self._name, tools=(self._name,), tools_kwargs=kwargs
+        )
         self._episode = uuid.uuid4().hex
         self._calls = self._replies = 0
 

@@ -168,9 +168,9 @@ class Runner:
         if isinstance(error, SlowArguments) and (tool.name, "slow") not in self._logged:
             self._logged.add((tool.name, "slow"))
             log.warning(
-                "tool %r: validating a call's arguments took too long, so the call failed (logged"
+                "%s: validating a call's arguments took too long, so the call failed (logged"
                 " once per tool). Simplify `pattern`, `anyOf` and `oneOf` in its schema",
-                tool.name,
+                tool.label,
             )
         if isinstance(error, InvalidArguments):
             return error_result("schema", f"invalid arguments for {function}: {error}")
@@ -490,12 +490,12 @@ class Runner:
         worker = isinstance(error, WorkerError | WorkerDied)
         description = exception_text(error) if worker else describe_for_log(error)
         if (tool.name, kind) in self._logged:
-            log.debug("tool %r failed again: %s", tool.name, description)
+            log.debug("%s failed again: %s", tool.label, description)
         else:
             self._logged.add((tool.name, kind))
             log.error(
-                "tool %r failed (logged once per tool and type): %s",
-                tool.name,
+                "%s failed (logged once per tool and type): %s",
+                tool.label,
                 description,
                 exc_info=error,
             )

@@ -104,14 +104,14 @@ class ShardInfo:
 
 
 class Opened(NamedTuple):
-    """An episode whose tools are open."""
+    """A session that is open, as the agent loop sees it."""
 
     messages: Sequence[Message] = ()
     """The openings of its class tools, or the first observations of its environment."""
     functions: Sequence[str] = ()
     """The names of the functions that the model may call."""
-    environment: Sequence[str] = ()
-    """Which of `respond` and `reward` its environment has. The client fills it in."""
+    hooks: Sequence[str] = ()
+    """Which of `respond` and `reward` its environment has. `Toolbox.open` sets it."""
 
 
 class ToolSession:
@@ -148,7 +148,8 @@ class ToolSession:
         Raises:
             SessionConflict: a second call has other `create_kwargs`.
             DataError: a constructor does not take its `create_kwargs`.
-            UserCodeError: a constructor or an `opening()` raised or took too long.
+            UserCodeError: a constructor, an `opening()` or a `start()` raised or took too long; or
+                an environment's `tools` has a name that is no public method.
         """
         # Empty arguments of a tool are the same as none.
         encoded = canonical_json(
@@ -177,7 +178,7 @@ class ToolSession:
                 self._instances[tool.name] = instance
                 messages += await self._runner.opening(tool, instance)
             if tool.is_environment:
-                offered = offered_functions(tool.label, tool, self._instances[tool.name].value)
+                offered = offered_functions(tool, self._instances[tool.name].value)
                 self._functions = {name: self._functions[name] for name in offered}
         return Opened(tuple(messages), tuple(self._functions))
 
@@ -199,7 +200,7 @@ class ToolSession:
         return checked and Reply(clean(checked.content), float(checked.score), bool(checked.done))
 
     async def score(self, messages: Sequence[Message]) -> Scores:
-        """Return the environment's reward. It is asked once; a second call returns the same.
+        """Return the environment's reward. `reward()` is called once; later calls get its result.
 
         Raises:
             UserCodeError: `reward()` raised, took too long, or returned something else.
@@ -354,7 +355,7 @@ class ToolSession:
             async with asyncio.timeout(GRACE_SECONDS):
                 await instance.lock.acquire()
         except TimeoutError:
-            log.warning("tool %r is closed while a call is still running", tool.name)
+            log.warning("%s is closed while a call is still running", tool.label)
         try:
             return await self._runner.reward(tool, instance) if with_reward else 0.0
         finally:
@@ -441,7 +442,7 @@ class ToolHost:
             WrongWorker: another process serves the episode.
             SessionConflict: it is open with other tools or `create_kwargs`.
             UserError: a tool is unknown, or its constructor does not take the `create_kwargs`.
-            UserCodeError: a constructor or an `opening()` raised or took too long.
+            UserCodeError: see `ToolSession.open`.
         """
         self._check_not_draining()
         self._check_shard(episode_id)

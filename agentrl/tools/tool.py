@@ -409,7 +409,7 @@ def methods_of(cls: type, name: str, excluded: Collection[str] = HOOKS) -> tuple
                 raise UserError(
                     f"the class tool {name!r} ({identify(cls)}) offers two functions"
                     f" {function_name!r}: its __call__ has the name of the tool. Rename the"
-                    " method, or set name= of the tool"
+                    " method, or give the decorator another name"
                 )
             functions.append(_function_from_signature(function, function_name, attribute, bound))
     return tuple(functions)

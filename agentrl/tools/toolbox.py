@@ -75,11 +75,11 @@ class Toolbox(ABC):
 
         Returns:
             The messages of the class tools' `opening()` in the order of `sample.tools`, or of the
-            environment's `start()`; and what the environment offers.
+            environment's `start()`; the names of the functions; and the environment's hooks.
 
         Raises:
             UserError: a tool does not exist, or its constructor does not take the `create_kwargs`.
-            UserCodeError: a constructor or an `opening()` raised.
+            UserCodeError: a constructor, an `opening()` or a `start()` raised or took too long.
             ToolServerError: the tools are unreachable; the episode may be played again.
         """
 
@@ -139,7 +139,7 @@ class Toolbox(ABC):
         """Return the reply of the episode's environment to a turn; None if it ends the episode.
 
         Args:
-            episode_id: an open episode, whose environment replies (`Opened.environment`).
+            episode_id: an open episode, whose environment replies (`Opened.hooks`).
             turn: the number of the turn. If it is sent again, the environment is not asked again.
             messages: the conversation so far.
 
@@ -150,10 +150,10 @@ class Toolbox(ABC):
 
     @abstractmethod
     async def score(self, episode_id: str, messages: Sequence[Message]) -> Scores:
-        """Return the reward of the episode's environment. It is asked once.
+        """Return the reward of the episode's environment, whose `reward()` is called once.
 
         Args:
-            episode_id: an open episode, whose environment has a reward (`Opened.environment`).
+            episode_id: an open episode, whose environment has a reward (`Opened.hooks`).
             messages: the whole conversation.
 
         Raises:
@@ -206,7 +206,7 @@ class LocalToolbox(Toolbox):
         sample = copy_value(sample)  # As over HTTP, tools share no list with the agent loop.
         opened = await self._host.open(episode_id, sample, create_kwargs_of(sample))
         specs = [tools.get(n).spec for n in sample.tools]
-        return opened._replace(environment=environment_hooks(specs))
+        return opened._replace(hooks=environment_hooks(specs))
 
     async def respond(
         self, episode_id: str, turn: int, messages: Sequence[Message]
@@ -341,7 +341,7 @@ class HttpToolbox(Toolbox):
         except TypeError as e:
             raise DataError(
                 f"row {sample.row} (id {sample.id!r}) has values that JSON cannot hold, so it"
-                f" cannot be sent to its tools: {e}"
+                f" cannot be sent to its {'environment' if sample.environment else 'tools'}: {e}"
             ) from e
         longest = max(map(self._call_seconds, specs), default=0.0)
         message_readers = {f for s in specs if "messages" in s.injected for f in s.functions}

@@ -1,7 +1,7 @@
 """The tasks of reasoning-gym as an environment: a question, and the task's own grader.
 
-pip install reasoning-gym
-python examples/reasoning_tasks/env.py data/tasks.jsonl --task letter_counting --rows 128 --seed 1
+    pip install reasoning-gym
+    python examples/reasoning_tasks/env.py data/tasks.jsonl --rows 128 --seed 1
 
 Some graders give a part of the reward to a text that contains the right answer. So the outcome is 1
 for full marks only.
@@ -35,7 +35,7 @@ class ReasoningTask(Environment):
 
 
 def make_row(task: str, seed: int) -> dict:
-    """Return a row; its column `solution` is for `agentrl check environment`."""
+    """Return a row. `agentrl check environment` reads its column `solution`."""
     kwargs = {"task": task, "seed": seed}
     return {
         "prompt": "Answer the question.",

@@ -21,7 +21,7 @@ _generator = threading.Lock()
 
 @environment("text_game")
 class TextGame(Environment):
-    """A game, whose moves are the texts of the assistant."""
+    """A game. Each text of the assistant is a move."""
 
     def __init__(self, game: str, seed: int):
         import textarena
@@ -44,7 +44,7 @@ class TextGame(Environment):
         return float(self.won)
 
     def _seen(self) -> str:
-        """Return what the game has said since the last move."""
+        """Return the game's messages since the last move."""
         _, observed = self.game.get_observation()
         return "\n".join(text for speaker, text, *_ in observed if speaker == -1)
 

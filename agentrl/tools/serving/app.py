@@ -120,9 +120,10 @@ class ReplyResponse(BaseModel):
 
 
 class RewardResponse(BaseModel):
-    """The environment's reward."""
+    """The result of the environment's `reward()`."""
 
     reward: float
+    """The outcome of the episode."""
     parts: dict[str, float]
     """Named numbers, which become metrics."""
     turns: dict[str, float]
@@ -190,7 +191,7 @@ STATUS_TEXTS = {
     415: "The body is not declared as JSON",
     421: "Another worker serves the episode",
     422: "The body has the wrong shape, or names an unknown tool",
-    500: "The constructor or reward of a tool raised",
+    500: "The constructor or a hook of a tool or environment raised",
     503: "The server is busy or stopping; with Retry-After, the request may be sent again",
 }
 BODY_STATUSES = (400, 408, 413, 415, 422)
