@@ -365,6 +365,11 @@ class Scores:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self):
+        if not isinstance(self.turns, Mapping):
+            raise ValueError(
+                f"Scores: turns={self.turns!r:.60} must be a mapping from indices of turns to"
+                " scores. Of a list: dict(enumerate(scores))"
+            )
         for name, value in {"outcome": self.outcome, **self.turns}.items():
             if not math.isfinite(as_number(value)):
                 where = "outcome" if name == "outcome" else f"turns[{name!r}]"

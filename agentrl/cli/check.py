@@ -387,13 +387,15 @@ def _list_unchecked(plan: Plan) -> list[str]:
     from agentrl import registry
     from agentrl.engine.remote.launch import find_package
     from agentrl.errors import ConfigError
+    from agentrl.preflight.plan import reports_outcome
     from agentrl.registry import is_shipped
 
     config = plan.config
     r, t = config.rollout, config.trainer
     samples = [kind.sample for kind in plan.kinds]
     used = {
-        "tool": (registry.tools, {name for s in samples for name in s.tools}),
+        "tool": (registry.tools, {n for s in samples for n in s.tools if not s.environment}),
+        "environment": (registry.tools, {s.environment for s in samples}),
         "interaction": (registry.interactions, {s.interaction for s in samples}),
         "agent loop": (registry.agent_loops, {s.agent_name for s in samples}),
     }
@@ -403,7 +405,7 @@ def _list_unchecked(plan: Plan) -> list[str]:
         for name in sorted(names & {*entries.user_names()})
         if not _is_on_shelf(entries.get(name))
     ]
-    sources = {s.data_source for s in samples}
+    sources = {s.data_source for s in samples if not reports_outcome(s, config)}
     graders = [grader for source in sources for grader in plan.scorer.graders(source)]
     code += sorted({f"reward {g.name}" for g in graders if not is_shipped(g.function)})
     unchecked = []
@@ -497,12 +499,18 @@ def _check_tools(plan: Plan, toolbox: Toolbox) -> None:
 
 
 def _describe_rewards(plan: Plan) -> str:
-    """Return the reward function of each data source, with the number of rows."""
+    """Return what gives the outcome of each kind of rows, with the number of rows."""
+    from agentrl.preflight.plan import reports_outcome
+
     sources: Counter[str] = Counter()
     for kind in plan.kinds:
-        sources[kind.sample.data_source] += len(kind.rows)
-    return "\n".join(
-        f"{plan.scorer.describe(source)}: {plural(count, 'row')}"
-        f" {f'of data_source {source}' if source else 'without data_source'}"
-        for source, count in sorted(sources.items())
-    )
+        source = kind.sample.data_source
+        described = f"of data_source {source}" if source else "without data_source"
+        if not reports_outcome(kind.sample, plan.config):
+            described = f"{plan.scorer.describe(source)}: {{}} {described}"
+        elif kind.sample.environment:
+            described = f"reward of the environment {kind.sample.environment}: {{}}"
+        else:
+            described = f"reward of the agent (agent.reward={plan.config.agent.reward}): {{}}"
+        sources[described] += len(kind.rows)
+    return "\n".join(text.format(plural(n, "row")) for text, n in sorted(sources.items()))

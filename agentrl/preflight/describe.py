@@ -59,10 +59,13 @@ def describe_run(plan: Plan) -> str:
         kinds: Counter[tuple[str, tuple[str, ...], str]] = Counter()
         for kind in find_kinds(samples):
             s = kind.sample
-            kinds[s.agent_name, s.tools, s.interaction] += len(kind.rows)
-        for (agent, tools, interaction), count in sorted(kinds.items()):
-            suffix = f", interaction {interaction}" if interaction else ""
-            lines.append(f"  {count:6d} x {agent}: tools {', '.join(tools) or 'none'}{suffix}")
+            suffix = f", interaction {s.interaction}" if s.interaction else ""
+            world = f"environment {s.environment}" if s.environment else ""
+            kinds[s.agent_name, world or f"tools {', '.join(s.tools) or 'none'}{suffix}"] += len(
+                kind.rows
+            )
+        for (agent, world), count in sorted(kinds.items()):
+            lines.append(f"  {count:6d} x {agent}: {world}")
     config = plan.config
     interactions = {kind.sample.interaction for kind in plan.kinds}
     lines += [

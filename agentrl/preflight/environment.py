@@ -231,12 +231,8 @@ class EnvironmentCheck:
             await self._play("gold", play_script(s), row, **self._budgets(len(s)))
             for row, s in solved
         ]
-        wrong = [
-            p
-            for p in played
-            if p.scored is None or p.scored.reward < range_of(p.sample)[1] - EPSILON
-        ]
-        return _check(name, wrong, f"on {plural(len(played), 'row')}")
+        wrong = [p for p in played if not p.scored or worth(p) < range_of(p.sample)[1] - EPSILON]
+        return _check(name, wrong, played, f"on {plural(len(played), 'row')}")
 
     def _budgets(self, turns: int) -> Mapping[str, int]:
         rollout = self._config.rollout
@@ -271,10 +267,9 @@ class EnvironmentCheck:
         return self._earns_nothing(name, played)
 
     def _earns_nothing(self, name: str, played: Sequence[PlayedEpisode]) -> Check:
-        rewarded = [
-            p for p in played if p.scored and p.scored.reward > range_of(p.sample)[0] + EPSILON
-        ]
-        return _check(f"no reward for {name}", rewarded, f"in {plural(len(played), 'episode')}")
+        rewarded = [p for p in played if p.scored and worth(p) > range_of(p.sample)[0] + EPSILON]
+        detail = f"in {plural(sum(p.scored is not None for p in played), 'episode')}"
+        return _check(f"no reward for {name}", rewarded, played, detail)
 
     async def _random(self) -> Check:
         name = "random calls earn no more than chance"
@@ -287,13 +282,17 @@ class EnvironmentCheck:
         names = dict.fromkeys(s.environment for s in self._samples)
         return [[s for s in self._samples if s.environment == name] for name in names]
 
+    def _first_of_each(self) -> list[Sample]:
+        """Return the first row of each environment."""
+        return [rows[0] for rows in self._by_environment()]
+
     async def _random_calls(self, name: str, rows: Sequence[Sample]) -> Check:
         played = [
             await self._play("random calls", call_at_random, sample, seed)
             for sample in rows
             for seed in range(RANDOM_EPISODES)
         ]
-        rewards = [p.scored.reward for p in played if p.scored]
+        rewards = [worth(p) for p in played if p.scored]
         if not rewards:
             return Check(name, "not checked", "all episodes with random calls failed")
         mean, chance = statistics.fmean(rewards), chance_of(rows[0])
@@ -303,7 +302,7 @@ class EnvironmentCheck:
         detail = f"{mean:.3g} on average in {plural(len(rewards), 'episode')}, chance={chance:g}"
         if mean <= chance + tolerance + EPSILON:
             return Check(name, "passed", detail)
-        best = next(p for p in played if p.scored and p.scored.reward == max(rewards))
+        best = next(p for p in played if p.scored and worth(p) == max(rewards))
         hint = f"{detail}. If luck explains it, set the attribute `chance` (up to {high:g})"
         return Check(name, "failed", hint, [best])
 
@@ -323,7 +322,8 @@ class EnvironmentCheck:
                 again = await self._play(name, policy, sample)
                 if first.transcript != again.transcript:
                     different += [first, again]
-        return _check("a row that is played again starts, answers and scores the same", different)
+        name = "a row that is played again starts, answers and scores the same"
+        return _check(name, different, self._played)
 
     async def _at_once(self) -> Check:
         different = []
@@ -335,7 +335,7 @@ class EnvironmentCheck:
                 together = await asyncio.gather(*same, *noise)
                 others = [p for p in together[:3] if p.transcript != alone.transcript][:1]
                 different += [alone, *others] if others else []
-        return _check("concurrent episodes do not affect each other", different)
+        return _check("concurrent episodes do not affect each other", different, self._played)
 
     # -- what all of these episodes show ----------------------------------------------------------
 
@@ -346,14 +346,14 @@ class EnvironmentCheck:
             if p.scored and not low - EPSILON <= p.scored.rewards["outcome"] <= high + EPSILON:
                 outside.append(p)
         low, high = range_of(self._samples[0])
-        return _check(f"rewards are within [{low:g}, {high:g}]", outside)
+        return _check(f"rewards are within [{low:g}, {high:g}]", outside, self._played)
 
     def _answer_shown(self) -> Check:
         name = "nothing shows the answer before the model gives it"
         if all(s.ground_truth is None for s in self._samples):
             return Check(name, "not checked", "no row has a ground_truth")
         blind = [p for p in self._played if p.policy in (*CHEATS, "random calls")]
-        return _check(name, [p for p in blind if self._shows_answer(p)])
+        return _check(name, [p for p in blind if self._shows_answer(p)], blind)
 
     def _shows_answer(self, played: PlayedEpisode) -> bool:
         """Return whether the environment shows the answer to a policy that does not know it.
@@ -382,45 +382,45 @@ class EnvironmentCheck:
             for p in self._played
             if any(m.role != "assistant" and SEED.search(m.content) for m in p.messages)
         ]
-        return _check("nothing shows the seed", shown)
+        return _check("nothing shows the seed", shown, self._played)
 
     def _hangs(self) -> Check:
         late = [
             p
             for p in self._played
-            if "took more than" in p.error
+            if _is_late(p.error)
             or "timeout" in p.call_errors
             or (p.scored and p.scored.trajectory.stop_reason == "time")
         ]
-        return _check("nothing hangs", late)
+        return _check("nothing hangs", late, self._played)
 
     def _failures(self) -> Check:
-        failed = [p for p in self._played if p.error and "took more than" not in p.error]
+        failed = [p for p in self._played if p.error and not _is_late(p.error)]
         crashed = [p for p in self._played if "crash" in p.call_errors]
-        return _check("no method raises", [*failed, *crashed])
+        return _check("no method raises", [*failed, *crashed], self._played)
 
     # -- the end of an episode --------------------------------------------------------------------
 
     async def _exits(self) -> list[Check]:
         """Check that each way of ending an episode closes its environment."""
-        sample, name = self._samples[0], "close() is called on every exit"
-        tool = registry.tools.get(sample.environment) if sample.environment else None
-        if tool is None:
+        name, firsts = "close() is called on every exit", self._first_of_each()
+        if not any(s.environment for s in firsts):
             return [Check(name, "not checked", "the rows have no environment")]
-        if "close" not in tool.hooks:
-            return []
+        tools = [(s, registry.tools.get(s.environment)) for s in firsts if s.environment]
+        closable = [(s, tool) for s, tool in tools if "close" in tool.hooks]
         wrong = []
-        for way in EXITS:
-            with _counted_closes(tool.target) as counts:
-                await self._end(way, sample)
+        for sample, tool in closable:
+            for way in EXITS:
+                with _counted_closes(tool.target) as counts:
+                    await self._end(way, sample)
                 if counts["created"] != counts["closed"] or counts["raised"]:
                     created, errors = counts["created"], plural(counts["raised"], "error")
                     wrong.append(
-                        f"{way}: {plural(created, 'object')} created, {counts['closed']} closed,"
-                        f" {errors} of close()"
+                        f"{tool.label}, {way}: {plural(created, 'object')} created,"
+                        f" {counts['closed']} closed, {errors} of close()"
                     )
         detail = "; ".join(wrong) or ", ".join(EXITS)
-        return [Check(name, "failed" if wrong else "passed", detail)]
+        return [Check(name, "failed" if wrong else "passed", detail)] if closable else []
 
     async def _end(self, way: str, sample: Sample) -> None:
         """Play an episode that ends in one of the ways of `EXITS`."""
@@ -442,19 +442,20 @@ class EnvironmentCheck:
             await self._play(way, CHEATS["silence"], sample)
 
     async def _left_open(self) -> Check:
-        sample, name = self._samples[0], "nothing stays open after an episode"
-        await self._play("random calls", call_at_random, sample)
-        before = _count_open_resources()
-        for seed in range(REPEATED):
-            await self._play("random calls", call_at_random, sample, seed)
-        gc.collect()
-        await asyncio.sleep(0.1)
-        after = _count_open_resources()
-        left = [
-            f"{after[kind] - count} {kind}"
-            for kind, count in before.items()
-            if after[kind] - count >= REPEATED
-        ]
+        name, left = "nothing stays open after an episode", []
+        for sample in self._first_of_each():
+            await self._play("random calls", call_at_random, sample)
+            before = _count_open_resources()
+            for seed in range(REPEATED):
+                await self._play("random calls", call_at_random, sample, seed)
+            gc.collect()
+            await asyncio.sleep(0.1)
+            after = _count_open_resources()
+            left += [
+                f"{after[kind] - count} {kind}"
+                for kind, count in before.items()
+                if after[kind] - count >= REPEATED
+            ]
         detail = f"{', '.join(left)} after {REPEATED} episodes: free them in close()"
         return Check(name, "failed", detail) if left else Check(name, "passed")
 
@@ -505,10 +506,31 @@ def rows_of_code() -> list[Sample]:
     return rows
 
 
-def _check(name: str, wrong: Sequence[PlayedEpisode], detail: str = "") -> Check:
+def worth(played: PlayedEpisode) -> float:
+    """Return the number that `reward_range` limits: the outcome, if the environment gives it."""
+    scored = played.scored
+    assert scored is not None
+    reports = scored.trajectory.scores is not None
+    return scored.rewards["outcome"] if reports else scored.reward
+
+
+def _check(
+    name: str,
+    wrong: Sequence[PlayedEpisode],
+    played: Sequence[PlayedEpisode],
+    detail: str = "",
+) -> Check:
+    """Return the result of a check whose failures are the episodes `wrong` among `played`."""
     if not wrong:
+        if not any(p.scored for p in played):
+            return Check(name, "not checked", "all episodes failed")
         return Check(name, "passed", detail)
     return Check(name, "failed", plural(len(wrong), "episode"), wrong[:2])
+
+
+def _is_late(error: str) -> bool:
+    """Return whether an episode failed because a method exceeded its time limit."""
+    return "took more than" in error or "timed out still runs" in error
 
 
 def _class_of(sample: Sample) -> type[Environment]:

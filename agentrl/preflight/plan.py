@@ -129,8 +129,13 @@ def make_plan(config: Config) -> Plan:
             f" without one, or remove {key}"
         )
     if scorer and all_files_loaded:
+        unscored = _check_outcomes(rows, config, scorer, problems)
         for file, first, samples in parts:
-            graded = (s for s in samples() if not reports_outcome(s, config))
+            graded = (
+                s
+                for s in samples()
+                if not reports_outcome(s, config) and s.environment not in unscored
+            )
             _attempt(partial(check_graders, graded, scorer, file, first), problems)
     if problems or scorer is None:
         raise DataError("\n".join(problems))
@@ -182,11 +187,43 @@ def reports_outcome(sample: Sample, config: Config) -> bool:
     return bool(sample.environment) and "reward" in registry.tools.get(sample.environment).hooks
 
 
+def _check_outcomes(
+    rows: Sequence[Sequence[Sample]], config: Config, scorer: Scorer, problems: list[str]
+) -> set[str]:
+    """Add a mistake if nothing scores an environment, or if no row uses the run's reward.
+
+    Returns:
+        The environments that nothing scores.
+    """
+    firsts = [kind.sample for split in rows for kind in find_kinds(split)]
+    firsts = [s for s in firsts if s.environment in registry.tools or not s.environment]
+    unscored = set()
+    for sample in firsts:
+        if sample.environment and not reports_outcome(sample, config):
+            try:
+                scorer.grader(sample.data_source)
+            except DataError:
+                unscored.add(sample.environment)
+    problems += [
+        f"environment {name!r} has no method `reward`, and nothing else scores its rows. Write"
+        " `async def reward(self)`, or set reward.function"
+        for name in sorted(unscored)
+    ]
+    key = next((k for k in ("function", "functions") if getattr(config.reward, k)), "")
+    names = sorted({s.environment for s in firsts})
+    if key and firsts and all(s.environment and reports_outcome(s, config) for s in firsts):
+        problems.append(
+            f"reward.{key} is set, but all rows have an environment with a method `reward`"
+            f" ({', '.join(names)}), which gives the outcome. Remove one of the two"
+        )
+    return unscored
+
+
 def _note_unread_answers(plan: Plan) -> None:
     """Warn if no row has a ground truth, but a column has the name of one (TRL's rows)."""
     for path, samples in plan.splits:
         firsts = [kind.sample for kind in find_kinds(samples)]
-        if any(sample.ground_truth is not None for sample in firsts):
+        if any(s.ground_truth is not None or s.environment for s in firsts):
             continue
         names = {name for sample in firsts for name in sample.extra}
         for name in [name for name in ANSWER_NAMES if name in names][:1]:
@@ -233,7 +270,7 @@ CODE_KEYS = ("reward.function", "agent.command", "agent.python", "rollout.python
 def find_code(config: Config, run: Config) -> list[str]:
     """Return the code and programs of a config that come from the config of a run."""
     keys = [key for key in CODE_KEYS if run.value(key) != Config().value(key)]
-    return [file for file in config.files if file in run.files] + [
+    return [file for file in config.all_files if file in run.all_files] + [
         config.stored_value(key) for key in keys if config.value(key) == run.value(key)
     ]
 

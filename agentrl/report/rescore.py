@@ -24,13 +24,13 @@ from agentrl.errors import ConfigError, DataError, RunStopped
 from agentrl.evaluate import score_stored
 from agentrl.plural import plural
 from agentrl.preflight import announce_files, load_files
-from agentrl.registry import is_shipped, rewards
+from agentrl.registry import is_shipped, rewards, tools
 from agentrl.report.run import Run
 from agentrl.rewards import Scorer
 from agentrl.rewards.graders import find_reward
 from agentrl.rewards.scorer import BY_SOURCE, combine
 from agentrl.store import TRAINING
-from agentrl.trajectory import Group, Scored, Scores
+from agentrl.trajectory import Group, Sample, Scored, Scores
 from agentrl.workers import run_all
 
 log = logging.getLogger("agentrl")
@@ -248,12 +248,18 @@ async def _score_group(group: Group, scorer: Scorer, trains: bool) -> Group:
     """Score a group with its greedy rollout, as in training."""
     every = [*group.scored, *([group.greedy] if group.greedy else [])]
     trajectories = [s.trajectory for s in every]
-    if group.sample.environment and scorer.uses_data_source:
+    if _environment_scored(group.sample) and scorer.uses_data_source:
         # The environment is gone, and no reward function is named in its place.
         trajectories = [replace(s.trajectory, scores=_recorded_scores(s)) for s in every]
     again = await score_stored(trajectories, scorer, trains=trains)
     count = len(group.scored)
     return replace(group, scored=again[:count], greedy=again[-1] if group.greedy else None)
+
+
+def _environment_scored(sample: Sample) -> bool:
+    """Return whether a row's environment gave the outcome, as far as its class is known."""
+    name = sample.environment
+    return bool(name) and (name not in tools or "reward" in tools.get(name).hooks)
 
 
 def _recorded_scores(scored: Scored) -> Scores:

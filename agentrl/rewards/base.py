@@ -362,6 +362,11 @@ def parse_score(label: str, returned: Any) -> Scores:
     if isinstance(returned, Mapping):
         if "score" not in returned:
             raise UserCodeError(f'{label} returned no "score", only {sorted(map(str, returned))}')
+        if isinstance(returned.get("turns"), Mapping | list):
+            raise UserCodeError(
+                f"{label} returned {returned!r:.200}: scores of turns need"
+                " Scores(outcome, turns={index: score})"
+            )
         metrics = {k: v for k, v in returned.items() if k != "score"}
         score = returned["score"]
     number = as_number(score)

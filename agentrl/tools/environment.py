@@ -158,11 +158,15 @@ def _check_hook(cls: type[Environment], hook: str) -> None:
     method = getattr(cls, hook)
     try:
         inspect.signature(with_messages(partial(method, None), hook, ())).bind()
-    except (TypeError, ValueError) as e:  # ValueError: too many arguments
-        messages = {"respond": ", messages", "reward": ", or with messages"}.get(hook, "")
+    except (TypeError, ValueError):  # ValueError: too many arguments
+        forms = {
+            "respond": "respond(self, messages)",
+            "reward": "reward(self)` or `async def reward(self, messages)",
+        }
         raise UserError(
-            f"{identify(method)}: agentrl calls {hook}(self{messages}), which fails: {e}. A method"
-            " that the model may call needs another name"
+            f"{identify(method)}: agentrl itself calls this method, not the model. Write"
+            f" `async def {forms.get(hook, f'{hook}(self)')}`, or rename a method that the model"
+            " may call"
         ) from None
 
 
@@ -190,7 +194,7 @@ def offered_functions(tool: Tool, value: Environment) -> list[str]:
     is_list = isinstance(chosen, Iterable) and not isinstance(chosen, str)
     if not is_list or any(name not in names for name in chosen):
         raise UserCodeError(
-            f"{tool.label}: tools={chosen!r} must be a list of some of its methods:"
+            f"{tool.label}: tools={chosen!r:.200} must be a list of names of its methods:"
             f" {', '.join(names) or 'none'}"
         )
     return [name for name in names if name in chosen]

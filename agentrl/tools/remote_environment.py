@@ -18,9 +18,10 @@ from agentrl.errors import ToolServerError, UserError
 from agentrl.registry import ENVIRONMENT, tools
 from agentrl.replies import Reply
 from agentrl.tools.environment import Environment
+from agentrl.tools.runner import QUEUE_SECONDS
 from agentrl.tools.schema import parameters_from_schema
 from agentrl.tools.tool import Tool, ToolFunction, ToolSpec
-from agentrl.tools.toolbox import TOKEN_VARIABLE, HttpToolbox
+from agentrl.tools.toolbox import REQUEST_SECONDS, TOKEN_VARIABLE, HttpToolbox
 from agentrl.trajectory import Message, Sample, Scores, ToolCall, ToolResult
 from agentrl.workers import PerLoop
 
@@ -79,7 +80,8 @@ def _tool(alias: str, url: str, spec: ToolSpec) -> Tool:
             )
             for name, schema in functions.items()
         ),
-        timeout=spec.timeout,
+        # So long that the toolbox, which also waits for the program's queue, gives up first.
+        timeout=2 * (REQUEST_SECONDS + 2 * QUEUE_SECONDS + spec.timeout),
         hooks=("start", *(spec.environment or ()), "close"),
         constructor_injected=("sample",) if spec.wants_row else (),
         is_environment=True,

@@ -23,12 +23,15 @@ from agentrl import (
     play,
     tool,
 )
+from agentrl.cli.check import _describe_rewards
 from agentrl.config import ToolsConfig
 from agentrl.data import load_checked
 from agentrl.errors import DataError, RegistryError, UserCodeError, UserError
+from agentrl.preflight import describe_run
 from agentrl.preflight.plan import make_plan
 from agentrl.registry import load_file
 from agentrl.rewards import Scorer
+from agentrl.rewards.base import parse_score
 from agentrl.testing import Scripted, byte_tokenizer, call
 from agentrl.tools import LocalToolbox, open_toolbox
 
@@ -258,9 +261,12 @@ def test_a_wrong_row_is_refused(shop, tmp_path, row, message):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("async def respond(self): ...", "agentrl calls respond"),
-        ("async def reward(self, a, b): ...", "agentrl calls reward"),
-        ("def start(self, x): ...", "agentrl calls start"),
+        ("async def respond(self): ...", r"Write `async def respond\(self, messages\)`"),
+        (
+            "async def reward(self, a, b): ...",
+            r"Write `async def reward\(self\)` or `async def reward\(self, messages\)`",
+        ),
+        ("def start(self, x): ...", r"Write `async def start\(self\)`"),
         ("def act(self, *args): 'Act.'", "act"),
     ],
 )
@@ -290,6 +296,35 @@ def test_rows_need_no_grader_and_no_tool_of_an_environment_is_offered_to_others(
     keys = {"data.train": plain, "files": [str(file)], "data.tools": "all"}
     plan = make_plan(load_config(None, ["data.agent_name=tool_agent"], keys))
     assert plan.train[0].tools == ()
+
+
+def test_a_run_names_what_gives_the_outcome(shop, tmp_path):
+    file, _ = shop
+    flags = {"data.train": shop_rows(tmp_path), "files": [str(file)]}
+    plan = make_plan(load_config(None, [], flags))
+    assert _describe_rewards(plan) == "reward of the environment shop: 1 row"
+    assert "1 x tool_agent: environment shop" in describe_run(plan)
+    with pytest.raises(DataError, match=r"reward.function is set, but all rows have an environ"):
+        make_plan(load_config(None, ["reward.function=gsm8k"], flags))
+
+
+def test_rows_that_nothing_scores_are_refused(tmp_path):
+    @environment("plain")
+    class Plain(Environment):
+        pass
+
+    flags = {"data.train": rows(tmp_path, {"prompt": "x", "environment": "plain"})}
+    message = r"environment 'plain' has no method `reward`, .*Write `async def reward\(self\)`"
+    with pytest.raises(DataError, match=message):
+        make_plan(load_config(None, [], flags))
+
+
+@pytest.mark.parametrize("turns", [[1.0], 3])
+def test_scores_of_turns_in_a_list_are_refused(turns):
+    with pytest.raises(ValueError, match=r"must be a mapping .*dict\(enumerate\(scores\)\)"):
+        Scores(1.0, turns=turns)
+    with pytest.raises(UserCodeError, match=r"Scores\(outcome, turns=\{index: score\}\)"):
+        parse_score("here", {"score": 1.0, "turns": [1.0]})
 
 
 @pytest.fixture

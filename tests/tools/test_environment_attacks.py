@@ -306,7 +306,6 @@ def test_a_wrong_opening_of_a_program_drops_the_episode(program, answer, is_alia
         play_turns(sample_of(name), ["done"], toolbox)
 
 
-@pytest.mark.xfail(reason="an alias gives start() one timeout, a tool server two and its queue")
 def test_an_alias_waits_as_long_as_a_tool_server(program):
     # The time for a constructor and start() in the program; time in a queue does not count.
     url, answers = program
@@ -349,7 +348,6 @@ def test_rescoring_counts_the_scores_of_turns_once():
     assert (first.reward, again.reward) == (2.0, 2.5) and again.rewards == first.rewards
 
 
-@pytest.mark.xfail(reason="the record does not say whether the environment reported the outcome")
 def test_an_environment_without_reward_is_graded_again():
     # Its outcome is its grader's, so other arguments of the grader give another outcome.
     @environment("plain")
@@ -407,7 +405,6 @@ def test_each_environment_of_mixed_rows_has_its_own_chance():
     assert check(sample_of("lucky"), sample_of("free"))[name].status == "failed"
 
 
-@pytest.mark.xfail(reason="the exits and what stays open are checked with the first row only")
 def test_each_environment_of_mixed_rows_must_close():
     @environment("sound")
     class Sound(Environment):

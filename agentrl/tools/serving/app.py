@@ -385,7 +385,11 @@ def _add_session_routes(
     async def respond(request: Request, episode_id: EpisodeId) -> Response:
         body = RespondRequest.model_validate(orjson.loads(await request.body()))
         messages = _MESSAGES.validate_python(body.messages)
-        return json_response(await host.session(episode_id).respond(body.turn, messages))
+        host.enter()
+        try:
+            return json_response(await host.session(episode_id).respond(body.turn, messages))
+        finally:
+            host.leave()
 
     @app.post(REWARD, **describe_route(RewardResponse, *statuses, body=RewardRequest))
     async def reward(request: Request, episode_id: EpisodeId) -> Response:
