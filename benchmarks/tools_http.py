@@ -232,7 +232,7 @@ async def play_worlds(url: str, token: str, name: str, episodes: int, calls: int
         for turn in range(calls):
             [result] = await box.run([ToolCall("move", {"steps": 1})], episode, turn)
             assert result.content == f"at {turn + 1}"
-        asked = (await box.score(episode, opened.messages)).outcome if opened.environment else 0.0
+        asked = (await box.score(episode, opened.messages)).outcome if opened.hooks else 0.0
         return asked + await box.close(episode)
 
     began = time.perf_counter()

@@ -56,7 +56,7 @@ def describe_run(plan: Plan) -> str:
         lines.append(f"{path}: {plural(len(samples), 'row')}")
         if isinstance(samples, Rows):
             lines += _describe_files(samples)
-        kinds: Counter[tuple[str, tuple[str, ...], str]] = Counter()
+        kinds: Counter[tuple[str, str]] = Counter()
         for kind in find_kinds(samples):
             s = kind.sample
             suffix = f", interaction {s.interaction}" if s.interaction else ""
