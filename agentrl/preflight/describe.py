@@ -18,6 +18,7 @@ from agentrl.plural import plural
 from agentrl.preflight.plan import EXTERNAL, Plan, programs_of
 from agentrl.preflight.prompts import opening_of, verify_rows
 from agentrl.tools import LocalToolbox
+from agentrl.trajectory import Sample
 
 
 def describe_history(plan: Plan, template: ChatTemplate) -> str:
@@ -59,11 +60,7 @@ def describe_run(plan: Plan) -> str:
         kinds: Counter[tuple[str, str]] = Counter()
         for kind in find_kinds(samples):
             s = kind.sample
-            suffix = f", interaction {s.interaction}" if s.interaction else ""
-            world = f"environment {s.environment}" if s.environment else ""
-            kinds[s.agent_name, world or f"tools {', '.join(s.tools) or 'none'}{suffix}"] += len(
-                kind.rows
-            )
+            kinds[s.agent_name, _describe_world(s)] += len(kind.rows)
         for (agent, world), count in sorted(kinds.items()):
             lines.append(f"  {count:6d} x {agent}: {world}")
     config = plan.config
@@ -111,6 +108,14 @@ def describe_run(plan: Plan) -> str:
             " cannot be repeated bit for bit"
         )
     return "\n".join(lines)
+
+
+def _describe_world(sample: Sample) -> str:
+    """Return what an episode of a row acts in: its environment, or its tools and interaction."""
+    if sample.environment:
+        return f"environment {sample.environment}"
+    suffix = f", interaction {sample.interaction}" if sample.interaction else ""
+    return f"tools {', '.join(sample.tools) or 'none'}{suffix}"
 
 
 def _count_different_rows(plan: Plan, played: int) -> int:

@@ -501,6 +501,7 @@ def test_closing_cancels_the_rollouts_in_flight():
     assert not engine.playing and time.monotonic() - start < 5
 
 
+@pytest.mark.timing
 def test_the_side_that_waits_is_measured():
     engine = SlowEngine(0.05, sigma=0.0)
     with streaming(engine, 1, 9) as (stream, _):
