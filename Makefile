@@ -20,13 +20,15 @@ SGLANG := $(CACHE)/sglang-$(firstword $(shell \
 	{ cat $(SGLANG_NEEDS); $(SGLANG_PYTHON) -c 'import sys; print(sys.version, sys.base_prefix)'; } | cksum))
 AGENTS := $(CACHE)/agents-$(firstword $(shell \
 	{ cat tests/gateway/packages/requirements.txt; $(PYTHON) -c 'import sys; print(sys.version)'; } | cksum))
+OUTSIDE := $(CACHE)/outside-$(firstword $(shell \
+	{ cat tests/examples/requirements.txt; $(PYTHON) -c 'import sys; print(sys.version)'; } | cksum))
 SGLANG_READY := $(if $(AGENTRL_SGLANG_PYTHON),,$(if $(filter Linux,$(shell uname)),sglang))
 
 # What SGLang does not import is never compiled; what it does, once.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-vllm test-trackers recipes-check check lint format setup sglang agents docs models
+.PHONY: help demo test test-all test-gpu test-vllm test-trackers recipes-check check lint format setup sglang agents outside docs models
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -37,7 +39,7 @@ demo: $(VENV)/.installed  ## a policy learns to use a calculator: minutes on two
 test: setup  ## the tests, all but `slow`, `gpu`, `vllm` and `trackers`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu and not vllm and not trackers" $(PYTEST_ARGS)
 
-test-all: setup  ## the tests, all but `gpu`, `vllm` and `trackers`
+test-all: setup outside  ## the tests, all but `gpu`, `vllm` and `trackers`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not vllm and not trackers" --hypothesis-profile=thorough $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed-dev  ## the tests that need a GPU
@@ -72,6 +74,9 @@ sglang: $(SGLANG)/.installed  ## SGLang for a CPU: .venv-sglang, a link into the
 agents: $(AGENTS)/.installed  ## packages of agents: .venv-agents, a link into the user's cache
 	@ln -sfn $(AGENTS) .venv-agents
 
+outside: $(OUTSIDE)/.installed  ## packages of environments: .venv-outside, a link into the user's cache
+	@ln -sfn $(OUTSIDE) .venv-outside
+
 docs: $(VENV)/.installed-dev  ## the documentation that is written by a program
 	$(BIN)/python -m agentrl.config.page > docs/config.md
 	PYTHONPATH=tests $(BIN)/python -m support.tokens_page
@@ -100,6 +105,12 @@ $(AGENTS)/.installed:
 	@echo "installing packages of agents into $(AGENTS) (300 MB, a minute, once)"
 	$(PYTHON) -m venv $(AGENTS)
 	$(AGENTS)/bin/python -m pip install --quiet --no-compile -r tests/gateway/packages/requirements.txt
+	@touch $@
+
+$(OUTSIDE)/.installed:
+	@echo "installing packages of environments into $(OUTSIDE) (400 MB, a minute, once)"
+	$(PYTHON) -m venv $(OUTSIDE)
+	$(OUTSIDE)/bin/python -m pip install --quiet --no-compile -r tests/examples/requirements.txt
 	@touch $@
 
 # SGLang pins torch exactly, and without a GPU it wants only a part of what it names.

@@ -322,10 +322,21 @@ def sglang_server(sglang_python, tiny_model):
     server.stop()
 
 
+def python_of(folder: str, target: str) -> str:
+    """Return the Python of an environment with other projects' packages; skip without it."""
+    python = Path(__file__).parents[1] / folder / "bin/python"
+    if not python.exists() and not os.environ.get("CI"):
+        pytest.skip(f"no {folder}: `make {target}`")
+    return str(python)
+
+
 @pytest.fixture(scope="session")
 def packages_python() -> str:
-    """Return the Python of the environment with other projects' packages (`make agents`)."""
-    python = Path(__file__).parents[1] / ".venv-agents/bin/python"
-    if not python.exists() and not os.environ.get("CI"):
-        pytest.skip("no packages of agents: `make agents`")
-    return str(python)
+    """Return the Python that has the packages of agents."""
+    return python_of(".venv-agents", "agents")
+
+
+@pytest.fixture(scope="session")
+def outside_python() -> str:
+    """Return the Python that has the packages of environments."""
+    return python_of(".venv-outside", "outside")
