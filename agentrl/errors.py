@@ -162,6 +162,9 @@ def missing_await(value: Any) -> str:
 class UserCodeError(AgentRLError, RuntimeError):
     """A loop, interaction, tool constructor or reward of the user raised."""
 
+    is_late: bool = False
+    """True if a method of a tool or environment exceeded its time limit."""
+
     @classmethod
     def of(cls, what: str, error: BaseException) -> UserCodeError:
         """Return the error `WHAT raised TYPE: TEXT (FILE:LINE)`; raise it `from error`.

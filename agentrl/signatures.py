@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from agentrl.errors import RegistryError
 from agentrl.registry import did_you_mean
 
 INJECTED_INTO_INTERACTIONS = ("sample", "chat")
@@ -30,6 +31,20 @@ def identify(target: Any) -> str:
     if inspect.isfunction(target) or isinstance(target, type):
         return f"{target.__qualname__}, {locate(target)}"
     return repr(target)
+
+
+def require_name(decorator: str, name: Any, reader: str = "rows refer") -> None:
+    """Raise `RegistryError` if a decorator was written without the name in parentheses.
+
+    Args:
+        decorator: its name.
+        name: the argument that it got: without a name, this is the decorated function or class.
+        reader: who uses the name, and a verb, for the message.
+    """
+    if not isinstance(name, str):
+        raise RegistryError(
+            f'write @{decorator}("name") above {identify(name)}: {reader} to it by name'
+        )
 
 
 def find_argument_problems(

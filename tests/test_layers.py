@@ -24,6 +24,7 @@ LAYERS = (
         "installation",
         "open_files",
         "plural",
+        "process_memory",
         "regular_files",
         "terminal",
         "torch_threads",

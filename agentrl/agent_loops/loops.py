@@ -11,7 +11,7 @@ from agentrl import registry
 from agentrl.agent_loops.episode import Episode
 from agentrl.chat import REACT_STOP, parse_react
 from agentrl.errors import RegistryError
-from agentrl.signatures import identify
+from agentrl.signatures import identify, require_name
 from agentrl.trajectory import Message, Sample
 
 Schemas = Sequence[Mapping[str, Any]]
@@ -70,10 +70,7 @@ def agent_loop(
     Raises:
         RegistryError: the loop is not an async function, or the name is missing or taken.
     """
-    if not isinstance(name, str):
-        raise RegistryError(
-            f'write @agent_loop("name") above {identify(name)}: rows refer to it by name'
-        )
+    require_name("agent_loop", name)
 
     def register(loop: Callable[[Episode], Awaitable[None]]):
         if not inspect.iscoroutinefunction(loop):

@@ -83,15 +83,15 @@ async def play_episode(
             opened = await _open_tools(attempt)
             observed.extend(opened.messages)
         # After the tools are open: a toolbox reads the tools of a server then.
-        schemas = runtime.toolbox.schemas(sample.tools)
-        offered = [s for s in schemas if s["function"]["name"] in opened.functions]
-        tool_schemas = copy_value(offered)
+        every = runtime.toolbox.schemas(sample.tools)
+        tool_schemas = copy_value([s for s in every if s["function"]["name"] in opened.functions])
         with user_code(f"agent loop {loop.name!r}: its opening"):
             opening, schemas = loop.opening(sample, tool_schemas)
-        arguments = runtime.config.interaction.kwargs
-        interaction = build_interaction(sample, arguments, EngineChat(attempt))
         if "respond" in opened.hooks:
             interaction = EnvironmentReplies(attempt)
+        else:
+            arguments = runtime.config.interaction.kwargs
+            interaction = build_interaction(sample, arguments, EngineChat(attempt))
         if interaction is not None:
             attempt.enter("opening the interaction")
             observed.extend(await _open(interaction, attempt))

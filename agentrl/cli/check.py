@@ -296,6 +296,7 @@ def _is_measured(config: Config, shape: ModelShape) -> bool:
 def _check_ram(plan: Plan, shape: ModelShape, prompt: int, response: int) -> str:
     """Print an estimate of the RAM of a run on the CPU; return what does not fit, or ""."""
     from agentrl.learner import memory
+    from agentrl.process_memory import find_process_bytes
 
     config = plan.config
     if config.trainer.device == "auto":
@@ -306,7 +307,7 @@ def _check_ram(plan: Plan, shape: ModelShape, prompt: int, response: int) -> str
         prompt_tokens=prompt,
         response_tokens=response,
         val_rollouts=len(plan.val) * config.val.n,
-        process_bytes=memory.find_process_bytes(),
+        process_bytes=find_process_bytes(),
     )
     ram, of_run = memory.find_ram(), estimate(config)
     echo(f"RAM of the run, estimated: {of_run.describe(ram)}")
@@ -502,15 +503,18 @@ def _describe_rewards(plan: Plan) -> str:
     """Return what gives the outcome of each kind of rows, with the number of rows."""
     from agentrl.preflight.plan import reports_outcome
 
-    sources: Counter[str] = Counter()
+    sources: Counter[tuple[str, str]] = Counter()
     for kind in plan.kinds:
-        source = kind.sample.data_source
-        described = f"of data_source {source}" if source else "without data_source"
+        source, rows = kind.sample.data_source, ""
         if not reports_outcome(kind.sample, plan.config):
-            described = f"{plan.scorer.describe(source)}: {{}} {described}"
+            reward = plan.scorer.describe(source)
+            rows = f" of data_source {source}" if source else " without data_source"
         elif kind.sample.environment:
-            described = f"reward of the environment {kind.sample.environment}: {{}}"
+            reward = f"reward of the environment {kind.sample.environment}"
         else:
-            described = f"reward of the agent (agent.reward={plan.config.agent.reward}): {{}}"
-        sources[described] += len(kind.rows)
-    return "\n".join(text.format(plural(n, "row")) for text, n in sorted(sources.items()))
+            reward = f"reward of the agent (agent.reward={plan.config.agent.reward})"
+        sources[reward, rows] += len(kind.rows)
+    return "\n".join(
+        f"{reward}: {plural(count, 'row')}{rows}"
+        for (reward, rows), count in sorted(sources.items())
+    )

@@ -472,8 +472,8 @@ class OptimConfig(Section):
     """auto: compile layers with torch.compile on a GPU, for models from 100 million parameters on.
     """
     offload: Literal["none", "optimizer", "all"] = "none"
-    """What is kept in CPU memory. optimizer: the optimizer state, between updates. all: also
-    parameters and gradients."""
+    """The tensors that the CPU's memory holds. optimizer: the optimizer state, between updates.
+    all: also parameters and gradients."""
 
 
 class TrainerConfig(Section):

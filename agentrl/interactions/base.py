@@ -23,7 +23,13 @@ from agentrl.http.chat import Chat
 from agentrl.http.pool import TimeLimit
 from agentrl.registry import interactions
 from agentrl.replies import Reply, check_reply
-from agentrl.signatures import INJECTED_INTO_INTERACTIONS, identify, locate, merge_arguments
+from agentrl.signatures import (
+    INJECTED_INTO_INTERACTIONS,
+    identify,
+    locate,
+    merge_arguments,
+    require_name,
+)
 from agentrl.trajectory import Message, Sample, copy_value
 
 Opening = str | Sequence[Message] | None
@@ -111,10 +117,7 @@ def interaction(name: str) -> Callable[[I], I]:
         RegistryError: the class is not an `Interaction`, its methods are not async, or another
             class has the name.
     """
-    if not isinstance(name, str):
-        raise RegistryError(
-            f'write @interaction("name") above {identify(name)}: rows refer to it by name'
-        )
+    require_name("interaction", name)
 
     def register(cls: I) -> I:
         if not (isinstance(cls, type) and issubclass(cls, Interaction)):

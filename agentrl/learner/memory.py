@@ -433,13 +433,6 @@ def find_ram(cgroup: Path = CGROUP) -> int:
     return min(sizes)
 
 
-def find_process_bytes() -> int:
-    """Return the bytes of RAM that this process uses; 0 on systems without /proc."""
-    with suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
-
-
 def find_gpu() -> Gpu | None:
     """Return the GPUs that torch finds on this machine, or None if there is none."""
     if not torch.cuda.is_available():

@@ -29,7 +29,7 @@ from agentrl.agent_loops.attempt import Runtime, make_template
 from agentrl.agent_loops.play import play_episode
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
-from agentrl.errors import AgentRLError, EngineError, UserError
+from agentrl.errors import AgentRLError, EngineError, UserCodeError, UserError
 from agentrl.plural import plural
 from agentrl.preflight.plan import reports_outcome
 from agentrl.preflight.policies import (
@@ -43,6 +43,7 @@ from agentrl.preflight.policies import (
     play_script,
     wrong_steps,
 )
+from agentrl.process_memory import find_process_bytes
 from agentrl.rewards import Scorer
 from agentrl.rewards.leaks import shows_answer
 from agentrl.signatures import find_argument_problems
@@ -75,6 +76,7 @@ class PlayedEpisode:
         sample: the row.
         scored: the scored trajectory; None if the episode failed.
         error: why it failed.
+        is_late: whether it failed because a method exceeded its time limit.
         seconds: how long it took, with the reward.
     """
 
@@ -82,6 +84,7 @@ class PlayedEpisode:
     sample: Sample
     scored: Scored | None
     error: str
+    is_late: bool
     seconds: float
 
     @property
@@ -184,7 +187,7 @@ class EnvironmentCheck:
         """
         functions = [s["function"] for s in self._toolbox.schemas(sample.tools)]
         episode_id = f"check-{uuid.uuid4().hex[:12]}"
-        start, scored, error = time.perf_counter(), None, ""
+        start, scored, error, is_late = time.perf_counter(), None, "", False
         try:
             trajectory = await play_episode(
                 self._runtime(**budgets),
@@ -198,7 +201,9 @@ class EnvironmentCheck:
             scored = await self._scorer.score(trajectory)
         except AgentRLError as e:
             error = f"{type(e).__name__}: {e}"
-        played = PlayedEpisode(name, sample, scored, error, time.perf_counter() - start)
+            is_late = isinstance(e, UserCodeError) and e.is_late
+        seconds = time.perf_counter() - start
+        played = PlayedEpisode(name, sample, scored, error, is_late, seconds)
         self._played.append(played)
         return played
 
@@ -388,14 +393,14 @@ class EnvironmentCheck:
         late = [
             p
             for p in self._played
-            if _is_late(p.error)
+            if p.is_late
             or "timeout" in p.call_errors
             or (p.scored and p.scored.trajectory.stop_reason == "time")
         ]
         return _check("nothing hangs", late, self._played)
 
     def _failures(self) -> Check:
-        failed = [p for p in self._played if p.error and not _is_late(p.error)]
+        failed = [p for p in self._played if p.error and not p.is_late]
         crashed = [p for p in self._played if "crash" in p.call_errors]
         return _check("no method raises", [*failed, *crashed], self._played)
 
@@ -463,7 +468,7 @@ class EnvironmentCheck:
         """Measure the time and memory of an episode, and how many concurrent ones are fastest."""
         sample, at_once, best = self._samples[0], 1, 0.0
         seconds = sorted(p.seconds for p in self._played)
-        memory = _resident_bytes()
+        memory = find_process_bytes()
         while at_once <= MAX_AT_ONCE:
             start = time.perf_counter()
             await asyncio.gather(
@@ -473,7 +478,7 @@ class EnvironmentCheck:
             if speed < best * SPEED_UP:
                 break
             best, at_once = max(best, speed), at_once * 2
-        used = max(_resident_bytes() - memory, 0) / at_once
+        used = max(find_process_bytes() - memory, 0) / at_once
         p50, p99 = (seconds[min(int(q * len(seconds)), len(seconds) - 1)] for q in (0.5, 0.99))
         limit = "more were not tried" if at_once > MAX_AT_ONCE else "more are not faster"
         detail = (
@@ -526,11 +531,6 @@ def _check(
             return Check(name, "not checked", "all episodes failed")
         return Check(name, "passed", detail)
     return Check(name, "failed", plural(len(wrong), "episode"), wrong[:2])
-
-
-def _is_late(error: str) -> bool:
-    """Return whether an episode failed because a method exceeded its time limit."""
-    return "took more than" in error or "timed out still runs" in error
 
 
 def _class_of(sample: Sample) -> type[Environment]:
@@ -587,9 +587,3 @@ def _count_open_resources() -> dict[str, int]:
         "threads": threading.active_count(),
         "processes": sum(len(c.read_text().split()) for c in children if c.is_file()),
     }
-
-
-def _resident_bytes() -> int:
-    """Return the resident memory of this process in bytes; 0 on systems without /proc."""
-    file = Path("/proc/self/statm")
-    return int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if file.is_file() else 0

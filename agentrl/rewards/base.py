@@ -34,7 +34,7 @@ from agentrl.errors import (
 )
 from agentrl.registry import rewards
 from agentrl.rewards.executor import RewardExecutor, RewardTimeout
-from agentrl.signatures import KEYWORD, find_argument_problems, identify
+from agentrl.signatures import KEYWORD, find_argument_problems, identify, require_name
 from agentrl.trajectory import Scores, Trajectory, as_number, copy_value
 from agentrl.workers import locate_function
 
@@ -101,10 +101,7 @@ def reward(
     Raises:
         RegistryError: the name is taken, or the options contradict each other.
     """
-    if not isinstance(name, str):
-        raise RegistryError(
-            f'write @reward("name") above {identify(name)}: the config refers to it by name'
-        )
+    require_name("reward", name, "the config refers")
 
     def register(function: F) -> F:
         label = f"the reward {name!r} ({identify(function)})"

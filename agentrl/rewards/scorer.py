@@ -283,13 +283,14 @@ def with_turn_scores(trajectory: Trajectory, scores: Mapping[int, float]) -> Tra
         UserCodeError: there is no such turn.
     """
     check_turns(trajectory.sample.id, scores, len(trajectory.turns))
+    if not scores and not any("scores" in turn.rewards for turn in trajectory.turns):
+        return trajectory
     turns = []
     for index, turn in enumerate(trajectory.turns):
         rewards = {k: v for k, v in turn.rewards.items() if k != "scores"}
         own = {"scores": scores[index]} if index in scores else {}
         turns.append(replace(turn, rewards={**rewards, **own}))
-    is_new = any(a.rewards != b.rewards for a, b in zip(turns, trajectory.turns, strict=True))
-    return replace(trajectory, turns=tuple(turns)) if is_new else trajectory
+    return replace(trajectory, turns=tuple(turns))
 
 
 def combine(

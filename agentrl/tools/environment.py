@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from agentrl.errors import RegistryError, UserCodeError, UserError, missing_await
 from agentrl.registry import tools
 from agentrl.replies import Reply
-from agentrl.signatures import identify
+from agentrl.signatures import identify, require_name
 from agentrl.tools.schema import CONSTRUCTOR_PARAMETERS, injected_parameters
 from agentrl.tools.tool import DEFAULT_TIMEOUT, Tool, check_tool, methods_of
 from agentrl.trajectory import Message, Sample, Scores, ToolCall, as_number
@@ -89,6 +89,7 @@ class Environment:
             A number; or a mapping of named parts, whose sum is the outcome and which become
             metrics; or `Scores`.
         """
+        # agentrl calls only methods that a subclass defines. It knows no outcome without one.
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -124,10 +125,7 @@ def environment(name: str, *, timeout: float = DEFAULT_TIMEOUT) -> Callable[[E],
         RegistryError: the class is not an `Environment`, or another tool or class has the name.
         UserError: a model cannot call one of its methods. The message says why and where.
     """
-    if not isinstance(name, str):
-        raise RegistryError(
-            f'write @environment("name") above {identify(name)}: rows refer to it by name'
-        )
+    require_name("environment", name)
 
     def register(cls: E) -> E:
         if not (isinstance(cls, type) and issubclass(cls, Environment)):

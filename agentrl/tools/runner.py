@@ -283,7 +283,7 @@ class Runner:
                 if await self._deadline(tool.timeout).wait(hanging, waiters):
                     raise ToolServerError(f"{tool.label}: its episode ended before {hook}()")
                 if not hanging.done():
-                    raise UserCodeError(
+                    raise _late_error(
                         f"{tool.label}: {hook}() cannot be called, because an earlier call that"
                         " timed out still runs"
                     )
@@ -350,7 +350,7 @@ class Runner:
         bound = functools.partial(target, **arguments)
         outcome = await self._outcome(tool, bound, None, instance, waiters)
         if outcome is None:
-            raise UserCodeError(f"{tool.label}: {hook_name} took more than {tool.timeout:g} s")
+            raise _late_error(f"{tool.label}: {hook_name} took more than {tool.timeout:g} s")
         value, error = outcome
         if error is not None:
             label = f"{tool.label}: {hook_name}"
@@ -499,6 +499,12 @@ class Runner:
                 description,
                 exc_info=error,
             )
+
+
+def _late_error(message: str) -> UserCodeError:
+    error = UserCodeError(message)
+    error.is_late = True
+    return error
 
 
 class Executors:

@@ -41,7 +41,7 @@ from agentrl.tools.runner import (
     Waiters,
     cancel_waiters,
 )
-from agentrl.tools.tool import Tool, schemas_of, serial_groups_of
+from agentrl.tools.tool import Tool, environment_hooks, schemas_of, serial_groups_of
 from agentrl.tools.validation import SlowCheck
 from agentrl.trajectory import Message, Sample, Scores, ToolResult, copy_value
 
@@ -111,7 +111,7 @@ class Opened(NamedTuple):
     functions: Sequence[str] = ()
     """The names of the functions that the model may call."""
     hooks: Sequence[str] = ()
-    """Which of `respond` and `reward` its environment has. `Toolbox.open` sets it."""
+    """Which of `respond` and `reward` its environment has."""
 
 
 class ToolSession:
@@ -180,7 +180,8 @@ class ToolSession:
             if tool.is_environment:
                 offered = offered_functions(tool, self._instances[tool.name].value)
                 self._functions = {name: self._functions[name] for name in offered}
-        return Opened(tuple(messages), tuple(self._functions))
+        hooks = environment_hooks([tool.spec for tool in self._classes])
+        return Opened(tuple(messages), tuple(self._functions), hooks)
 
     async def respond(self, turn: int, messages: Sequence[Message]) -> Reply | None:
         """Return the environment's reply to a turn. A turn that is sent again gets the same reply.

@@ -205,6 +205,11 @@ def serial_groups_of(specs: Sequence[ToolSpec]) -> dict[str, str]:
     }
 
 
+def environment_hooks(specs: Sequence[ToolSpec]) -> Sequence[str]:
+    """Return the hooks of the environment among the tools of a row; () if there is none."""
+    return next((s.environment for s in specs if s.environment is not None), ())
+
+
 # -- the decorator --------------------------------------------------------------------------------
 
 

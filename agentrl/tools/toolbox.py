@@ -9,7 +9,7 @@ import asyncio
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
@@ -45,7 +45,7 @@ from agentrl.tools.session import (
     UnknownEpisode,
     worker_number,
 )
-from agentrl.tools.tool import ToolSpec, schemas_of, serial_groups_of
+from agentrl.tools.tool import ToolSpec, environment_hooks, schemas_of, serial_groups_of
 from agentrl.trajectory import Message, Sample, Scores, ToolCall, ToolResult, copy_value
 from agentrl.workers import run_all
 
@@ -204,9 +204,7 @@ class LocalToolbox(Toolbox):
 
     async def open(self, episode_id: str, sample: Sample) -> Opened:
         sample = copy_value(sample)  # As over HTTP, tools share no list with the agent loop.
-        opened = await self._host.open(episode_id, sample, create_kwargs_of(sample))
-        specs = [tools.get(n).spec for n in sample.tools]
-        return opened._replace(hooks=environment_hooks(specs))
+        return await self._host.open(episode_id, sample, create_kwargs_of(sample))
 
     async def respond(
         self, episode_id: str, turn: int, messages: Sequence[Message]
@@ -363,7 +361,7 @@ class HttpToolbox(Toolbox):
         self, episode_id: str, turn: int, messages: Sequence[Message]
     ) -> Reply | None:
         body = {"turn": turn, "messages": storable_messages(messages)}
-        answer = await self._ask(episode_id, "respond", body)
+        answer = await self._post(episode_id, "respond", body)
         try:
             return answer and Reply(**answer)
         except TypeError:
@@ -371,7 +369,7 @@ class HttpToolbox(Toolbox):
 
     async def score(self, episode_id: str, messages: Sequence[Message]) -> Scores:
         body = {"messages": storable_messages(messages)}
-        answer = await self._ask(episode_id, "reward", body)
+        answer = await self._post(episode_id, "reward", body)
         try:
             turns = {int(index): score for index, score in answer.get("turns", {}).items()}
             return Scores(answer["reward"], turns, answer.get("parts", {}))
@@ -379,11 +377,6 @@ class HttpToolbox(Toolbox):
             raise UserCodeError(
                 f"{self.url} did not answer with a reward: {answer!r:.200} ({e})"
             ) from None
-
-    async def _ask(self, episode_id: str, what: str, body: dict[str, Any]) -> Any:
-        path = f"/sessions/{quote(episode_id, safe='')}/{what}"
-        seconds = self._episodes.get(episode_id, _NOT_OPEN).seconds
-        return await self._request("POST", path, body, seconds, episode_id)
 
     async def close(self, episode_id: str) -> float:
         path = f"/sessions/{quote(episode_id, safe='')}"
@@ -432,23 +425,27 @@ class HttpToolbox(Toolbox):
         self, key: tuple[str, int, int], name: str, arguments: bytes, messages: Sequence[Message]
     ) -> ToolResult:
         episode_id, turn, index = key
-        _, seconds, message_readers = self._episodes.get(episode_id, _NOT_OPEN)
         body = {
             "turn": turn,
             "call_index": index,
             "name": name,
             "arguments": orjson.Fragment(arguments),
         }
-        if name in message_readers:
+        if name in self._episodes.get(episode_id, _NOT_OPEN).message_readers:
             body["messages"] = storable_messages(messages)
-        path = f"/sessions/{quote(episode_id, safe='')}/calls"
-        answer = await self._request("POST", path, body, seconds, episode_id)
+        answer = await self._post(episode_id, "calls", body)
         try:
             return ToolResult(**answer)
         except TypeError:
             raise ToolServerError(
                 f"{self.url} did not answer with a tool result: {answer!r}"
             ) from None
+
+    async def _post(self, episode_id: str, what: str, body: dict[str, Any]) -> Any:
+        """Send a request to the session of an open episode, and return the answer."""
+        path = f"/sessions/{quote(episode_id, safe='')}/{what}"
+        seconds = self._episodes.get(episode_id, _NOT_OPEN).seconds
+        return await self._request("POST", path, body, seconds, episode_id)
 
     async def _request(
         self, method: str, path: str, body: Any, seconds: float, episode_id: str
@@ -485,11 +482,6 @@ class HttpToolbox(Toolbox):
         return HttpClient(
             url, token=self._token, error=ToolServerError, max_connections=max_connections
         )
-
-
-def environment_hooks(specs: Iterable[ToolSpec]) -> Sequence[str]:
-    """Return the hooks of the environment among the tools of a row; () if there is none."""
-    return next((s.environment for s in specs if s.environment is not None), ())
 
 
 def create_kwargs_of(sample: Sample) -> dict[str, Mapping[str, Any]]:

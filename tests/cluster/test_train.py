@@ -51,7 +51,8 @@ RUN = [
 ]  # fmt: skip
 KINDS = {"grpo with LoRA": ["model.lora_rank=4"], "ppo": ["algorithm.name=ppo"]}
 ROUNDING = 1e-4
-"""Of float32 sums in another order, after all steps, relative to what was learned."""
+"""The largest difference of the weights after all steps, relative to their change by training:
+ranks add float32 numbers in another order."""
 
 
 @pytest.fixture(scope="module")

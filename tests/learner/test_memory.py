@@ -572,10 +572,10 @@ def test_the_ram_of_a_container(tmp_path):
 def test_the_memory_of_this_process():
     """In a process of its own: here, other tests' garbage and threads free memory at any time."""
     code = """
-from agentrl.learner import memory
-before = memory.find_process_bytes()
+from agentrl.process_memory import find_process_bytes
+before = find_process_bytes()
 block = b"1" * 2**28
-print(memory.find_process_bytes() - before, len(block))
+print(find_process_bytes() - before, len(block))
 """
     result = run_python(["-c", code])
     assert result.returncode == 0, result.stderr
