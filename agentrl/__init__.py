@@ -60,6 +60,7 @@ __all__ = [
 
 file_loaders["mcp"] = lambda: importlib.import_module("agentrl.tools.mcp.source")
 file_loaders["environment"] = lambda: importlib.import_module("agentrl.tools.remote_environment")
+file_loaders["door"] = lambda: importlib.import_module("agentrl.doors")
 file_loaders["verl"] = lambda: importlib.import_module("agentrl.compat.verl")
 default_observers.append(
     lambda config: importlib.import_module("agentrl.observers").open_observers(config)

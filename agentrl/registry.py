@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from agentrl.errors import ConfigError, RegistryError, UserError
-from agentrl.file_loaders import file_loaders
+from agentrl.file_loaders import door_of, file_loaders
 from agentrl.siblings import make_siblings_importable
 
 T = TypeVar("T")
@@ -180,7 +180,8 @@ def _origin(entry: Any) -> str:
 
 
 ENVIRONMENT = "environment+"
-"""The beginning of the address of an environment in another program: `environment+URL#ALIAS`."""
+"""The beginning of the address of an environment in another program: `environment+URL#ALIAS`. With
+the name of a door as its scheme, the URL is an address of this door (`agentrl.doors`)."""
 
 tools: Registry[Any] = Registry("tool")
 agent_loops: Registry[Any] = Registry(
@@ -391,7 +392,8 @@ def load_file(name: str) -> Any:
     The file can import the modules of its folder (`agentrl.siblings`). A YAML file is in verl's
     format: it lists tools or interactions, and all of them are registered. A name that starts with
     `mcp+` is the address of an MCP server, whose tools are registered; one that starts with
-    `environment+` is that of an environment in another program (`Config.all_files`).
+    `environment+` is that of an environment in another program, or of a door
+    (`Config.all_files`).
 
     Raises:
         UserError: the file is missing or raises an error, or imports a module of its folder whose
@@ -400,7 +402,8 @@ def load_file(name: str) -> Any:
     if name.startswith("mcp+"):
         return file_loaders["mcp"]().load(name)
     if name.startswith(ENVIRONMENT):
-        return file_loaders["environment"]().load(name)
+        kind = "door" if door_of(name.removeprefix(ENVIRONMENT)) else "environment"
+        return file_loaders[kind]().load(name)
     path = resolve_file(name)
     if path.suffix in YAML:
         return file_loaders["verl"]().load_yaml(path)

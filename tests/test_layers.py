@@ -37,6 +37,7 @@ LAYERS = (
     ("data", "engine", "interactions", "rewards", "store", "tools"),
     ("agent_loops", "learner"),
     ("gateway",),
+    ("doors",),
     ("watchdog",),
     ("rollout",),
     ("evaluate", "preflight"),

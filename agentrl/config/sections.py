@@ -30,6 +30,7 @@ from agentrl.config.section import LocalPath, Section, key, refuse_url
 from agentrl.config.server_arguments import check_arguments
 from agentrl.config.sources import assignment, dump_yaml
 from agentrl.config.trackers import TRACKERS, other_trackers
+from agentrl.file_loaders import door_of
 from agentrl.registry import did_you_mean
 
 RENDERING = (
@@ -56,10 +57,15 @@ def row_files(value: str | Sequence[str | RowFile]) -> str | list[str | dict[str
     return [item if isinstance(item, str) else item.model_dump() for item in value]
 
 
+def file_list(value: str | Sequence[str | RowFile]) -> list[str]:
+    """Return the files of `data.train` or `data.val`, without their weights."""
+    items = [value] if isinstance(value, str) else value
+    return [item if isinstance(item, str) else item.path for item in items]
+
+
 def file_names(value: str | Sequence[str | RowFile]) -> str:
     """Return the files of `data.train` or `data.val` as a text for messages."""
-    items = [value] if isinstance(value, str) else value
-    return ", ".join(item if isinstance(item, str) else item.path for item in items)
+    return ", ".join(file_list(value))
 
 
 class DataConfig(Section):
@@ -647,8 +653,14 @@ class Config(Section):
 
     @property
     def all_files(self) -> list[str]:
-        """`files`, and the addresses of `environments` in the form that `load_file` reads."""
-        remote = [f"environment+{url}#{name}" for name, url in self.environments.items()]
+        """`files`, and environments and doors in the form that `load_file` reads."""
+        names = {
+            door: f"{door}:"
+            for rows in (self.data.train, self.data.val)
+            for door in map(door_of, file_list(rows))
+            if door
+        }
+        remote = [f"environment+{url}#{name}" for name, url in (names | self.environments).items()]
         return [*self.files, *remote]
 
     @property

@@ -31,6 +31,7 @@ from agentrl.data.rows import (
 )
 from agentrl.data.table import DEFAULT_LOOP, UNNAMED, Table, kind_of, load_table
 from agentrl.errors import DataError
+from agentrl.file_loaders import door_of, file_loaders
 from agentrl.trajectory import Sample
 
 log = logging.getLogger("agentrl")
@@ -321,6 +322,8 @@ def load_samples(path: str, default_agent_name: str = "single_turn") -> list[Sam
 def list_files(source: Source) -> list[tuple[str, float]]:
     """Return the files of `data.train` with their weights; globs are expanded in sorted order.
 
+    The rows of a door (`agentrl.doors`) are written into a file.
+
     Raises:
         DataError: no file matches a glob, or a file is listed twice.
     """
@@ -329,6 +332,8 @@ def list_files(source: Source) -> list[tuple[str, float]]:
     for item in items:
         path = item if isinstance(item, str) else str(item["path"])
         weight = 1.0 if isinstance(item, str) else float(item.get("weight", 1.0))
+        if door_of(path):
+            path = file_loaders["door"]().rows_file(path)
         expanded = str(Path(path).expanduser())
         if has_magic(path) and not Path(expanded).exists():
             matching = sorted(glob(expanded, recursive=True))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -17,8 +17,12 @@ from agentrl.errors import RegistryError, UserCodeError, UserError, missing_awai
 from agentrl.registry import tools
 from agentrl.replies import Reply
 from agentrl.signatures import identify, require_name
-from agentrl.tools.schema import CONSTRUCTOR_PARAMETERS, injected_parameters
-from agentrl.tools.tool import DEFAULT_TIMEOUT, Tool, check_tool, methods_of
+from agentrl.tools.schema import (
+    CONSTRUCTOR_PARAMETERS,
+    injected_parameters,
+    parameters_from_schema,
+)
+from agentrl.tools.tool import DEFAULT_TIMEOUT, Tool, ToolFunction, check_tool, methods_of
 from agentrl.trajectory import Message, Sample, Scores, ToolCall, as_number
 
 HOOKS = ("start", "respond", "reward", "close")
@@ -149,6 +153,69 @@ def environment(name: str, *, timeout: float = DEFAULT_TIMEOUT) -> Callable[[E],
         return cls
 
     return register
+
+
+def environment_of_schemas(
+    name: str,
+    cls: type[Environment],
+    schemas: Sequence[Mapping[str, Any]],
+    where: str,
+    *,
+    timeout: float,
+    hooks: Sequence[str],
+    injected: Sequence[str] = (),
+    constructor_injected: Sequence[str] = (),
+) -> Tool:
+    """Return an environment whose functions another program has, and whose class calls them.
+
+    Args:
+        name: the name that rows have in `environment`.
+        cls: the class. Its `call_function(name, arguments, messages)` calls a function; it gets the
+            conversation if `messages` is in `injected`.
+        schemas: the functions, as OpenAI function schemas.
+        where: the program, for messages.
+        timeout: how long each method may take, in seconds.
+        hooks: those that the environment has.
+        injected: the parameters of `call_function` that agentrl fills.
+        constructor_injected: the parameters of the constructor that agentrl fills.
+
+    Raises:
+        UserError: a function's name or its schema cannot be used.
+    """
+    functions = {schema["function"]["name"]: dict(schema) for schema in schemas}
+    # Not by the functions' own names: the program may call one `start` or `tools`.
+    methods = {f"_call_{name}": _caller(name, "messages" in injected) for name in functions}
+    record = Tool(
+        name,
+        type(name, (cls,), methods),
+        tuple(
+            ToolFunction(
+                function,
+                f"_call_{function}",
+                schema,
+                parameters_from_schema(schema["function"]["parameters"], function, where),
+                is_async=True,
+                injected=tuple(injected),
+            )
+            for function, schema in functions.items()
+        ),
+        timeout=timeout,
+        hooks=tuple(hooks),
+        constructor_injected=tuple(constructor_injected),
+        is_environment=True,
+    )
+    check_tool(record)
+    return record
+
+
+def _caller(name: str, wants_messages: bool) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """Return the method that calls a function of the program."""
+
+    async def call(self: Any, /, **arguments: Any) -> Any:
+        messages = arguments.pop("messages") if wants_messages else ()
+        return await self.call_function(name, arguments, messages)
+
+    return call
 
 
 def _check_hook(cls: type[Environment], hook: str) -> None:

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from agentrl.errors import ToolServerError, UserError
 from agentrl.registry import ENVIRONMENT, tools
 from agentrl.replies import Reply
-from agentrl.tools.environment import Environment
+from agentrl.tools.environment import Environment, environment_of_schemas
 from agentrl.tools.runner import QUEUE_SECONDS
-from agentrl.tools.schema import parameters_from_schema
-from agentrl.tools.tool import Tool, ToolFunction, ToolSpec
+from agentrl.tools.tool import Tool, ToolSpec
 from agentrl.tools.toolbox import REQUEST_SECONDS, TOKEN_VARIABLE, HttpToolbox
 from agentrl.trajectory import Message, Sample, Scores, ToolCall, ToolResult
 from agentrl.workers import PerLoop
@@ -59,47 +58,18 @@ def load(address: str) -> None:
 
 def _tool(alias: str, url: str, spec: ToolSpec) -> Tool:
     """Return the environment as a class tool, whose methods send requests."""
-    functions = {schema["function"]["name"]: schema for schema in spec.schemas}
-    # Not by the functions' own names: the program may call one `start` or `tools`.
-    methods = {f"_call_{name}": _caller(name) for name in functions}
     clients = PerLoop(lambda: HttpToolbox(url, os.environ.get(TOKEN_VARIABLE, "")))
-    cls = type(alias, (RemoteEnvironment,), {"_clients": clients, "_name": spec.name, **methods})
-    injected = ("messages",) if "messages" in spec.injected else ()
-    where = f"environments.{alias} at {url}"
-    return Tool(
+    return environment_of_schemas(
         alias,
-        cls,
-        tuple(
-            ToolFunction(
-                name,
-                f"_call_{name}",
-                schema,
-                parameters_from_schema(schema["function"]["parameters"], name, where),
-                is_async=True,
-                injected=injected,
-            )
-            for name, schema in functions.items()
-        ),
+        type(alias, (RemoteEnvironment,), {"_clients": clients, "_name": spec.name}),
+        spec.schemas,
+        f"environments.{alias} at {url}",
         # So long that the toolbox, which also waits for the program's queue, gives up first.
         timeout=2 * (REQUEST_SECONDS + 2 * QUEUE_SECONDS + spec.timeout),
         hooks=("start", *(spec.environment or ()), "close"),
+        injected=("messages",) if "messages" in spec.injected else (),
         constructor_injected=("sample",) if spec.wants_row else (),
-        is_environment=True,
     )
-
-
-def _caller(name: str) -> Callable[..., Coroutine[Any, Any, ToolResult]]:
-    """Return the method that calls a function of the program."""
-
-    async def call(
-        self: RemoteEnvironment, messages: Sequence[Message] = (), **arguments: Any
-    ) -> ToolResult:
-        self._calls += 1
-        calls = [ToolCall(name, arguments)]
-        [result] = await self._toolbox.run(calls, self._episode, self._calls, messages)
-        return result
-
-    return call
 
 
 class RemoteEnvironment(Environment):
@@ -122,6 +92,15 @@ class RemoteEnvironment(Environment):
     @property
     def _toolbox(self) -> HttpToolbox:
         return self._clients.get()
+
+    async def call_function(
+        self, name: str, arguments: Mapping[str, Any], messages: Sequence[Message]
+    ) -> ToolResult:
+        """Call a function of the program."""
+        self._calls += 1
+        calls = [ToolCall(name, dict(arguments))]
+        [result] = await self._toolbox.run(calls, self._episode, self._calls, messages)
+        return result
 
     async def start(self) -> Sequence[Message]:
         """Open the session of the episode."""

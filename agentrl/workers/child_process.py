@@ -87,6 +87,8 @@ class ChildProcess:
         self._lock = threading.Lock()
         self._has_ended = threading.Event()
         self._channel, child_end = socket.socketpair()
+        # A socket object has one time limit; a thread may send while another receives.
+        self._receiving = self._channel.dup()
         read_end, self._pipe = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -134,7 +136,7 @@ class ChildProcess:
             TimeoutError: the child did not read the message before the deadline.
             EOFError: the child has ended.
         """
-        with self._channel_until(deadline) as channel:
+        with self._until(self._channel, deadline) as channel:
             channel.sendall(struct.pack("<I", len(message)) + message)
 
     def receive(self, deadline: float, max_bytes: int = 2**32) -> bytes:
@@ -188,9 +190,10 @@ class ChildProcess:
             self._has_ended.wait()
         self._close()
 
+    @staticmethod
     @contextlib.contextmanager
-    def _channel_until(self, deadline: float) -> Iterator[socket.socket]:
-        """Yield the socket, with a deadline. An error of the socket means that the child has ended.
+    def _until(channel: socket.socket, deadline: float) -> Iterator[socket.socket]:
+        """Yield a socket, with a deadline. An error of the socket means that the child has ended.
 
         Raises:
             TimeoutError: the deadline has passed.
@@ -199,8 +202,8 @@ class ChildProcess:
         if (seconds := deadline - time.monotonic()) <= 0:
             raise TimeoutError("timed out")
         try:
-            self._channel.settimeout(seconds)
-            yield self._channel
+            channel.settimeout(seconds)
+            yield channel
         except TimeoutError:
             raise
         except OSError as e:
@@ -209,7 +212,7 @@ class ChildProcess:
     def _receive_exactly(self, size: int, deadline: float) -> bytes:
         content = bytearray()
         while len(content) < size:
-            with self._channel_until(deadline) as channel:
+            with self._until(self._receiving, deadline) as channel:
                 piece = channel.recv(min(size - len(content), 2**20))
             if not piece:
                 raise EOFError("the process ended by itself")
@@ -246,6 +249,7 @@ class ChildProcess:
     def _close(self) -> None:
         """Close our ends of the socket and of the pipe."""
         self._channel.close()
+        self._receiving.close()
         if self._pipe >= 0:
             os.close(self._pipe)
             self._pipe = -1

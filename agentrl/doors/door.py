@@ -1,0 +1,142 @@
+"""`Door`: the adapter of another project, and how configs and datasets reach it.
+
+    data:         {train: "reasoning-gym:letter_counting?n=2000"}    rows of the door
+    environments: {maze: "openenv://localhost:8000"}                 an environment of the door
+
+A dataset's rows contain the name of the environment only. So addresses come from the config, and a
+row chooses neither programs nor servers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+from urllib.parse import parse_qsl
+
+from agentrl.data.files import write_rows
+from agentrl.errors import ConfigError, DataError
+from agentrl.file_loaders import SHIPPED_DOORS, door_names
+from agentrl.installation import home
+from agentrl.registry import ENVIRONMENT, did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """An adapter of another project.
+
+    Attributes:
+        name: the beginning of its addresses.
+        description: what it brings, in a few words.
+        load: registers an environment or an agent loop, given the name that rows use and the
+            address. It checks the address, and raises `UserError` if nothing is there.
+        rows: returns the rows of an address of `data.train`, in the columns of docs/data.md; None
+            if the project has no rows.
+        requirements: what pip installs for it, in a virtual environment that only this door uses;
+            none if agentrl talks to a server of the project.
+        python: the oldest Python that these packages support.
+    """
+
+    name: str
+    description: str
+    load: Callable[[str, str], None]
+    rows: Callable[[str], Sequence[Mapping[str, Any]]] | None = None
+    requirements: tuple[str, ...] = ()
+    python: tuple[int, int] = (3, 11)
+
+
+@cache
+def find_door(name: str) -> Door:
+    """Return the door with a name.
+
+    Raises:
+        ConfigError: there is none, or the entry point of a package has another object.
+    """
+    if name in SHIPPED_DOORS:
+        return importlib.import_module(f"agentrl.doors.{name.replace('-', '_')}").DOOR
+    for point in entry_points(group="agentrl.doors"):
+        if point.name == name:
+            door = point.load()
+            if not isinstance(door, Door) or door.name != name:
+                raise ConfigError(f"the entry point {point.value} must be a Door named {name!r}")
+            return door
+    raise ConfigError(
+        f"no door {name!r}.{did_you_mean(name, door_names())} Doors: {', '.join(door_names())}"
+    )
+
+
+_loaded: set[str] = set()
+
+
+def load(address: str) -> None:
+    """Register what rows refer to, for an address `environment+DOOR:REST#ALIAS`.
+
+    Raises:
+        UserError: nothing is at the address. The message says what to start or to install.
+    """
+    if address not in _loaded:
+        rest, _, alias = address.removeprefix(ENVIRONMENT).rpartition("#")
+        find_door(rest.partition(":")[0]).load(alias, rest)
+        _loaded.add(address)
+
+
+@cache
+def rows_file(address: str) -> str:
+    """Write the rows of an address of `data.train`, and return the file.
+
+    Raises:
+        DataError: the door has no rows.
+        UserError: the address is wrong.
+    """
+    door = find_door(address.partition(":")[0])
+    if door.rows is None:
+        raise DataError(f"{address}: {door.name} has no rows. Name it in environments instead")
+    rows = door.rows(address)
+    if not rows:
+        raise DataError(f"{address}: has no rows")
+    digest = hashlib.blake2b(address.encode(), digest_size=4).hexdigest()
+    name = f"{re.sub(r'[^A-Za-z0-9.=-]+', '_', address)[-80:]}-{digest}.jsonl"
+    file = home() / "rows" / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_rows(str(file), [dict(row) for row in rows])
+    return str(file)
+
+
+def read_address(
+    address: str, defaults: Mapping[str, Any], *, only: bool = False
+) -> tuple[str, dict[str, Any]]:
+    """Return the part of an address between `DOOR:` and `?`, and the options after it.
+
+    Options have the type of their default; those with other names are texts, or numbers and
+    booleans as in YAML.
+
+    Args:
+        address: `DOOR:PART?OPTION=VALUE&OPTION=VALUE`.
+        defaults: the door's own options.
+        only: whether there are no other options.
+
+    Raises:
+        ConfigError: an option is unknown, has the wrong type, or occurs twice.
+    """
+    from agentrl.config.sources import parse_value
+
+    part, _, query = address.partition(":")[2].partition("?")
+    options = dict(defaults)
+    seen: set[str] = set()
+    for name, text in parse_qsl(query, keep_blank_values=True):
+        value = parse_value(text)
+        if name in seen:
+            raise ConfigError(f"{address}: the option {name} occurs twice")
+        if name in defaults and type(value) is not type(defaults[name]):
+            kind = type(defaults[name]).__name__
+            raise ConfigError(f"{address}: the option {name}={text} must be of type {kind}")
+        if only and name not in defaults:
+            raise ConfigError(f"{address}: no option {name}. Options: {', '.join(defaults)}")
+        seen.add(name)
+        options[name] = value
+    return part, options

@@ -1,0 +1,205 @@
+"""The process in which a door's package runs, with the Python of that package.
+
+Packages of other projects pin what agentrl needs in other versions. So `agentrl doors install NAME`
+makes a virtual environment for each door, and a process of its Python runs a file of `programs/`.
+If this process ends, so does that one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+import json
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from agentrl.doors.door import Door, find_door
+from agentrl.errors import Infrastructure, ToolError, UserCodeError, UserError
+from agentrl.installation import home
+from agentrl.workers import PerLoop
+from agentrl.workers.child_process import ChildProcess
+
+PROGRAMS = Path(__file__).parent / "programs"
+SEND_SECONDS = 60.0
+"""The longest time that a program takes to read a request."""
+CLOSE_SECONDS = 30.0
+"""The longest time that a program has to free its resources at the end."""
+IDLE_SECONDS = 1e6
+"""The longest time between two answers of a program."""
+ROWS_SECONDS = 600.0
+"""The longest time that a program takes to make rows."""
+
+
+def environment_folder(name: str) -> Path:
+    """Return the folder of the virtual environment of a door's packages."""
+    return home() / "doors" / name
+
+
+def find_python(door: Door) -> str:
+    """Return the Python that has a door's packages: its own environment, else this Python.
+
+    Raises:
+        UserError: neither has them. The message has the command that installs them.
+    """
+    own = environment_folder(door.name) / "bin" / "python"
+    if own.exists():
+        return str(own)
+    package = door.name.replace("-", "_")
+    if importlib.util.find_spec(package) is not None:
+        return sys.executable
+    raise UserError(f"{door.name} needs its package. Install it: agentrl doors install {door.name}")
+
+
+def _start(door: Door, **options: Any) -> ChildProcess:
+    program = PROGRAMS / f"{door.name.replace('-', '_')}.py"
+    command = [find_python(door), "-P", str(PROGRAMS / "serve.py"), str(program)]
+    return ChildProcess(
+        command, stops_at_eof=True, environment={"PYTHONUNBUFFERED": "1"}, **options
+    )
+
+
+def _read(door: Door, answer: dict[str, Any]) -> Any:
+    """Return the result in an answer.
+
+    Raises:
+        Infrastructure: something that the package needs is down.
+        ToolError: it refuses the call of the model.
+        UserCodeError: it raised another error.
+    """
+    if "error" not in answer:
+        return answer["result"]
+    error = {"infrastructure": Infrastructure, "refused": ToolError}.get(
+        answer["kind"], UserCodeError
+    )
+    text = answer["error"]
+    # A refusal is a text for the model, which does not know the package.
+    raise error(text.partition(": ")[2] if error is ToolError else f"{door.name}: {text}")
+
+
+def call_once(name: str, function: str, **arguments: Any) -> Any:
+    """Call a function of a door's program in a process that ends afterwards.
+
+    Raises:
+        UserError: the package is missing, or it raised an error.
+    """
+    door = find_door(name)
+    child = _start(door)
+    try:
+        deadline = time.monotonic() + ROWS_SECONDS
+        request = {"id": 0, "call": function, "arguments": arguments}
+        child.send(json.dumps(request).encode(), deadline)
+        return _read(door, json.loads(child.receive(deadline)))
+    except (UserCodeError, Infrastructure, ToolError) as e:
+        raise UserError(str(e)) from None
+    except (EOFError, TimeoutError) as e:
+        child.wait(1.0)
+        raise UserError(f"{name}: its process failed ({e}):\n" + _tail(child)) from None
+    finally:
+        child.stop(CLOSE_SECONDS)
+
+
+def _tail(child: ChildProcess) -> str:
+    return "\n".join(f"  {line}" for line in [*child.tail][-8:])
+
+
+class Program:
+    """A door's process for one event loop. It starts with the first call, and again if it dies."""
+
+    def __init__(self, name: str):
+        self._door = find_door(name)
+        self._numbers = itertools.count()
+        self._child: ChildProcess | None = None
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+
+    async def call(self, function: str, **arguments: Any) -> Any:
+        """Call a function of the program. If this is cancelled, so is the function.
+
+        Raises:
+            Infrastructure: the process died, or something that the package needs is down.
+            ToolError: the package refuses the call of the model.
+            UserCodeError: the package raised an error.
+            UserError: the package is not installed.
+        """
+        child = self._running()
+        number = next(self._numbers)
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        request = {"id": number, "call": function, "arguments": arguments}
+        try:
+            await self._send(child, request)
+            return _read(self._door, await future)
+        except asyncio.CancelledError:
+            with suppress(Infrastructure):
+                await asyncio.shield(self._send(child, {"cancel": number}))
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    def close(self) -> None:
+        """End the process, after it has freed its resources."""
+        if self._child is not None:
+            self._child.stop(CLOSE_SECONDS)
+
+    async def _send(self, child: ChildProcess, request: dict[str, Any]) -> None:
+        message = json.dumps(request).encode()
+        try:
+            if len(message) < 2**15:  # The socket has room, unless the program hangs.
+                child.send(message, time.monotonic() + 1.0)
+            else:
+                deadline = time.monotonic() + SEND_SECONDS
+                await asyncio.to_thread(child.send, message, deadline)
+        except (EOFError, TimeoutError) as e:
+            raise self._failure(child, str(e)) from None
+
+    def _running(self) -> ChildProcess:
+        if self._child is None or not self._child.running:
+            self._child = child = _start(self._door)
+            loop = asyncio.get_running_loop()
+            threading.Thread(
+                target=self._receive, args=(child, loop), name=self._door.name, daemon=True
+            ).start()
+        return self._child
+
+    def _receive(self, child: ChildProcess, loop: asyncio.AbstractEventLoop) -> None:
+        """Deliver the answers of a process, and fail what waits for it when it ends."""
+        try:
+            while True:
+                answer = json.loads(child.receive(time.monotonic() + IDLE_SECONDS))
+                loop.call_soon_threadsafe(self._deliver, answer)
+        except (EOFError, TimeoutError):
+            child.wait(1.0)
+        with suppress(RuntimeError):  # The loop was closed.
+            loop.call_soon_threadsafe(self._fail, child)
+
+    def _deliver(self, answer: dict[str, Any]) -> None:
+        future = self._waiting.get(answer["id"])
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def _fail(self, child: ChildProcess) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(self._failure(child, "it ended"))
+
+    def _failure(self, child: ChildProcess, problem: str) -> Infrastructure:
+        code = "" if child.exit_code is None else f", exit code {child.exit_code}"
+        return Infrastructure(
+            f"{self._door.name}: its process does not answer ({problem}{code}):\n{_tail(child)}"
+        )
+
+
+_programs: PerLoop[dict[str, Program]] = PerLoop(
+    dict, lambda programs: [program.close() for program in programs.values()]
+)
+
+
+def program(name: str) -> Program:
+    """Return the program of a door for the running event loop."""
+    programs = _programs.get()
+    if name not in programs:
+        programs[name] = Program(name)
+    return programs[name]

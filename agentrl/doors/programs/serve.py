@@ -1,0 +1,101 @@
+"""Serves the functions of a program to agentrl: `python -P serve.py PROGRAM.py`.
+
+This file and the programs run in the Python of another project's package, so they import nothing of
+agentrl. Standard input is a socket. A message on it is 4 bytes of length (little-endian) and JSON,
+in both directions:
+
+    {"id": 1, "call": "score", "arguments": {...}}    a request; requests run concurrently
+    {"cancel": 1}                                     ends the work for a request
+    {"id": 1, "result": ...}                          an answer
+    {"id": 1, "error": "TYPE: TEXT", "kind": ""}      an error; `kind` is the exception's attribute
+                                                      of this name: "infrastructure", "refused"
+
+A function that is not async runs in a thread. When standard input ends, all work is cancelled, and
+the program's function `close` is called, if it has one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import importlib.util
+import inspect
+import json
+import os
+import socket
+import sys
+import traceback
+from typing import Any
+
+THREADS = 64
+
+
+async def _answer(
+    program: Any, request: dict[str, Any], writer: asyncio.StreamWriter, lock: asyncio.Lock
+) -> None:
+    answer: dict[str, Any] = {"id": request["id"]}
+    try:
+        function = getattr(program, request["call"])
+        if inspect.iscoroutinefunction(function):
+            answer["result"] = await function(**request["arguments"])
+        else:
+            answer["result"] = await asyncio.to_thread(function, **request["arguments"])
+        message = json.dumps(answer).encode()
+    except asyncio.CancelledError:
+        raise
+    except BaseException as e:  # SystemExit, too: a package must not end the other episodes.
+        kind = getattr(e, "kind", "")
+        if not kind:
+            traceback.print_exc()
+        text = f"{type(e).__name__}: {e}"
+        error = {"id": request["id"], "error": text, "kind": kind if isinstance(kind, str) else ""}
+        message = json.dumps(error).encode()
+    async with lock:
+        writer.write(len(message).to_bytes(4, "little") + message)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+
+
+async def _serve(program: Any, channel: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(THREADS))
+    reader, writer = await asyncio.open_unix_connection(sock=channel)
+    tasks: dict[int, asyncio.Task[None]] = {}
+    lock = asyncio.Lock()
+    try:
+        while True:
+            size = int.from_bytes(await reader.readexactly(4), "little")
+            request = json.loads(await reader.readexactly(size))
+            if "cancel" in request:
+                if task := tasks.get(request["cancel"]):
+                    task.cancel()
+                continue
+            number = request["id"]
+            tasks[number] = task = asyncio.create_task(_answer(program, request, writer, lock))
+            task.add_done_callback(lambda _, number=number: tasks.pop(number, None))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass
+    finally:
+        for task in list(tasks.values()):
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        if close := getattr(program, "close", None):
+            await close()
+
+
+def main(file: str) -> None:
+    """Serve a program's functions until standard input ends."""
+    channel = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # The package must not read the channel.
+    spec = importlib.util.spec_from_file_location("door_program", file)
+    assert spec and spec.loader
+    program = importlib.util.module_from_spec(spec)
+    sys.modules["door_program"] = program
+    spec.loader.exec_module(program)
+    asyncio.run(_serve(program, channel))
+    os._exit(0)  # A thread of the package may still run.
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,61 @@
+"""The games of TextArena for one player, in the Python that has the package."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import textarena
+
+
+class Lost(Exception):
+    """The process was started again in the middle of a game."""
+
+    kind = "infrastructure"
+
+
+# All games take their random numbers from one generator of the process. So each game keeps the
+# state of its own, and makes its moves alone.
+_generator = threading.Lock()
+_games: dict[str, tuple[Any, Any]] = {}
+
+
+def check(game: str) -> None:
+    """Raise an error if there is no such game."""
+    textarena.make(f"{game}-raw")
+
+
+def start(episode: str, game: str, seed: int) -> str:
+    """Start a game, and return its first message."""
+    env = textarena.make(f"{game}-raw")
+    with _generator:
+        env.reset(num_players=1, seed=seed)
+        _games[episode] = env, random.getstate()
+    return _seen(env)
+
+
+def move(episode: str, text: str) -> dict[str, Any]:
+    """Make a move: the game's answer, and its reward if it is over."""
+    if episode not in _games:
+        raise Lost("the game was lost, because its process ended")
+    env, state = _games[episode]
+    with _generator:
+        random.setstate(state)
+        done, _ = env.step(text)
+        _games[episode] = env, random.getstate()
+    if not done:
+        return {"seen": _seen(env), "reward": None}
+    rewards, _ = env.close()
+    return {"seen": "", "reward": float(rewards[0])}
+
+
+def end(episode: str) -> None:
+    """Forget a game."""
+    _games.pop(episode, None)
+
+
+def _seen(env: Any) -> str:
+    """Return the game's messages since the last move."""
+    _, observed = env.get_observation()
+    return "\n".join(text for speaker, text, *_ in observed if speaker == -1)

@@ -1,0 +1,72 @@
+"""The tasks of reasoning-gym: `data.train='reasoning-gym:letter_counting?n=2000&seed=0'`.
+
+The package makes the questions and scores the answers. Other options are those of the task, such as
+`max_words=5`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl.doors.door import Door, read_address
+from agentrl.doors.program import call_once, program
+from agentrl.errors import RegistryError
+from agentrl.tools.environment import Environment, environment
+from agentrl.trajectory import Message, Sample
+
+NAME = "reasoning-gym"
+SEEDS = 1_000_000
+"""The package makes entry i of a task from seed + i. So a seed of agentrl stands for a million."""
+
+
+@environment(NAME, timeout=300)
+class ReasoningTask(Environment):
+    """A question. The answer is the text in <answer> and </answer>."""
+
+    def __init__(self, **entry: Any):
+        self._entry = entry
+
+    async def reward(self, messages: Sequence[Message]) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the package's score."""
+        last = messages[-1]
+        text = last.content if last.role == "assistant" else ""
+        return await program(NAME).call("score", text=text, **self._entry)
+
+    @classmethod
+    def gold(cls, sample: Sample) -> list[str] | None:
+        """Return the answer of the package; tasks with many solutions have none."""
+        answer = sample.ground_truth
+        return None if answer is None else [f"<answer>{answer}</answer>"]
+
+
+def rows(address: str) -> list[Mapping[str, Any]]:
+    """Return the rows of `reasoning-gym:TASK?n=500&seed=0&OPTION=VALUE`."""
+    task, options = read_address(address, {"n": 500, "seed": 0})
+    n, seed = options.pop("n"), options.pop("seed") * SEEDS
+    made = call_once(NAME, "rows", task=task, n=n, seed=seed, options=options)
+    entry = {"task": task, "seed": seed, "options": options}
+    return [
+        {
+            "prompt": [
+                {"role": "system", "content": made["system"]},
+                {"role": "user", "content": e["question"]},
+            ],
+            "data_source": f"{NAME}/{task}",
+            "environment": NAME,
+            "environment_kwargs": {**entry, "index": index},
+            "ground_truth": e["answer"],
+        }
+        for index, e in enumerate(made["entries"])
+    ]
+
+
+def load(alias: str, address: str) -> None:
+    """Check that the environment has its one name; importing this module has registered it."""
+    if alias != NAME:
+        raise RegistryError(f"environments.{alias}={address}: rows of {NAME} name it {NAME}")
+
+
+DOOR = Door(
+    NAME, "questions and graders of 100 tasks", load, rows, requirements=("reasoning-gym>=0.1.23",)
+)
