@@ -73,19 +73,18 @@ class EpisodeControl:
         turns, number = self.attempt.turns, conversation._conversation
         return [i for i in range(start, len(turns)) if turns[i].thread == number]
 
-    def set_outcome(self, reward: float) -> None:
+    def set_outcome(self, reward: float | Scores) -> None:
         """Set the outcome reward of the trajectory, in place of that of a reward function.
 
         Args:
-            reward: a finite number.
+            reward: a finite number, or such an outcome with metrics.
 
         Raises:
             UserCodeError: `reward` is not a finite number.
         """
-        number = as_number(reward)
-        if not math.isfinite(number):
+        if not isinstance(reward, Scores) and not math.isfinite(as_number(reward)):
             raise UserCodeError(f"the reward must be a finite number, not {reward!r}")
-        self.attempt.scores = Scores(number)
+        self.attempt.scores = reward if isinstance(reward, Scores) else Scores(reward)
 
     def fail(self, error: str) -> None:
         """End the episode, which is kept, because the user's agent failed.

@@ -36,7 +36,10 @@ class AgentLoop:
     """Whether a row with this loop may name an interaction."""
     opening: Opening
     awaited: bool = True
-    """Whether a local engine waits for its turns, so that a run can be repeated bit for bit."""
+    """Whether a local engine waits for its turns, so that a run can be repeated bit for bit. The
+    turns of other loops come from an agent in another process."""
+    reports_outcome: bool = False
+    """Whether the loop gives the outcome, so that no grader does."""
 
 
 def agent_loop(
@@ -46,6 +49,7 @@ def agent_loop(
     uses_interaction: bool = True,
     opening: Opening = plain_opening,
     awaited: bool = True,
+    reports_outcome: bool = False,
 ) -> Callable[[Callable[[Episode], Awaitable[None]]], Callable[[Episode], Awaitable[None]]]:
     """Register `async def loop(ep: Episode) -> None` under a name that rows can use.
 
@@ -66,6 +70,7 @@ def agent_loop(
         awaited: False if the turns come from another process. The local engine does not wait for
             them then, so that a slow process delays no other episode; a run of such a loop cannot
             be repeated bit for bit.
+        reports_outcome: whether the loop gives the outcome, so that no grader does.
 
     Raises:
         RegistryError: the loop is not an async function, or the name is missing or taken.
@@ -77,7 +82,9 @@ def agent_loop(
             raise RegistryError(
                 f"the agent loop {name!r} ({identify(loop)}) must be an `async def` function"
             )
-        entry = AgentLoop(name, loop, uses_tools, uses_interaction, opening, awaited)
+        entry = AgentLoop(
+            name, loop, uses_tools, uses_interaction, opening, awaited, reports_outcome
+        )
         registry.agent_loops.add(name, entry)
         return loop
 

@@ -23,6 +23,7 @@ from agentrl.cli import (
     check_template,
     data,
     doctor,
+    doors,
     evaluate,
     export,
     generate,
@@ -73,6 +74,7 @@ app.command("doctor")(doctor.doctor)
 app.add_typer(tools.app, name="tools")
 app.add_typer(data.app, name="data")
 app.add_typer(model.app, name="model")
+app.add_typer(doors.app, name="doors")
 
 
 def _refuse_urls(command: Callable[..., None]) -> Callable[..., None]:
@@ -97,7 +99,7 @@ def _refuse_urls(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for _typer in (app, tools.app, data.app, model.app):
+for _typer in (app, tools.app, data.app, model.app, doors.app):
     for _info in _typer.registered_commands:
         assert _info.callback
         _info.callback, _info.cls = _refuse_urls(_info.callback), Command

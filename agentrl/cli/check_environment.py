@@ -45,6 +45,7 @@ def check_environment(
     """
     import asyncio
 
+    from agentrl import registry
     from agentrl.config import load_config
     from agentrl.errors import UserError
     from agentrl.preflight.environment import EnvironmentCheck, rows_of_code
@@ -70,8 +71,10 @@ def check_environment(
     else:
         plan = make_plan(settings)
         samples, scorer = [*plan.train[:n]] or [*plan.val[:n]], plan.scorer
-    if any(sample.agent_name == "external" for sample in samples):
-        raise UserError("rows with agent_name external: use `agentrl check agent`")
+    for sample in samples:
+        if not registry.agent_loops.get(sample.agent_name).awaited:
+            advice = ": use `agentrl check agent`" if sample.agent_name == "external" else ""
+            raise UserError(f"an agent plays the rows with agent_name {sample.agent_name}{advice}")
     checks = asyncio.run(EnvironmentCheck(settings, scorer, samples, byte_tokenizer()).run())
     for result in checks:
         echo(f"{result.status:12} {result.name}{': ' if result.detail else ''}{result.detail}")

@@ -103,7 +103,9 @@ class DataConfig(Section):
     def _check_names(cls, value: Any) -> Any:
         items = [i for i in value if isinstance(i, dict)] if isinstance(value, list) else []
         for item in value if isinstance(value, list) else [value]:
-            refuse_url(str(item.get("path") if isinstance(item, dict) else item))
+            path = str(item.get("path") if isinstance(item, dict) else item)
+            if not door_of(path):
+                refuse_url(path)
         names = RowFile.model_fields
         if unknown := [str(name) for item in items for name in item if name not in names]:
             raise ValueError(f"unknown name {unknown[0]!r}.{did_you_mean(unknown[0], names)}")
@@ -654,14 +656,9 @@ class Config(Section):
     @property
     def all_files(self) -> list[str]:
         """`files`, and environments and doors in the form that `load_file` reads."""
-        names = {
-            door: f"{door}:"
-            for rows in (self.data.train, self.data.val)
-            for door in map(door_of, file_list(rows))
-            if door
-        }
-        remote = [f"environment+{url}#{name}" for name, url in (names | self.environments).items()]
-        return [*self.files, *remote]
+        rows = [*file_list(self.data.train), *file_list(self.data.val)]
+        named = [*((door_of(r), r) for r in rows if door_of(r)), *self.environments.items()]
+        return [*self.files, *(f"environment+{address}#{name}" for name, address in named)]
 
     @property
     def rollouts_of_step(self) -> int:

@@ -11,6 +11,7 @@ import asyncio
 import importlib.util
 import itertools
 import json
+import os
 import sys
 import threading
 import time
@@ -55,11 +56,14 @@ def find_python(door: Door) -> str:
     raise UserError(f"{door.name} needs its package. Install it: agentrl doors install {door.name}")
 
 
-def _start(door: Door, **options: Any) -> ChildProcess:
+def _start(door: Door) -> ChildProcess:
     program = PROGRAMS / f"{door.name.replace('-', '_')}.py"
-    command = [find_python(door), "-P", str(PROGRAMS / "serve.py"), str(program)]
+    python = find_python(door)
+    path = f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return ChildProcess(
-        command, stops_at_eof=True, environment={"PYTHONUNBUFFERED": "1"}, **options
+        [python, "-P", str(PROGRAMS / "serve.py"), str(program)],
+        stops_at_eof=True,
+        environment={"PATH": path, "PYTHONUNBUFFERED": "1"},
     )
 
 

@@ -45,7 +45,7 @@ from agentrl.plural import plural
 from agentrl.registry import load_function
 from agentrl.sandbox.box import INSIDE
 from agentrl.signatures import find_argument_problems
-from agentrl.trajectory import Sample
+from agentrl.trajectory import Sample, Scores
 from agentrl.workers import LoopThread, PerLoop, Threads
 from agentrl.workers.child_process import ChildProcess
 
@@ -107,7 +107,7 @@ class Agent(ABC):
             UserCodeError: the agent failed.
         """
 
-    def outcome(self) -> float | None:
+    def outcome(self) -> float | Scores | None:
         """Return the reward that the agent returned when it ended; None if it returned none."""
         return None
 
@@ -261,35 +261,51 @@ _host: PerLoop[_Host] = PerLoop(_Host, _Host.close)
 @agent_loop("external", uses_tools=False, uses_interaction=False, awaited=False)
 async def external(ep: Episode) -> None:
     """Let the user's agent (`agent.command` or `agent.python`) play the episode."""
-    control = EpisodeControl(ep)
-    config, host = control.attempt.runtime.config, _host.get()
-    slots = host.slots(config.agent.slots) if has_slots(config.agent) else None
+    config = EpisodeControl(ep).attempt.runtime.config.agent
+    slots = _host.get().slots(config.slots) if has_slots(config) else None
     if slots is not None:
         with paused_time_limits():
             await slots.acquire()
     try:
-        session = open_session.get()(ep)
-        async with host.gateway.session(session) as (url, key):
-            agent = _make_agent(config.agent, ep.sample, url, key)
-            error = None
-            try:
-                await _run(agent, session)
-            except UserCodeError as e:
-                error = e
-            except asyncio.CancelledError:
-                if control.attempt.deadline <= time.monotonic() and not session.has_requests:
-                    raise UserCodeError(
-                        "the agent sent no request to OPENAI_BASE_URL within"
-                        f" rollout.timeout_s={config.rollout.timeout_s:g}{_last_lines(agent)}"
-                    ) from None
-                raise
-            finally:
-                await session.close()
-            unknown_keys = host.gateway.unknown_keys
-        _finish(control, session, agent, unknown_keys, error)
+        await play_agent(ep, partial(_make_agent, config, ep.sample), config)
     finally:
         if slots is not None:
             slots.release()
+
+
+async def play_agent(ep: Episode, make: Callable[[str, str], Agent], config: AgentConfig) -> None:
+    """Let an agent play an episode.
+
+    Args:
+        ep: the episode.
+        make: returns the agent, given the URL of the API whose model is the policy, and its key.
+        config: where the outcome comes from (`reward`), and what an error means (`on_error`).
+
+    Raises:
+        Infrastructure: the engine, or something that the agent needs, failed.
+        UserCodeError: the agent failed and the episode must be dropped.
+    """
+    control, host = EpisodeControl(ep), _host.get()
+    session = open_session.get()(ep)
+    async with host.gateway.session(session) as (url, key):
+        agent = make(url, key)
+        error = None
+        try:
+            await _run(agent, session)
+        except UserCodeError as e:
+            error = e
+        except asyncio.CancelledError:
+            if control.attempt.deadline <= time.monotonic() and not session.has_requests:
+                seconds = control.attempt.runtime.config.rollout.timeout_s
+                raise UserCodeError(
+                    "the agent sent no request to OPENAI_BASE_URL within"
+                    f" rollout.timeout_s={seconds:g}{_last_lines(agent)}"
+                ) from None
+            raise
+        finally:
+            await session.close()
+        unknown_keys = host.gateway.unknown_keys
+    _finish(control, config, session, agent, unknown_keys, error)
 
 
 async def _run(agent: Agent, session: Session) -> None:
@@ -315,6 +331,7 @@ def _last_lines(agent: Agent) -> str:
 
 def _finish(
     control: EpisodeControl,
+    config: AgentConfig,
     session: Session,
     agent: Agent,
     unknown_keys: int,
@@ -324,6 +341,7 @@ def _finish(
 
     Args:
         control: the control of the episode.
+        config: the settings of the agent.
         session: its session.
         agent: its agent.
         unknown_keys: how many requests of all agents had no session's key.
@@ -336,7 +354,7 @@ def _finish(
     """
     if session.failure is not None:
         raise session.failure
-    config, turns = control.attempt.runtime.config.agent, control.attempt.turns
+    turns = control.attempt.turns
     is_over = session.is_over_budget
     code = agent.exit_code if isinstance(agent, CommandAgent) else 0
     if code and not is_over and (config.reward != "exit" or code != 1):
@@ -367,7 +385,8 @@ def _finish(
         control.set_outcome(float(code == 0))
     elif config.reward == "post":
         if not session.has_outcome and (outcome := agent.outcome()) is not None:
-            session.set_outcome(outcome)
+            control.set_outcome(outcome)
+            session.has_outcome = True
         if not session.has_outcome:
             raise UserCodeError(
                 'the agent ended without its reward: send {"reward": NUMBER} to'

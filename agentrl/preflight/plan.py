@@ -117,8 +117,9 @@ def make_plan(config: Config) -> Plan:
     rows = _load_rows(config, problems, all_files_loaded)
     parts = [part for split in rows for part in parts_to_check(split)]
     names = {kind.sample.agent_name for split in rows for kind in find_kinds(split)}
+    _check_deterministic(config, names, problems)
     if EXTERNAL in names:
-        _check_external(config, problems)
+        _attempt(partial(check_agent, config.agent), problems)
         every = chain.from_iterable(samples() for _, _, samples in parts)
         _attempt(partial(_check_agent_keys, config.agent.extra_info, every), problems)
     elif names and (config.agent.command or config.agent.python):
@@ -155,15 +156,16 @@ def make_plan(config: Config) -> Plan:
     return plan
 
 
-def _check_external(config: Config, problems: list[str]) -> None:
-    """Check the agent of the rows with the loop `external`; add mistakes to `problems`."""
-    _attempt(partial(check_agent, config.agent), problems)
-    if config.rollout.deterministic:
-        problems.append(
-            "rollout.deterministic=true: rows with agent_name external cannot be repeated bit for"
-            " bit, because the time at which an agent sends a request decides which turns are"
-            " computed together. Set rollout.deterministic=false"
-        )
+def _check_deterministic(config: Config, loops: Iterable[str], problems: list[str]) -> None:
+    """Add a mistake to `problems` if a run cannot be repeated bit for bit but shall be."""
+    for name in sorted(loops):
+        awaited = name not in registry.agent_loops or registry.agent_loops.get(name).awaited
+        if config.rollout.deterministic and not awaited:
+            problems.append(
+                f"rollout.deterministic=true: rows with agent_name {name} cannot be repeated bit"
+                " for bit, because the time at which an agent sends a request decides which turns"
+                " are computed together. Set rollout.deterministic=false"
+            )
 
 
 def _check_agent_keys(keys: Sequence[str], samples: Iterable[Sample]) -> None:
@@ -182,7 +184,11 @@ def _check_agent_keys(keys: Sequence[str], samples: Iterable[Sample]) -> None:
 
 def reports_outcome(sample: Sample, config: Config) -> bool:
     """Return whether a row's environment or agent reports the outcome, so that no grader does."""
-    if sample.agent_name == EXTERNAL and config.agent.reward != "grader":
+    if sample.agent_name == EXTERNAL:
+        return config.agent.reward != "grader"
+    if sample.agent_name in registry.agent_loops and (
+        registry.agent_loops.get(sample.agent_name).reports_outcome
+    ):
         return True
     return bool(sample.environment) and "reward" in registry.tools.get(sample.environment).hooks
 

@@ -41,7 +41,7 @@ from agentrl.data import (
 )
 from agentrl.errors import DataError, TemplateError, user_code
 from agentrl.plural import plural
-from agentrl.preflight.plan import EXTERNAL, Plan
+from agentrl.preflight.plan import Plan
 from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Message, Sample, token_array
 
@@ -346,9 +346,10 @@ def verify_rows(plan: Plan, template: ChatTemplate) -> list[tuple[str, int, list
         messages, schemas = opening_of(first[shown], toolbox)
         shows_system = any(m.role == "system" for m in messages)
         has_user = has_interaction or name not in SHIPPED_LOOPS
-        if name == EXTERNAL:
+        is_agent = not registry.agent_loops.get(name).awaited
+        if is_agent:
             schemas = [PROBE_TOOL]
-        has_tools = bool(tools and schemas) or name == EXTERNAL
+        has_tools = bool(tools and schemas) or is_agent
         is_possible = {
             "user only": has_user or (tools and not schemas),
             "one tool": has_tools,

@@ -1,0 +1,74 @@
+"""`agentrl doors`: adapters of other projects' environments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentrl.terminal import echo
+
+app = typer.Typer(help="Environments and tasks of other projects.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(help="A door, such as harbor. `list` shows all.")]
+
+
+@app.command("list")
+def list_() -> None:
+    """List the doors, each with the installed version of its package."""
+    from agentrl.doors.door import find_door
+    from agentrl.doors.install import installed_version
+    from agentrl.file_loaders import door_names
+
+    for name in door_names():
+        door = find_door(name)
+        version = "needs no package"
+        if door.requirements:
+            version = installed_version(door) or f"agentrl doors install {name}"
+        echo(f"{name:14} {door.description:45} {version}")
+
+
+@app.command()
+def install(
+    name: Name,
+    packages: Annotated[
+        list[str] | None,
+        typer.Argument(help="Other packages to install beside it, as pip takes them."),
+    ] = None,
+    python: Annotated[
+        str, typer.Option(help="The Python of its virtual environment; default: a new enough one.")
+    ] = "",
+) -> None:
+    """Install a door's package into a virtual environment that only this door uses.
+
+    Packages of other projects pin what agentrl needs in other versions, so they run in processes of
+    their own Python.
+
+    Examples:
+        agentrl doors install reasoning-gym
+        agentrl doors install verifiers 'verifiers<0.4' ./my_environment
+    """
+    from agentrl.doors.door import find_door
+    from agentrl.doors.install import install as install_door
+
+    door = find_door(name)
+    if not door.requirements:
+        echo(f"{name} needs no package: agentrl talks to a server of this project")
+        return
+    echo(f"{name} {install_door(door, packages or (), python)}")
+
+
+@app.command()
+def use(
+    name: Name,
+    folder: Annotated[Path, typer.Argument(help="A virtual environment that has the package.")],
+) -> None:
+    """Let a door use a virtual environment of your own.
+
+    Examples:
+        agentrl doors use verifiers ~/verifiers/.venv
+    """
+    from agentrl.doors.door import find_door
+    from agentrl.doors.install import use as use_folder
+
+    echo(f"{name} {use_folder(find_door(name), folder)}")

@@ -1,0 +1,93 @@
+"""Environments of verifiers: `data.train='verifiers:my_env?n=500'`.
+
+The package drives the episode, with the policy behind our gateway as its model, and its rubric
+gives the outcome. So it is an agent loop (`verifiers`), not an `Environment`. Other options are
+arguments of the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agentrl.agent_loops import Episode, agent_loop
+from agentrl.agent_loops.control import EpisodeControl
+from agentrl.doors.door import Door, read_address
+from agentrl.doors.program import call_once, program
+from agentrl.errors import UserCodeError
+from agentrl.gateway.agent import Agent, play_agent
+from agentrl.gateway.requests import MODEL
+from agentrl.trajectory import Scores
+
+NAME = "verifiers"
+
+_allowed: set[str] = set()
+"""The environments that the config names. Rows cannot name others."""
+
+
+class _Rollout(Agent):
+    """An episode that an environment of the package drives."""
+
+    def __init__(self, task: Mapping[str, Any], url: str, key: str):
+        self._arguments = {**task, "url": url, "key": key, "model": MODEL}
+        self._scores = Scores(0.0)  # of an episode that a budget ends
+
+    async def run(self) -> None:
+        answer = await program(NAME).call("play", **self._arguments)
+        self._scores = Scores(answer["reward"], metrics=answer["metrics"])
+
+    def outcome(self) -> Scores:
+        return self._scores
+
+
+@agent_loop(NAME, uses_tools=False, uses_interaction=False, awaited=False, reports_outcome=True)
+async def verifiers(ep: Episode) -> None:
+    """Let an environment of verifiers drive the episode."""
+    task = ep.sample.extra.get(NAME) or {}
+    if task.get("env") not in _allowed:
+        raise UserCodeError(
+            f"row {ep.sample.row}: no environment {task.get('env')!r} of verifiers in the config."
+            f" It names: {', '.join(sorted(_allowed)) or 'none'}"
+        )
+    config = EpisodeControl(ep).attempt.runtime.config.agent
+    await play_agent(
+        ep,
+        lambda url, key: _Rollout(task, url, key),
+        config.model_copy(update={"reward": "post", "on_error": "drop"}),
+    )
+
+
+def rows(address: str) -> list[Mapping[str, Any]]:
+    """Return the rows of `verifiers:ENVIRONMENT?n=500&OPTION=VALUE`."""
+    env, options = _read(address)
+    n = options.pop("n")
+    made = call_once(NAME, "rows", env=env, n=n, options=options)
+    return [
+        {
+            "prompt": row["prompt"],
+            "data_source": f"{NAME}/{Path(env).stem}",
+            "agent_name": NAME,
+            "extra_info": {NAME: {"env": env, "options": options, "index": row["index"]}},
+        }
+        for row in made
+    ]
+
+
+def load(alias: str, address: str) -> None:
+    """Allow rows to name an environment; importing this module has registered the loop."""
+    _allowed.add(_read(address)[0])
+
+
+def _read(address: str) -> tuple[str, dict[str, Any]]:
+    env, options = read_address(address, {"n": 500})
+    return (str(Path(env).expanduser().resolve()) if env.endswith(".py") else env), options
+
+
+DOOR = Door(
+    NAME,
+    "environments of the hub, and your own",
+    load,
+    rows,
+    requirements=("verifiers>=0.3.1", "uv"),
+)
