@@ -343,10 +343,12 @@ class SandboxConfig(Section):
     """The sandbox in which tools and graders run code that a model wrote."""
 
     backend: str = key(
-        "bubblewrap", allowed="bubblewrap, unsafe-subprocess, or a URL (http://HOST:PORT)"
+        "bubblewrap",
+        allowed="bubblewrap, unsafe-subprocess, a URL (http://HOST:PORT), or harbor:NAME",
     )
     """Where programs run. bubblewrap: isolated, without network and files of this machine.
-    unsafe-subprocess: not isolated, with your rights. A URL: a server with SandboxFusion's API."""
+    unsafe-subprocess: not isolated, with your rights. A URL: a server with SandboxFusion's API.
+    harbor:NAME: a backend of Harbor (docker, podman, e2b, ...), for tasks of Harbor."""
     slots: int = key(0, ge=0)
     """Programs that a process runs at the same time. 0: twice the number of CPU cores."""
     timeout_s: float = key(10.0, gt=0)
@@ -359,7 +361,7 @@ class SandboxConfig(Section):
     @field_validator("backend")
     @classmethod
     def _check_backend(cls, backend: str) -> str:
-        if not re.fullmatch(r"bubblewrap|unsafe-subprocess|https?://[^\s@]+", backend):
+        if not re.fullmatch(r"bubblewrap|unsafe-subprocess|https?://[^\s@]+|harbor:[^\s]+", backend):
             raise ValueError
         return backend.rstrip("/")
 

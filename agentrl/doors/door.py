@@ -19,9 +19,11 @@ from importlib.metadata import entry_points
 from typing import Any
 from urllib.parse import parse_qsl
 
+from agentrl.config import Config
+from agentrl.config.sections import file_list
 from agentrl.data.files import write_rows
 from agentrl.errors import ConfigError, DataError
-from agentrl.file_loaders import SHIPPED_DOORS, door_names
+from agentrl.file_loaders import SHIPPED_DOORS, door_names, door_of
 from agentrl.installation import home
 from agentrl.registry import ENVIRONMENT, did_you_mean
 
@@ -37,6 +39,8 @@ class Door:
             address. It checks the address, and raises `UserError` if nothing is there.
         rows: returns the rows of an address of `data.train`, in the columns of docs/data.md; None
             if the project has no rows.
+        check: raises `UserError` if the project cannot be used with a config; None if there is
+            nothing to check.
         requirements: what pip installs for it, in a virtual environment that only this door uses;
             none if agentrl talks to a server of the project.
         python: the oldest Python that these packages support.
@@ -46,6 +50,7 @@ class Door:
     description: str
     load: Callable[[str, str], None]
     rows: Callable[[str], Sequence[Mapping[str, Any]]] | None = None
+    check: Callable[[Config], None] | None = None
     requirements: tuple[str, ...] = ()
     python: tuple[int, int] = (3, 11)
 
@@ -83,6 +88,14 @@ def load(address: str) -> None:
         rest, _, alias = address.removeprefix(ENVIRONMENT).rpartition("#")
         find_door(rest.partition(":")[0]).load(alias, rest)
         _loaded.add(address)
+
+
+def check_doors(config: Config) -> None:
+    """Raise `UserError` if a door whose rows a config names cannot be used with it."""
+    names = [*file_list(config.data.train), *file_list(config.data.val)]
+    for name in sorted({door_of(name) for name in names} - {""}):
+        if check := find_door(name).check:
+            check(config)
 
 
 @cache
@@ -132,6 +145,8 @@ def read_address(
         value = parse_value(text)
         if name in seen:
             raise ConfigError(f"{address}: the option {name} occurs twice")
+        if isinstance(defaults.get(name), float) and type(value) is int:
+            value = float(value)
         if name in defaults and type(value) is not type(defaults[name]):
             kind = type(defaults[name]).__name__
             raise ConfigError(f"{address}: the option {name}={text} must be of type {kind}")

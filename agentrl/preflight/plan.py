@@ -28,6 +28,7 @@ from agentrl.data import (
     parts_to_check,
     row_order,
 )
+from agentrl.doors.door import check_doors
 from agentrl.errors import ConfigError, DataError, UserError
 from agentrl.gateway.agent import check_agent, describe_sample
 from agentrl.plural import plural
@@ -146,6 +147,7 @@ def make_plan(config: Config) -> Plan:
     plan = Plan(config, rows[0], rows[1], scorer)
     _note_unread_answers(plan)
     _note_unused_tools(plan)
+    check_doors(config)
     sandbox.configure(config.sandbox)
     programs = programs_of(plan)
     if programs and (problem := sandbox.probe(config.sandbox)):

@@ -8,6 +8,7 @@ import threading
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
+from agentrl.file_loaders import door_of
 from agentrl.sandbox.base import Sandbox
 from agentrl.sandbox.bubblewrap import Bubblewrap
 from agentrl.sandbox.program import (
@@ -59,6 +60,11 @@ def open_sandbox(config: SandboxConfig) -> Sandbox:
     Raises:
         SandboxError: this system does not support the backend.
     """
+    if door := door_of(config.backend):
+        raise SandboxError(
+            f"sandbox.backend={config.backend} is for the rows of {door}:DIR alone. Programs of tools"
+            " and rewards need bubblewrap, unsafe-subprocess or the URL of a SandboxFusion server"
+        )
     if config.backend == "bubblewrap":
         return Bubblewrap(config)
     if config.backend == "unsafe-subprocess":

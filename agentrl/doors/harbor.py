@@ -1,0 +1,194 @@
+"""Tasks in Harbor's format: `data.train='harbor:DIR'`, a task's folder or a folder of such folders.
+
+Harbor starts the sandbox, runs the commands, and verifies. `sandbox.backend=harbor:NAME` chooses
+where; otherwise Harbor uses Docker. With `?agent=NAME`, an agent of Harbor's plays instead of the
+tool loop, with the policy behind our gateway as its model (loop `harbor_agent`).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agentrl.agent_loops import Episode, agent_loop
+from agentrl.agent_loops.control import EpisodeControl
+from agentrl.config import Config, SandboxConfig
+from agentrl.config.sections import file_list
+from agentrl.doors.door import Door, read_address
+from agentrl.doors.program import call_once, program
+from agentrl.errors import UserCodeError, UserError
+from agentrl.file_loaders import door_of
+from agentrl.gateway.agent import Agent, play_agent
+from agentrl.gateway.requests import MODEL
+from agentrl.sandbox import current_config
+from agentrl.tools.environment import Environment, environment
+from agentrl.trajectory import Sample, Scores, ToolCall
+
+NAME = "harbor"
+AGENT_LOOP = "harbor_agent"
+TIMEOUT = 7200.0
+"""How long a method may take, in seconds. Harbor's own limits are those of the task."""
+MAX_SECONDS = 3600
+"""The longest time limit of a command."""
+
+_allowed: set[tuple[str, str]] = set()
+"""The folders that the config names, with their agents. Rows cannot name others."""
+
+
+class HarborTask(Environment):
+    """A task in a sandbox."""
+
+    def __init__(self, task: str, agent_timeout_multiplier: float = 1.0):
+        _check_allowed(task, "")
+        backend, options = _backend(current_config())
+        self._task = {
+            "task": task,
+            "backend": backend,
+            "options": options,
+            "multiplier": agent_timeout_multiplier,
+        }
+        self._episode = uuid.uuid4().hex
+
+    async def start(self) -> None:
+        """Start the sandbox."""
+        await program(NAME).call("start", episode=self._episode, **self._task)
+
+    async def bash(self, command: str, timeout_s: int = 120) -> str:
+        """Run a bash command.
+
+        Args:
+            command: the command. Each one starts in the same folder, without the variables of
+                earlier ones.
+            timeout_s: its time limit in seconds.
+        """
+        seconds = min(max(timeout_s, 1), MAX_SECONDS)
+        return await program(NAME).call(
+            "bash", episode=self._episode, command=command, timeout_s=seconds
+        )
+
+    async def reward(self) -> Scores:
+        """Return the verifier's reward."""
+        answer = await program(NAME).call("reward", episode=self._episode)
+        return Scores(answer["reward"], metrics=answer["metrics"])
+
+    async def close(self) -> None:
+        """Stop the sandbox."""
+        await program(NAME).call("end", episode=self._episode)
+
+    @classmethod
+    def gold(cls, sample: Sample) -> list[str | ToolCall] | None:
+        """Return a call of the task's solution script."""
+        solution = sample.extra.get("solution_script")
+        return solution and [ToolCall("bash", {"command": solution, "timeout_s": MAX_SECONDS}), ""]
+
+
+class _Trial(Agent):
+    """An episode that an agent of Harbor's plays."""
+
+    def __init__(self, task: Mapping[str, Any], url: str, key: str):
+        self._arguments = {**task, "url": url, "key": key, "model": MODEL}
+        self._scores = Scores(0.0)  # of an episode that a budget ends
+
+    async def run(self) -> None:
+        answer = await program(NAME).call("agent", episode=uuid.uuid4().hex, **self._arguments)
+        self._scores = Scores(answer["reward"], metrics=answer["metrics"])
+
+    def outcome(self) -> Scores:
+        return self._scores
+
+
+async def harbor_agent(ep: Episode) -> None:
+    """Let an agent of Harbor's play the task."""
+    config = EpisodeControl(ep).attempt.runtime.config
+    task = ep.sample.extra.get(NAME) or {}
+    _check_allowed(task.get("task", ""), task.get("agent", ""))
+    backend, options = _backend(config.sandbox)
+    await play_agent(
+        ep,
+        lambda url, key: _Trial({**task, "backend": backend, "options": options}, url, key),
+        config.agent.model_copy(update={"reward": "post", "on_error": "drop"}),
+    )
+
+
+def _check_allowed(task: str, agent: str) -> None:
+    """Raise `UserCodeError` if the config does not name the folder of a row's task."""
+    folders = [str(folder) for folder in (Path(task), Path(task).parent)]
+    if not any((folder, agent) in _allowed for folder in folders):
+        names = ", ".join(sorted(folder for folder, _ in _allowed)) or "none"
+        raise UserCodeError(f"the config does not name the task {task!r}. Its folders: {names}")
+
+
+def _backend(config: SandboxConfig) -> tuple[str, dict[str, Any]]:
+    """Return Harbor's name of a backend, and its options."""
+    if door_of(config.backend) != NAME:
+        return "docker", {}
+    return read_address(config.backend, {})
+
+
+def _read(address: str) -> tuple[str, dict[str, Any]]:
+    defaults = {"agent": "", "agent_timeout_multiplier": 1.0}
+    folder, options = read_address(address, defaults, only=True)
+    file, colon, name = options["agent"].rpartition(":")
+    if file.endswith(".py"):
+        options["agent"] = f"{Path(file).expanduser().resolve()}{colon}{name}"
+    return str(Path(folder).expanduser().resolve()), options
+
+
+def rows(address: str) -> list[Mapping[str, Any]]:
+    """Return the rows of `harbor:DIR?agent=NAME&agent_timeout_multiplier=1.0`."""
+    folder, options = _read(address)
+    agent, multiplier = options["agent"], options["agent_timeout_multiplier"]
+    made = call_once(NAME, "rows", folder=folder, agent=agent)
+    return [
+        {
+            "prompt": row["prompt"],
+            "data_source": f"{NAME}/{Path(folder).name}",
+            **_player(row["path"], agent, multiplier),
+            "solution_script": row["solution"],
+        }
+        for row in made
+    ]
+
+
+def _player(task: str, agent: str, multiplier: float) -> dict[str, Any]:
+    """Return the columns that say what plays a task."""
+    if not agent:
+        kwargs = {"task": task, "agent_timeout_multiplier": multiplier}
+        return {"environment": NAME, "environment_kwargs": kwargs}
+    row = {"task": task, "agent": agent, "multiplier": multiplier}
+    return {"agent_name": AGENT_LOOP, "extra_info": {NAME: row}}
+
+
+def load(alias: str, address: str) -> None:
+    """Register the environment and the loop, and allow rows to name the tasks of this folder."""
+    environment(alias, timeout=TIMEOUT)(HarborTask)
+    options = {"uses_tools": False, "uses_interaction": False, "awaited": False}
+    agent_loop(AGENT_LOOP, reports_outcome=True, **options)(harbor_agent)
+    folder, given = _read(address)
+    _allowed.add((folder, given["agent"]))
+
+
+def check(config: Config) -> None:
+    """Raise `UserError` if Harbor cannot use the backend here."""
+    backend, options = _backend(config.sandbox)
+    names = [*file_list(config.data.train), *file_list(config.data.val)]
+    folders = [_read(name)[0] for name in names if door_of(name) == NAME]
+    try:
+        call_once(NAME, "check", backend=backend, options=options, folders=folders)
+    except UserError as e:
+        key = f"sandbox.backend={config.sandbox.backend}"
+        default = "" if door_of(config.sandbox.backend) else " (rows of Harbor use docker then)"
+        raise UserError(f"{key}{default}: {e}") from None
+
+
+DOOR = Door(
+    NAME,
+    "tasks in sandboxes (Terminal-Bench, SWE tasks), and Harbor's agents",
+    load,
+    rows,
+    check,
+    requirements=("harbor>=0.25", "podman-compose>=1.2"),
+    python=(3, 12),
+)
