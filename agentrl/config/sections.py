@@ -361,7 +361,9 @@ class SandboxConfig(Section):
     @field_validator("backend")
     @classmethod
     def _check_backend(cls, backend: str) -> str:
-        if not re.fullmatch(r"bubblewrap|unsafe-subprocess|https?://[^\s@]+|harbor:[^\s]+", backend):
+        if not re.fullmatch(
+            r"bubblewrap|unsafe-subprocess|https?://[^\s@]+|harbor:[^\s]+", backend
+        ):
             raise ValueError
         return backend.rstrip("/")
 

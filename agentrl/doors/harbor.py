@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,8 @@ _allowed: set[tuple[str, str]] = set()
 class HarborTask(Environment):
     """A task in a sandbox."""
 
-    def __init__(self, task: str, agent_timeout_multiplier: float = 1.0):
-        _check_allowed(task, "")
-        backend, options = _backend(current_config())
-        self._task = {
-            "task": task,
-            "backend": backend,
-            "options": options,
-            "multiplier": agent_timeout_multiplier,
-        }
+    def __init__(self, task: str, multiplier: float = 1.0):
+        self._task = _settings({"task": task, "multiplier": multiplier}, current_config())
         self._episode = uuid.uuid4().hex
 
     async def start(self) -> None:
@@ -102,22 +96,26 @@ class _Trial(Agent):
 async def harbor_agent(ep: Episode) -> None:
     """Let an agent of Harbor's play the task."""
     config = EpisodeControl(ep).attempt.runtime.config
-    task = ep.sample.extra.get(NAME) or {}
-    _check_allowed(task.get("task", ""), task.get("agent", ""))
-    backend, options = _backend(config.sandbox)
+    task = _settings(ep.sample.extra.get(NAME) or {}, config.sandbox)
     await play_agent(
         ep,
-        lambda url, key: _Trial({**task, "backend": backend, "options": options}, url, key),
+        partial(_Trial, task),
         config.agent.model_copy(update={"reward": "post", "on_error": "drop"}),
     )
 
 
-def _check_allowed(task: str, agent: str) -> None:
-    """Raise `UserCodeError` if the config does not name the folder of a row's task."""
-    folders = [str(folder) for folder in (Path(task), Path(task).parent)]
-    if not any((folder, agent) in _allowed for folder in folders):
+def _settings(task: Mapping[str, Any], config: SandboxConfig) -> dict[str, Any]:
+    """Return what Harbor needs for the task of a row.
+
+    Raises:
+        UserCodeError: the config does not name the folder of the task, or not with its agent.
+    """
+    path, agent = Path(task.get("task", "")), task.get("agent", "")
+    if not {(str(path), agent), (str(path.parent), agent)} & _allowed:
         names = ", ".join(sorted(folder for folder, _ in _allowed)) or "none"
-        raise UserCodeError(f"the config does not name the task {task!r}. Its folders: {names}")
+        raise UserCodeError(f"the config does not name the task {str(path)!r}. It names: {names}")
+    backend, options = _backend(config)
+    return {**task, "backend": backend, "options": options}
 
 
 def _backend(config: SandboxConfig) -> tuple[str, dict[str, Any]]:
@@ -143,31 +141,30 @@ def rows(address: str) -> list[Mapping[str, Any]]:
     made = call_once(NAME, "rows", folder=folder, agent=agent)
     return [
         {
-            "prompt": row["prompt"],
+            "prompt": prompt,
             "data_source": f"{NAME}/{Path(folder).name}",
-            **_player(row["path"], agent, multiplier),
-            "solution_script": row["solution"],
+            **_player({"task": task, "multiplier": multiplier}, agent),
+            "solution_script": solution,
         }
-        for row in made
+        for task, prompt, solution in made
     ]
 
 
-def _player(task: str, agent: str, multiplier: float) -> dict[str, Any]:
+def _player(task: dict[str, Any], agent: str) -> dict[str, Any]:
     """Return the columns that say what plays a task."""
     if not agent:
-        kwargs = {"task": task, "agent_timeout_multiplier": multiplier}
-        return {"environment": NAME, "environment_kwargs": kwargs}
-    row = {"task": task, "agent": agent, "multiplier": multiplier}
-    return {"agent_name": AGENT_LOOP, "extra_info": {NAME: row}}
+        return {"environment": NAME, "environment_kwargs": task}
+    return {"agent_name": AGENT_LOOP, "extra_info": {NAME: {**task, "agent": agent}}}
 
 
 def load(alias: str, address: str) -> None:
     """Register the environment and the loop, and allow rows to name the tasks of this folder."""
     environment(alias, timeout=TIMEOUT)(HarborTask)
-    options = {"uses_tools": False, "uses_interaction": False, "awaited": False}
-    agent_loop(AGENT_LOOP, reports_outcome=True, **options)(harbor_agent)
-    folder, given = _read(address)
-    _allowed.add((folder, given["agent"]))
+    agent_loop(
+        AGENT_LOOP, uses_tools=False, uses_interaction=False, awaited=False, reports_outcome=True
+    )(harbor_agent)
+    folder, options = _read(address)
+    _allowed.add((folder, options["agent"]))
 
 
 def check(config: Config) -> None:
@@ -179,7 +176,7 @@ def check(config: Config) -> None:
         call_once(NAME, "check", backend=backend, options=options, folders=folders)
     except UserError as e:
         key = f"sandbox.backend={config.sandbox.backend}"
-        default = "" if door_of(config.sandbox.backend) else " (rows of Harbor use docker then)"
+        default = "" if backend != "docker" else " (rows of Harbor use docker then)"
         raise UserError(f"{key}{default}: {e}") from None
 
 

@@ -62,8 +62,8 @@ def open_sandbox(config: SandboxConfig) -> Sandbox:
     """
     if door := door_of(config.backend):
         raise SandboxError(
-            f"sandbox.backend={config.backend} is for the rows of {door}:DIR alone. Programs of tools"
-            " and rewards need bubblewrap, unsafe-subprocess or the URL of a SandboxFusion server"
+            f"sandbox.backend={config.backend} is for the rows of {door}:DIR alone. Programs of"
+            " tools and rewards need bubblewrap, unsafe-subprocess or the URL of a server"
         )
     if config.backend == "bubblewrap":
         return Bubblewrap(config)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import re
 import shlex
 import shutil
 import sys
@@ -22,17 +23,12 @@ from typing import Any
 from harbor.agents.base import BaseAgent
 from harbor.environments.base import BaseEnvironment
 from harbor.environments.factory import EnvironmentFactory
+from harbor.environments.podman import PodmanEnvironment
 from harbor.models.agent.context import AgentContext
-from harbor.models.agent.name import AgentName
 from harbor.models.environment_type import EnvironmentType
 from harbor.models.task.config import TaskOS
 from harbor.models.task.task import Task
-from harbor.models.trial.config import (
-    AgentConfig,
-    EnvironmentConfig,
-    TaskConfig,
-    TrialConfig,
-)
+from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig
 from harbor.models.trial.result import TrialResult
 from harbor.trial.hooks import TrialEvent, TrialHookEvent
 from harbor.trial.trial import Trial
@@ -64,28 +60,46 @@ class Refused(Exception):
 
 async def check(backend: str, options: dict[str, Any], folders: list[str]) -> None:
     """Raise an error if Harbor cannot use a backend here, or not for the tasks of some folders."""
-    if backend not in EnvironmentFactory.registered_names():
-        names = ", ".join(EnvironmentFactory.registered_names())
-        raise ValueError(f"no backend {backend!r}. Harbor's backends: {names}")
+    if backend not in (names := EnvironmentFactory.registered_names()):
+        raise ValueError(f"no backend {backend!r}. Harbor's backends: {', '.join(names)}")
     try:
         EnvironmentFactory.run_preflight(EnvironmentType(backend), kwargs=options)
         for folder in folders:
             # Some backends notice only here that a package is missing, or what a task asks for.
             with tempfile.TemporaryDirectory() as made:
-                agent = AgentConfig(name=AgentName.NOP.value)
-                await Trial.create(_config(made, _tasks(folder)[0], backend, options, agent))
+                settings = {"task": _tasks(folder)[0], "backend": backend, "options": options}
+                await Trial.create(_config(made, AgentConfig(name="nop"), **settings))
     except (Exception, SystemExit) as e:
         raise ValueError(f"the backend {backend} does not work here: {e}") from e
-    if backend == EnvironmentType.PODMAN.value:
-        _check_images(folders)
+    if backend == "podman" and not PodmanEnvironment.runtime().supports_compose_project_directory:
+        for path in (path for folder in folders for path in _tasks(folder)):
+            _check_images(path)
+
+
+def _check_images(task: Path) -> None:
+    """Raise an error if podman-compose would remove an image of a task.
+
+    Harbor ends a sandbox by `down --rmi local`. Docker Compose removes only images that it has
+    built; podman-compose removes those whose names begin with localhost/, and the containers of
+    other episodes that use them.
+    """
+    for file in (task / "task.toml", task / "environment/docker-compose.yaml"):
+        text = file.read_text() if file.exists() else ""
+        if found := re.search(r"image\s*[=:]\s*[\"']?localhost/([^\s\"']+)", text):
+            raise ValueError(
+                f"{file}: podman-compose removes the image localhost/{found[1]} at the end of an"
+                " episode, because of its name. Use another one:"
+                f" podman tag localhost/{found[1]} example.org/{found[1]}"
+            )
 
 
 def _config(
     folder: str,
-    task: Path | str,
+    agent: AgentConfig,
+    *,
+    task: str | Path,
     backend: str,
     options: dict[str, Any],
-    agent: AgentConfig,
     multiplier: float = 1.0,
 ) -> TrialConfig:
     """Return the settings of a Trial whose files are in a folder."""
@@ -98,20 +112,18 @@ def _config(
     )
 
 
-def rows(folder: str, agent: str = "") -> list[dict[str, Any]]:
+def rows(folder: str, agent: str = "") -> list[tuple[str, str, str | None]]:
     """Return the path, the instruction and the solution of each task of a folder."""
     found, problems = [], []
     for path in _tasks(folder):
         try:
             task = Task(path)
             problem = _problem(task, agent)
+            found.append((str(path), task.instruction, _solution(task)))
         except Exception as e:
             problem = " ".join(str(e).split())
         if problem:
             problems.append(f"  {path.name}: {problem}")
-            continue
-        row = {"path": str(path), "prompt": task.instruction, "solution": _solution(task)}
-        found.append(row)
     if problems:
         raise ValueError(f"tasks that cannot be played; remove them:\n{chr(10).join(problems)}")
     return found
@@ -132,17 +144,15 @@ def _problem(task: Task, agent: str) -> str:
     environment, verifier = task.config.environment, task.config.verifier.environment
     if task.has_steps:
         return "it has several steps ([[steps]])"
-    if TaskOS.WINDOWS in (environment.os, verifier.os if verifier else None):
+    if TaskOS.WINDOWS in (environment.os, verifier and verifier.os):
         return "it needs Windows"
-    if agent:
-        return ""
-    if task.paths.trajectory_path.exists():
-        return "it continues the trajectory of another agent (trajectory.json)"
-    if environment.mcp_servers:
-        return "it has MCP servers, which only agents of Harbor's can use"
-    if environment.skills_dir:
-        return "it has skills, which only agents of Harbor's can use"
-    return ""
+    needs = {
+        "skills": environment.skills_dir,
+        "MCP servers": environment.mcp_servers,
+        "the trajectory of another agent": task.paths.trajectory_path.exists(),
+    }
+    needed = [name for name, value in needs.items() if value and not agent]
+    return f"it has {', '.join(needed)}, which only agents of Harbor's can use" if needed else ""
 
 
 def _solution(task: Task) -> str | None:
@@ -161,33 +171,6 @@ def _solution(task: Task) -> str | None:
     return command if len(command) < MAX_COMMAND else None
 
 
-def _check_images(folders: list[str]) -> None:
-    """Raise an error if podman-compose would remove the image of a task.
-
-    Harbor ends a sandbox by `down --rmi local`. Docker Compose removes only images that it has
-    built; podman-compose removes those whose names begin with localhost/, and the containers of
-    other episodes that use them.
-    """
-    from harbor.environments.podman import PodmanEnvironment
-
-    if PodmanEnvironment.runtime().supports_compose_project_directory:
-        return
-    for path in (path for folder in folders for path in _tasks(folder)):
-        file = path / "environment" / "docker-compose.yaml"
-        compose = file.read_text() if file.exists() else ""
-        for text in ((path / "task.toml").read_text(), compose):
-            for line in text.splitlines():
-                key, _, image = line.replace("=", ":", 1).partition(":")
-                image = image.strip(" \"'")
-                if key.strip() in ("docker_image", "image") and image.startswith("localhost/"):
-                    name = image.removeprefix("localhost/")
-                    raise ValueError(
-                        f"{path}: podman-compose removes the image {image} at the end of an"
-                        " episode, because its name begins with localhost/. Use another name:"
-                        f" podman tag {image} example.org/{name}"
-                    )
-
-
 class _Episode:
     """A Trial that runs."""
 
@@ -199,6 +182,7 @@ class _Episode:
         self.is_over = False
         """Whether no command is run any more."""
         self.calls: asyncio.Queue[tuple[str, int, asyncio.Future[str]] | None] = asyncio.Queue()
+        self.waiting: set[asyncio.Future[str]] = set()
 
     async def run(self, config: TrialConfig) -> TrialResult:
         """Run the Trial, and remove its folder."""
@@ -217,9 +201,12 @@ class _Episode:
         timing = getattr(self.result, phase, None)
         return bool(timing and timing.finished_at)
 
-    async def until(self, *events: asyncio.Future[Any]) -> None:
-        """Wait for the first event, or the end of the Trial."""
-        await asyncio.wait([*events, self.running], return_when=asyncio.FIRST_COMPLETED)
+    async def until(self, event: asyncio.Future[Any]) -> None:
+        """Wait for an event, or the end of the Trial."""
+        try:
+            await asyncio.wait([event, self.running], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            event.cancel()  # It does nothing to a result.
 
     def failure(self) -> Unavailable:
         """Return why a Trial that has ended has no reward."""
@@ -266,7 +253,7 @@ class Policy(BaseAgent):
         self, instruction: str, environment: BaseEnvironment, context: AgentContext
     ) -> None:
         """Run commands until agentrl asks for the reward."""
-        episode, answer = self._episode, None
+        episode = self._episode
         episode.ready.set()
         try:
             while call := await episode.calls.get():
@@ -285,14 +272,9 @@ class Policy(BaseAgent):
                         answer.set_result(work.result())
         finally:
             episode.is_over = True
-            waiting = [answer, *(call[2] for call in _drain(episode.calls) if call)]
-            for future in waiting:
-                if future is not None and not future.done():
-                    future.set_result(TIME_IS_UP)
-
-
-def _drain(queue: asyncio.Queue[Any]) -> list[Any]:
-    return [queue.get_nowait() for _ in range(queue.qsize())]
+            for answer in list(episode.waiting):
+                if not answer.done():
+                    answer.set_result(TIME_IS_UP)
 
 
 async def _execute(environment: BaseEnvironment, command: str, seconds: int) -> str:
@@ -337,24 +319,18 @@ _episodes: dict[str, _Episode] = {}
 _ending: set[asyncio.Task[None]] = set()
 
 
-async def start(
-    episode: str, task: str, backend: str, options: dict[str, Any], multiplier: float
-) -> None:
+async def start(episode: str, **settings: Any) -> None:
     """Start an episode's sandbox, and wait until it takes commands."""
     agent = AgentConfig(import_path=f"{__name__}:Policy", kwargs={"episode": episode})
-    state = _open(episode, task, backend, options, agent, multiplier)
-    started = asyncio.ensure_future(state.ready.wait())
-    try:
-        await state.until(started)
-    finally:
-        started.cancel()
+    state = _open(episode, agent, settings)
+    await state.until(asyncio.ensure_future(state.ready.wait()))
     if not state.ready.is_set():
         raise state.failure()
 
 
-def _open(episode: str, *settings: Any) -> _Episode:
+def _open(episode: str, agent: AgentConfig, settings: dict[str, Any]) -> _Episode:
     state = _episodes[episode] = _Episode()
-    config = _config(tempfile.mkdtemp(prefix="agentrl-harbor-"), *settings)
+    config = _config(tempfile.mkdtemp(prefix="agentrl-harbor-"), agent, **settings)
     state.running = asyncio.create_task(state.run(config))
     return state
 
@@ -371,11 +347,10 @@ async def bash(episode: str, command: str, timeout_s: int) -> str:
     if state.is_over:
         return TIME_IS_UP
     answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    state.waiting.add(answer)
+    answer.add_done_callback(state.waiting.discard)
     state.calls.put_nowait((command, timeout_s, answer))
-    try:
-        await state.until(answer)
-    finally:
-        answer.cancel()  # It does nothing if there is a result.
+    await state.until(answer)
     if answer.cancelled():
         raise state.failure()
     return answer.result()
@@ -401,40 +376,29 @@ async def _rewards(state: _Episode) -> dict[str, Any]:
 
 
 async def agent(
-    episode: str,
-    task: str,
-    backend: str,
-    options: dict[str, Any],
-    multiplier: float,
-    agent: str,
-    url: str,
-    key: str,
-    model: str,
+    episode: str, agent: str, url: str, key: str, model: str, **settings: Any
 ) -> dict[str, Any]:
     """Let an agent of Harbor's play a task, and return the rewards of the verifier.
 
     Args:
         episode: the episode.
-        task: the folder of the task.
-        backend: where its sandbox runs.
-        options: the options of the backend.
-        multiplier: of the agent's time limit.
         agent: an agent's name, or `file.py:Class` or `module:Class` of one.
         url: the API of the policy.
         key: its key.
         model: its model.
+        settings: those of `_config`.
     """
     file, _, name = agent.rpartition(":")
     if file.endswith(".py"):
-        sys.path[:0] = [folder for folder in [str(Path(file).parent)] if folder not in sys.path]
+        if (folder := str(Path(file).parent)) not in sys.path:
+            sys.path.insert(0, folder)
         agent = f"{Path(file).stem}:{name}"
     variables = {"OPENAI_BASE_URL": url, "OPENAI_API_BASE": url, "OPENAI_API_KEY": key}
     config = AgentConfig(name=agent, model_name=f"openai/{model}", env=variables)
-    state = _open(episode, task, backend, options, config, multiplier)
     try:
-        return await _rewards(state)
+        return await _rewards(_open(episode, config, settings))
     finally:
-        _end(episode)
+        await end(episode)
 
 
 def _find(episode: str) -> _Episode:
@@ -445,10 +409,6 @@ def _find(episode: str) -> _Episode:
 
 async def end(episode: str) -> None:
     """End an episode. Its sandbox stops in the background."""
-    _end(episode)
-
-
-def _end(episode: str) -> None:
     if state := _episodes.pop(episode, None):
         task = asyncio.create_task(state.stop())
         _ending.add(task)
@@ -458,6 +418,6 @@ def _end(episode: str) -> None:
 async def close() -> None:
     """Stop all sandboxes."""
     for episode in list(_episodes):
-        _end(episode)
+        await end(episode)
     while _ending:
         await asyncio.wait([*_ending])
