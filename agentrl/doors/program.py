@@ -28,8 +28,9 @@ from agentrl.workers.child_process import ChildProcess
 PROGRAMS = Path(__file__).parent / "programs"
 SEND_SECONDS = 60.0
 """The longest time that a program takes to read a request."""
-CLOSE_SECONDS = 30.0
-"""The longest time that a program has to free its resources at the end."""
+CLOSE_SECONDS = 300.0
+"""The longest time that a program has to free its resources at the end. Docker waits 10 s for each
+container that ignores SIGTERM, and stops some at the same time."""
 IDLE_SECONDS = 1e6
 """The longest time between two answers of a program."""
 ROWS_SECONDS = 600.0
