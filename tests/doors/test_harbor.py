@@ -1,6 +1,7 @@
 """Tasks of Harbor in containers of podman: rows, episodes, failures, and nothing left."""
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -29,7 +30,7 @@ from agentrl.trainer import Trainer
 pytestmark = [pytest.mark.doors, pytest.mark.timeout(600)]
 
 TOKENIZER = byte_tokenizer()
-IMAGE = "agentrl.test/harbor-tools:2"
+IMAGE = "agentrl.test/harbor-tools:1"
 TOOLS = (
     "bash", "base64", "cat", "chmod", "chown", "cp", "dirname", "env", "false", "find", "head",
     "id", "ls", "mkdir", "mv", "printf", "rm", "seq", "sleep", "sort", "tail", "tar", "gzip",
@@ -58,13 +59,16 @@ def make_image(folder: Path) -> None:
     for name in ("bin", "lib", "lib64"):
         (root / name).symlink_to(f"usr/{name}")
     (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/bash\n")
-    files = {shutil.which(tool) for tool in TOOLS}
+    files = {shutil.which(tool) for tool in TOOLS} | {*filter(None, [shutil.which("tmux")])}
     shown = subprocess.run(["ldd", *files], capture_output=True, text=True).stdout
     for file in files | {*re.findall(r"(/\S+) \(0x", shown)}:
         copy = root / "usr" / file.removeprefix("/").removeprefix("usr/")
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, copy)
     (root / "usr/bin/sh").symlink_to("bash")
+    for data in ("usr/lib/terminfo", "usr/lib/locale/C.utf8"):  # tmux needs both
+        if Path("/", data).exists():
+            shutil.copytree(Path("/", data), root / data)
     with tarfile.open(folder / "image.tar", "w") as archive:
         archive.add(root, "/")
     podman("import", str(folder / "image.tar"), IMAGE, check=True)
@@ -484,6 +488,32 @@ def test_an_agent_of_harbor_plays_through_the_gateway(world, tmp_path):
         engine = Scripted([f"echo {fruit} > /fruit"], TOKENIZER)
         played = play(sample, engine, TOKENIZER, config=config)
         assert (played.scores.outcome, len(played.turns)) == (outcome, 1)
+
+
+def test_an_agent_has_no_reward_if_the_verifier_fails(world, tmp_path):
+    world.task(test="true\n")
+    (tmp_path / "caller.py").write_text(AGENT)
+    config = world.config(options=f"?agent={tmp_path}/caller.py:Caller")
+    [sample] = make_plan(config).train
+    with pytest.raises(Infrastructure, match="RewardFileNotFoundError"):
+        play(sample, Scripted(["true"], TOKENIZER), TOKENIZER, config=config)
+
+
+@pytest.mark.slow
+def test_terminus_plays_through_the_gateway(world):
+    if shutil.which("tmux") is None:
+        pytest.skip("no tmux, which the agent needs in the sandbox")
+    world.task()
+    config = world.config(options="?agent=terminus-2")
+    [sample] = make_plan(config).train
+    writes = {"keystrokes": "echo apple > /fruit\n", "duration": 1.0}
+    texts = [
+        json.dumps({"analysis": "", "plan": "", "commands": commands, "task_complete": is_done})
+        for commands, is_done in [([writes], False), ([], True), ([], True)]
+    ]
+    played = play(sample, Scripted(texts, TOKENIZER), TOKENIZER, config=config)
+    assert (played.scores.outcome, len(played.turns)) == (1.0, 3)
+    assert "echo apple > /fruit" in played.messages[2].content
 
 
 @pytest.mark.parametrize(("name", "reward"), [("oracle", 1.0), ("nop", 0.0)])
