@@ -46,8 +46,9 @@ def move(episode: str, text: str) -> dict[str, Any]:
         _games[episode] = env, random.getstate()
     if not done:
         return {"seen": _seen(env), "reward": None}
-    rewards, _ = env.close()
-    return {"seen": "", "reward": float(rewards[0])}
+    rewards, info = env.close()
+    # Games pay for what was reached before an invalid move, so that a policy could end one early.
+    return {"seen": "", "reward": 0.0 if info[0]["invalid_move"] else float(rewards[0])}
 
 
 def end(episode: str) -> None:
