@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support import doors_page
 
 from agentrl import load_config
 from agentrl.cli import main
@@ -213,13 +214,17 @@ def test_packages_may_bring_doors(tmp_path, monkeypatch, own_registries):
         cached.cache_clear()
     try:
         keys = {"data.train": "my-door:hello", "data.agent_name": "single_turn"}
-        plan = make_plan(load_config(None, ["reward.function=exact_match"], keys))
+        plan = make_plan(load_config(None, ["reward.function=gsm8k"], keys))
         assert plan.train[0].prompt[0].content == "my-door:hello"
         with pytest.raises(ConfigError, match="must be a Door named 'wrong'"):
             door.find_door("wrong")
     finally:
         for cached in (door_names, door.find_door, door.rows_file):
             cached.cache_clear()
+
+
+def test_the_table_of_the_docs_is_that_of_the_tests():
+    assert doors_page.PAGE.read_text() == doors_page.page(), "run `make docs`"
 
 
 def test_a_missing_package_says_how_to_install_it(tmp_path, monkeypatch):

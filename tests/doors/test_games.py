@@ -33,6 +33,7 @@ def play_script(sample, texts, *overrides):
     return play(sample, Scripted(texts, TOKENIZER), TOKENIZER, config=config)
 
 
+@pytest.mark.proves("reasoning-gym", "rows")
 def test_rows_are_those_of_the_package(games):
     samples = rows_of(LETTERS)
     assert [s.prompt[0].role for s in samples] == ["system"] * 3
@@ -51,6 +52,7 @@ def test_rows_repeat_and_seeds_share_no_row(games):
     assert not {s.prompt[1].content for s in first} & {s.prompt[1].content for s in other}
 
 
+@pytest.mark.proves("reasoning-gym", "reward")
 def test_the_package_scores(games):
     sample = rows_of(LETTERS)[0]
     right = f"I count. <answer>{sample.ground_truth}</answer>"
@@ -84,6 +86,7 @@ def test_wrong_addresses_are_refused(games, address, message):
         rows_of(address)
 
 
+@pytest.mark.proves("textarena", "rows", "user", "reward")
 def test_a_game_is_played_to_its_end(games):
     sample = rows_of(GUESS)[0]
     trajectory = play_script(sample, [f"[{i}]" for i in range(1, 21)], "rollout.max_turns=20")
@@ -94,11 +97,24 @@ def test_a_game_is_played_to_its_end(games):
     assert won == (trajectory.scores.outcome == 1.0)
 
 
+@pytest.mark.load
+@pytest.mark.proves("reasoning-gym", "200 at once")
+def test_200_answers_at_once_have_their_own_scores(games):
+    samples = rows_of("reasoning-gym:letter_counting?n=20") * 10
+    played = play_at_once(
+        samples, lambda s: [f"<answer>{s.row % 2 and s.ground_truth}</answer>"], TOKENIZER
+    )
+    assert [t.scores.outcome for t in played] == [
+        float(s.row % 2 or s.ground_truth == "0") for s in samples
+    ]
+
+
 def test_an_invalid_move_ends_a_game_without_a_reward(games):
     trajectory = play_script(rows_of(GUESS)[0], ["[10]", "ten", "ten"])
     assert trajectory.stop_reason == "done" and trajectory.scores.outcome == 0.0
 
 
+@pytest.mark.proves("textarena", "200 at once")
 @pytest.mark.load
 def test_200_games_at_once_are_those_of_one_after_another(games):
     samples = rows_of("textarena:GuessTheNumber-v0?n=10")
@@ -119,6 +135,7 @@ def test_a_check_finds_no_fault(games, address, capsys):
         assert "passed       the gold solution earns the maximum: on 2 rows" in shown
 
 
+@pytest.mark.proves("reasoning-gym textarena", "training")
 @pytest.mark.slow
 def test_tiny_trains_on_both(games, tiny_model, tmp_path):
     flags = {

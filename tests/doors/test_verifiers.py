@@ -27,6 +27,7 @@ def answer(sample):
     return [f"It is {sample.row + 1}"]
 
 
+@pytest.mark.proves("verifiers", "rows", "reward")
 @pytest.mark.parametrize(("packages", "address"), [("verifiers-v0", V0), ("verifiers", V1)])
 def test_the_rubric_gives_the_outcome(use_packages, packages, address):
     use_packages(packages, "verifiers")
@@ -38,6 +39,7 @@ def test_the_rubric_gives_the_outcome(use_packages, packages, address):
     assert all(len(t.turns) == 1 and t.stop_reason == "done" for t in right)
 
 
+@pytest.mark.proves("verifiers", "tools")
 def test_tools_of_a_classic_environment(use_packages):
     use_packages("verifiers-v0", "verifiers")
     [sample] = rows_of(f"{V0}?n=1&kind=tools&count=1")
@@ -48,6 +50,7 @@ def test_tools_of_a_classic_environment(use_packages):
     assert played.scores.metrics["length_calls"] == 1.0
 
 
+@pytest.mark.proves("verifiers", "user")
 def test_a_user_of_a_classic_environment(use_packages):
     use_packages("verifiers-v0", "verifiers")
     [sample] = rows_of(f"{V0}?n=1&kind=asking&count=1")
@@ -99,6 +102,7 @@ def test_an_error_of_the_environment_is_no_reward(use_packages, tmp_path):
         play_at_once([sample], ["It is 1"] * 3, TOKENIZER)
 
 
+@pytest.mark.proves("verifiers", "200 at once")
 @pytest.mark.load
 def test_200_episodes_at_once(use_packages):
     use_packages("verifiers-v0", "verifiers")
@@ -108,6 +112,7 @@ def test_200_episodes_at_once(use_packages):
     assert all(len(t.turns) == 3 for t in played)
 
 
+@pytest.mark.proves("verifiers", "training")
 @pytest.mark.slow
 @pytest.mark.parametrize(("packages", "address"), [("verifiers-v0", V0), ("verifiers", V1)])
 def test_tiny_trains(use_packages, packages, address, tiny_model, tmp_path):
