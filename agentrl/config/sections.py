@@ -72,8 +72,8 @@ class DataConfig(Section):
     """The dataset."""
 
     train: str | list[str | RowFile] = key("", flag="--dataset", allowed=ROW_FILES)
-    """Training rows: a .parquet or .jsonl file, a glob, or a list of these. The rows of `{path:
-    a.parquet, weight: 2}` are played two times per epoch."""
+    """Training rows: a .parquet or .jsonl file, a glob, `DOOR:NAME` (docs/doors.md), or a list of
+    these. The rows of `{path: a.parquet, weight: 2}` are played two times per epoch."""
     val: str | list[str | RowFile] = key("", flag="--val-dataset", allowed=ROW_FILES)
     """Validation rows, as data.train but without weights. Empty: no validation."""
     batch_size: int = key(16, ge=1)
@@ -608,7 +608,8 @@ class Config(Section):
     environments: dict[str, str] = key(
         {}, allowed="a mapping from names of environments to URLs (http://HOST:PORT)"
     )
-    """Environments in other programs: their names in rows, and their URLs."""
+    """Environments in other programs: their names in rows, and their URLs. `openenv://` and
+    `nemo-gym://` are servers of other projects (docs/doors.md)."""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -75,10 +75,11 @@ def test_a_mixture_has_weights(games):
         ("reasoning-gym:letter_count?n=2", r"no task 'letter_count'. Tasks: .*letter_counting"),
         ("reasoning-gym:letter_counting?n=two", "the option n=two must be of type int"),
         ("reasoning-gym:letter_counting?n=2&max_wrds=5", "unexpected keyword argument 'max_wrds'"),
-        ("textarena:Chess?n=2", "textarena: .*Chess"),
+        ("textarena:Mastermnd-v0?n=2", "no game 'Mastermnd-v0'. Similar ones: Mastermind-v0"),
+        ("textarena:TicTacToe-v0", "The number of players has to be 2"),
         ("textarena:GuessTheNumber-v0?rows=2", "no option rows. Options: n, seed"),
         ("textarena:GuessTheNumber-v0?n=0", "has no rows"),
-        ("reasoning-gim:letter_counting", "a dataset is a .parquet or a .jsonl file"),
+        ("reasoning-gim:leg_counting?n=3", "no file matches .*Did you mean 'reasoning-gym'"),
     ],
 )
 def test_wrong_addresses_are_refused(games, address, message):
