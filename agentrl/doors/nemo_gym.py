@@ -96,7 +96,8 @@ class ResourcesServer(Environment):
         cookie = ";".join(f"{name}={value}" for name, value in self._cookies.items())
         headers = {"cookie": cookie} if cookie else {}
         request = self._client.build_request("POST", path, body, headers)
-        where, end = f"POST {self._client.base_url}{path}", time.monotonic() + self._seconds
+        server = f"{NAME}: the server at {self._client.base_url}"
+        where, end = f"{server}: POST {path}", time.monotonic() + self._seconds
         # Not twice, even if the connection failed: the server may have made the call.
         response = await self._client.send(request, where, end, retries=0, wait_if_busy=False)
         for header in response.cookies:
@@ -104,7 +105,7 @@ class ResourcesServer(Environment):
             self._cookies[name] = value
         text = response.body.decode("utf-8", "replace")
         if response.status not in accepted:
-            raise Infrastructure(f"{NAME}: {where}: answered {response.status}: {text:.500}")
+            raise Infrastructure(f"{server} answered {response.status} to POST {path}: {text:.500}")
         return response.status, text
 
 

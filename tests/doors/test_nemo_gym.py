@@ -316,7 +316,7 @@ def test_a_malformed_call_is_a_part_of_the_text():
 @pytest.mark.parametrize(
     ("extra", "status", "problem"),
     [
-        ({}, 500, r"nemo-gym: POST http://.*/verify: answered 500"),
+        ({}, 500, r"nemo-gym: the server at http://\S+ answered 500 to POST /verify"),
         ({}, 422, r"answered 422"),
         ({"mask_sample": True, "failure_kind": "judge_failed"}, 200, "no valid reward: judge_fail"),
         ({"reward": None}, 200, "no valid reward"),
@@ -332,7 +332,7 @@ def test_no_reward_is_not_a_reward_of_0(tmp_path, extra, status, problem):
 def test_a_failure_of_the_server_is_not_a_result(tmp_path):
     [sample] = samples_of(tmp_path, ROW)
     with served(tmp_path, options={"timeout": 1}):
-        with pytest.raises(Infrastructure, match=r"/busy: answered 503"):
+        with pytest.raises(Infrastructure, match=r"answered 503 to POST /busy"):
             play_turns(sample, call("busy"))
         with pytest.raises(Infrastructure, match=r"/hang: no response before the deadline"):
             play_turns(sample, call("hang"))
