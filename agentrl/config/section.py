@@ -7,19 +7,17 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from agentrl.file_loaders import door_of
-
 _URL = re.compile(r"\s*(?!mcp\+)[A-Za-z][\w+.-]+:/")
 """A scheme of two letters or more: `C:/runs` is a path. `mcp+` begins the address of a server."""
 
 
 def refuse_url(path: str) -> str:
-    """Return a path, or the address of a door.
+    """Return a path.
 
     Raises:
         ValueError: it is a URL. `Path("s3://b/run")` would be the local folder `s3:/b/run`.
     """
-    if _URL.match(path) and not door_of(path):
+    if _URL.match(path):
         raise ValueError(
             f"{path!r} is a URL, but only paths on this machine are supported. Mount the storage,"
             " or copy the files, and name the local path"

@@ -244,7 +244,7 @@ def _read_schemas(pattern: str) -> dict[str, dict[str, Any]]:
 
 def load(alias: str, address: str) -> None:
     """Register the environment at `nemo-gym://HOST:PORT?rows=FILE&timeout=600` under its alias."""
-    if address == f"{NAME}:":  # Only rows of this door are loaded.
+    if "//" not in address:  # These are rows, which name a server of `environments`.
         return
     part, options = read_address(address, {"rows": "", "timeout": 600}, only=True)
     url = part if "://" in part else f"http:{part}"

@@ -1,14 +1,13 @@
 """The door nemo-gym.
 
 The quick tests talk to `PlainServer`, a plain FastAPI server with the routes of a resources server.
-The slow ones, marked `slow`, talk to resources servers of the package `nemo-gym`, which its own
+Those that are marked `doors` talk to resources servers of the package `nemo-gym`, which its own
 Python starts (`nemo_server.py`), with the rows that the package ships.
 """
 
 import asyncio
 import copy
 import json
-import os
 import subprocess
 import sys
 import time
@@ -26,7 +25,6 @@ from support.small_server import serving
 from agentrl import Message, ToolCall, load_config, load_samples, play
 from agentrl.data import write_rows
 from agentrl.doors import nemo_gym
-from agentrl.doors.program import environment_folder
 from agentrl.errors import ConfigError, DataError, Infrastructure, UserCodeError, UserError
 from agentrl.http.client import fetch_json
 from agentrl.http.pool import pool_of_loop
@@ -201,13 +199,13 @@ def test_addresses_in_a_config(tmp_path):
     environments = {"sums": "nemo-gym://localhost:8000?rows=train.jsonl"}
     config = load_config(None, [], {"data.train": address, "environments": environments})
     assert config.all_files == [
-        "environment+nemo-gym:#nemo-gym",
+        f"environment+{address}#nemo-gym",
         "environment+nemo-gym://localhost:8000?rows=train.jsonl#sums",
     ]
 
 
 def test_an_address_without_a_resources_server_is_refused(tmp_path):
-    nemo_gym.load("nemo-gym", "nemo-gym:")  # The rows of a run alone: nothing is registered.
+    nemo_gym.load("nemo-gym", "nemo-gym:rows.jsonl")  # Rows register nothing.
     with pytest.raises(UserError, match=r"environments\.sums: http://127\.0\.0\.1:1 does not answ"):
         nemo_gym.load("sums", "nemo-gym://127.0.0.1:1")
     with serving(FastAPI()) as url, pytest.raises(UserError, match=r"needs POST /seed_session"):
@@ -394,11 +392,10 @@ async def test_200_episodes_at_once_have_sessions_of_their_own(tmp_path):
 
 # -- servers of the package ------------------------------------------------------------------------
 
-PYTHON = os.environ.get("NEMO_GYM_PYTHON") or str(environment_folder("nemo-gym") / "bin" / "python")
+PYTHON = str(Path(__file__).parents[2] / ".venv-doors/nemo-gym/bin/python")
 needs_package = pytest.mark.skipif(
     not Path(PYTHON).exists(),
-    reason=f"no {PYTHON}: pip install nemo-gym==0.7.0 in a virtual environment (1.4 GB), and set"
-    " NEMO_GYM_PYTHON to its Python",
+    reason=f"no {PYTHON}: `make doors`",
 )
 VALIDATE = """
 import json, sys
@@ -455,7 +452,8 @@ def counter_turns(sample):
     return call("increment_counter", count=missing), call("get_counter_value"), "Done."
 
 
-@pytest.mark.slow
+@pytest.mark.proves("nemo-gym", "rows", "tools", "reward", "200 at once")
+@pytest.mark.doors
 @needs_package
 async def test_a_server_of_the_package_with_state(tmp_path, unused_tcp_port):
     with gym_server("example_session_state_mgmt", unused_tcp_port) as (url, process, rows):
@@ -492,7 +490,7 @@ async def test_a_server_of_the_package_with_state(tmp_path, unused_tcp_port):
         await toolbox.aclose()
 
 
-@pytest.mark.slow
+@pytest.mark.doors
 @needs_package
 def test_a_server_of_the_package_with_a_route_for_all_tools(tmp_path, unused_tcp_port):
     with gym_server("workplace_assistant", unused_tcp_port) as (url, _, rows):
@@ -507,7 +505,7 @@ def test_a_server_of_the_package_with_a_route_for_all_tools(tmp_path, unused_tcp
         assert wrong.turns[0].tool_results[0].content == '{"output":"Email not found."}'
 
 
-@pytest.mark.slow
+@pytest.mark.doors
 @needs_package
 def test_a_verifier_of_the_package(tmp_path, unused_tcp_port):
     with gym_server("mcqa", unused_tcp_port) as (url, _, rows):
@@ -521,7 +519,7 @@ def test_a_verifier_of_the_package(tmp_path, unused_tcp_port):
             assert rewards == {letter: float(letter == right) for letter in "ABCDEFGHIJ"}
 
 
-@pytest.mark.slow
+@pytest.mark.doors
 @needs_package
 def test_what_verifiers_get_is_valid_for_the_package(tmp_path):
     rows = [ROW, CHAT]
@@ -560,7 +558,7 @@ def run_agentrl(folder, url, rows, *words):
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.doors
 @needs_package
 def test_check_environment_with_a_server_of_the_package(tmp_path, unused_tcp_port):
     with gym_server("example_multi_step", unused_tcp_port) as (url, _, rows):
@@ -570,7 +568,8 @@ def test_check_environment_with_a_server_of_the_package(tmp_path, unused_tcp_por
         assert f"passed       {check}" in checked
 
 
-@pytest.mark.slow
+@pytest.mark.proves("nemo-gym", "training")
+@pytest.mark.doors
 @needs_package
 def test_training_with_a_server_of_the_package(tmp_path, unused_tcp_port):
     words = ("trainer.total_steps=5", "data.batch_size=2", "rollout.n=4", "--output", "run")
