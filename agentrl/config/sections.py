@@ -343,9 +343,11 @@ class SandboxConfig(Section):
     """The sandbox in which tools and graders run code that a model wrote."""
 
     backend: str = key(
-        "bubblewrap", allowed="bubblewrap, unsafe-subprocess, or a URL (http://HOST:PORT)"
+        "bubblewrap",
+        allowed="bubblewrap, docker, podman, unsafe-subprocess, or a URL (http://HOST:PORT)",
     )
     """Where programs run. bubblewrap: isolated, without network and files of this machine.
+    docker, podman: isolated, in containers of sandbox.images.
     unsafe-subprocess: not isolated, with your rights. A URL: a server with SandboxFusion's API."""
     slots: int = key(0, ge=0)
     """Programs that a process runs at the same time. 0: twice the number of CPU cores."""
@@ -354,12 +356,16 @@ class SandboxConfig(Section):
     memory_mb: int = key(2048, ge=64)
     """Memory of each process of a program, in MiB."""
     python: LocalPath = "/usr/bin/python3"
-    """The Python interpreter for programs."""
+    """The Python interpreter for programs. In a container, the default is python3 on its PATH."""
+    images: list[str] = key([], allowed="a list of names of images")
+    """The images that programs may run in with docker and podman. The first is the default."""
 
     @field_validator("backend")
     @classmethod
     def _check_backend(cls, backend: str) -> str:
-        if not re.fullmatch(r"bubblewrap|unsafe-subprocess|https?://[^\s@]+", backend):
+        if not re.fullmatch(
+            r"bubblewrap|docker|podman|unsafe-subprocess|https?://[^\s@]+", backend
+        ):
             raise ValueError
         return backend.rstrip("/")
 
