@@ -20,15 +20,19 @@ SGLANG := $(CACHE)/sglang-$(firstword $(shell \
 	{ cat $(SGLANG_NEEDS); $(SGLANG_PYTHON) -c 'import sys; print(sys.version, sys.base_prefix)'; } | cksum))
 AGENTS := $(CACHE)/agents-$(firstword $(shell \
 	{ cat tests/gateway/packages/requirements.txt; $(PYTHON) -c 'import sys; print(sys.version)'; } | cksum))
-OUTSIDE := $(CACHE)/outside-$(firstword $(shell \
-	{ cat tests/examples/requirements.txt; $(PYTHON) -c 'import sys; print(sys.version)'; } | cksum))
+# Packages of other projects' environments (agentrl/doors), each list in a Python of its own.
+DOORS := $(CACHE)/test-doors-$(firstword $(shell \
+	{ cat tests/doors/packages/*.txt; $(PYTHON) -c 'import sys; print(sys.version)'; } | cksum))
+# Harbor and NeMo Gym need a newer Python than agentrl.
+DOORS_PYTHON ?= $(firstword $(foreach p,python3.14 python3.13 python3.12 $(PYTHON),\
+	$(shell $p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $p)))
 SGLANG_READY := $(if $(AGENTRL_SGLANG_PYTHON),,$(if $(filter Linux,$(shell uname)),sglang))
 
 # What SGLang does not import is never compiled; what it does, once.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-vllm test-trackers recipes-check check lint format setup sglang agents outside docs models
+.PHONY: help demo test test-all test-gpu test-vllm test-trackers test-doors recipes-check check lint format setup sglang agents doors quick-doors docs models
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -36,10 +40,10 @@ help:  ## this list
 demo: $(VENV)/.installed  ## a policy learns to use a calculator: minutes on two CPU cores
 	$(BIN)/agentrl train --dataset datasets/arithmetic_train.parquet --val-dataset datasets/arithmetic_val.parquet --model tiny --output runs/demo
 
-test: setup  ## the tests, all but `slow`, `gpu`, `vllm` and `trackers`
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu and not vllm and not trackers" $(PYTEST_ARGS)
+test: setup  ## the tests, all but `slow`, `doors`, `gpu`, `vllm` and `trackers`
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not doors and not gpu and not vllm and not trackers" $(PYTEST_ARGS)
 
-test-all: setup outside  ## the tests, all but `gpu`, `vllm` and `trackers`
+test-all: setup doors  ## the tests, all but `gpu`, `vllm` and `trackers`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not vllm and not trackers" --hypothesis-profile=thorough $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed-dev  ## the tests that need a GPU
@@ -51,6 +55,9 @@ test-vllm: $(VENV)/.installed-dev  ## the tests that need vLLM: AGENTRL_VLLM_PYT
 test-trackers: $(VENV)/.installed-dev  ## the tests that need the trackers, which it installs
 	$(BIN)/python -m pip install -q mlflow-skinny sqlalchemy alembic trackio wandb swanlab comet_ml aim
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m trackers $(PYTEST_ARGS)
+
+test-doors: setup doors  ## the tests of the doors to other projects' environments
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/doors $(PYTEST_ARGS)
 
 recipes-check: $(VENV)/.installed-dev  ## rewards, masks, advantages and updates of the recipes' stored runs, computed again
 	OMP_NUM_THREADS=1 $(BIN)/python recipes/check.py --weights
@@ -66,7 +73,7 @@ format: $(VENV)/.installed-dev  ## ruff's fixes and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-setup: $(VENV)/.installed-dev $(SGLANG_READY) agents  ## what the tests need: .venv, SGLang for a CPU, agent packages
+setup: $(VENV)/.installed-dev $(SGLANG_READY) agents quick-doors  ## what the tests need: .venv, SGLang for a CPU, agent packages, games
 
 sglang: $(SGLANG)/.installed  ## SGLang for a CPU: .venv-sglang, a link into the user's cache
 	@ln -sfn $(SGLANG) .venv-sglang
@@ -74,13 +81,16 @@ sglang: $(SGLANG)/.installed  ## SGLang for a CPU: .venv-sglang, a link into the
 agents: $(AGENTS)/.installed  ## packages of agents: .venv-agents, a link into the user's cache
 	@ln -sfn $(AGENTS) .venv-agents
 
-outside: $(OUTSIDE)/.installed  ## packages of environments: .venv-outside, a link into the user's cache
-	@ln -sfn $(OUTSIDE) .venv-outside
+quick-doors: $(DOORS)/games/.installed
+	@ln -sfn $(DOORS) .venv-doors
+
+doors: quick-doors $(patsubst tests/doors/packages/%.txt,$(DOORS)/%/.installed,$(wildcard tests/doors/packages/*.txt))  ## packages of environments: .venv-doors, a link into the user's cache
 
 docs: $(VENV)/.installed-dev  ## the documentation that is written by a program
 	$(BIN)/python -m agentrl.config.page > docs/config.md
 	PYTHONPATH=tests $(BIN)/python -m support.tokens_page
 	PYTHONPATH=tests $(BIN)/python -m support.parsers_page
+	PYTHONPATH=tests $(BIN)/python -m support.doors_page
 
 models: $(VENV)/.installed-dev  ## the tables of benchmarks/models.md about rows and the local engine
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m support.models_page
@@ -107,10 +117,11 @@ $(AGENTS)/.installed:
 	$(AGENTS)/bin/python -m pip install --quiet --no-compile -r tests/gateway/packages/requirements.txt
 	@touch $@
 
-$(OUTSIDE)/.installed:
-	@echo "installing packages of environments into $(OUTSIDE) (400 MB, a minute, once)"
-	$(PYTHON) -m venv $(OUTSIDE)
-	$(OUTSIDE)/bin/python -m pip install --quiet --no-compile -r tests/examples/requirements.txt
+# NeMo Gym asks for a patch release of Python 3.13 that few machines have, and runs on others.
+$(DOORS)/%/.installed:
+	@echo "installing the packages of tests/doors/packages/$*.txt into $(DOORS)/$* (a minute, once)"
+	$(if $(filter harbor nemo-gym,$*),$(DOORS_PYTHON),$(PYTHON)) -m venv $(DOORS)/$*
+	$(DOORS)/$*/bin/python -m pip install --quiet --no-compile --ignore-requires-python -r tests/doors/packages/$*.txt
 	@touch $@
 
 # SGLang pins torch exactly, and without a GPU it wants only a part of what it names.

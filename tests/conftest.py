@@ -334,9 +334,3 @@ def python_of(folder: str, target: str) -> str:
 def packages_python() -> str:
     """Return the Python that has the packages of agents."""
     return python_of(".venv-agents", "agents")
-
-
-@pytest.fixture(scope="session")
-def outside_python() -> str:
-    """Return the Python that has the packages of environments."""
-    return python_of(".venv-outside", "outside")

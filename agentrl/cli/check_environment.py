@@ -17,8 +17,8 @@ def check_environment(
         list[str] | None,
         typer.Argument(
             metavar="[FILE] [KEY=VALUE]...",
-            help="Rows (.jsonl, .parquet), or a Python file with an environment whose constructor"
-            " needs no arguments. Default: the rows of --config.",
+            help="Rows (.jsonl, .parquet, or those of a door), or a Python file with an environment"
+            " whose constructor needs no arguments. Default: the rows of --config.",
         ),
     ] = None,
     file: Annotated[
@@ -48,21 +48,22 @@ def check_environment(
     from agentrl import registry
     from agentrl.config import load_config
     from agentrl.errors import UserError
+    from agentrl.file_loaders import door_of
     from agentrl.preflight.environment import EnvironmentCheck, rows_of_code
     from agentrl.preflight.plan import load_files, make_plan
     from agentrl.rewards import Scorer
     from agentrl.testing import byte_tokenizer
 
-    paths = [word for word in words or [] if "=" not in word]
-    overrides = [word for word in words or [] if "=" in word]
+    paths = [word for word in words or [] if "=" not in word or door_of(word)]
+    overrides = [word for word in words or [] if word not in paths]
     if len(paths) > 1:
         raise UserError(f"check environment takes one file, not {', '.join(paths)}")
-    target = Path(paths[0]) if paths else None
-    is_code = target is not None and target.suffix == ".py"
-    files = [*(file or []), *([str(target)] if is_code else [])]
+    target = paths[0] if paths else ""
+    is_code = Path(target).suffix == ".py" and not door_of(target)
+    files = [*(file or []), *([target] if is_code else [])]
     keys = {"files": files} if files else {}
     if target and not is_code:
-        keys |= {"data.train": str(target), "data.val": ""}
+        keys |= {"data.train": target, "data.val": ""}
     settings = load_config(str(config) if config else None, overrides, keys)
     if is_code:
         if problems := load_files(settings):

@@ -46,6 +46,9 @@ def doctor(
             " bubblewrap is tried, which only tools and rewards that run programs need."
         ),
     ] = "",
+    image: Annotated[
+        str, typer.Option(help="With --sandbox docker or podman: an image of sandbox.images.")
+    ] = "",
     output: Annotated[str, typer.Option(help="The folder for runs.")] = "runs",
 ) -> None:
     """Report what works on this machine, and how to fix what does not.
@@ -57,11 +60,15 @@ def doctor(
     Examples:
         agentrl doctor
 
+        agentrl doctor --sandbox podman --image python:3.12-slim
+
         agentrl doctor --sandbox http://127.0.0.1:8080
     """
     from agentrl.config import load_config
 
-    config = load_config(flags={"sandbox.backend": sandbox} if sandbox else {}).sandbox
+    flags = {"sandbox.backend": sandbox} if sandbox else {}
+    images = {"sandbox.images": [image]} if image else {}
+    config = load_config(flags={**flags, **images}).sandbox
     failed = False
     outcomes = (
         *_packages(),
@@ -179,7 +186,7 @@ def _sandbox(config: SandboxConfig, is_required: bool) -> Iterator[Outcome]:
         if config.backend == "bubblewrap":
             yield _memory_limit()
         return
-    state = "failed" if config.backend == "bubblewrap" else "note"
+    state = "failed" if config.backend in ("bubblewrap", "docker", "podman") else "note"
     yield Outcome(state, subject, f"a program ran as {uid} and reached: {', '.join(reached)}")
 
 

@@ -28,7 +28,9 @@ ConfigFile = Annotated[
 ]
 Dataset = Annotated[
     list[str] | None,
-    typer.Option(help="Rows to train on, .parquet or .jsonl (data.train). It may be repeated."),
+    typer.Option(
+        help="Rows to train on, .parquet, .jsonl or a door's (data.train). It may be repeated."
+    ),
 ]
 PlayedDataset = Annotated[
     list[str] | None,

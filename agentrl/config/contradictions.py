@@ -25,6 +25,7 @@ def contradictions(c: Config) -> Iterator[str]:
         _staleness_contradictions,
         _filter_contradictions,
         _reward_contradictions,
+        _sandbox_contradictions,
     ):
         yield from check(c)
 
@@ -38,6 +39,14 @@ def _agent_contradictions(c: Config) -> Iterator[str]:
         yield (
             f"agent.reward=exit with agent.python={c.agent.python}: a function has no exit code."
             " Set agent.reward=post and return the reward, or use agent.command"
+        )
+
+
+def _sandbox_contradictions(c: Config) -> Iterator[str]:
+    if c.sandbox.backend in ("docker", "podman") and not c.sandbox.images:
+        yield (
+            f"sandbox.backend={c.sandbox.backend} needs the images that programs may run in: set"
+            " sandbox.images, for example to [python:3.12-slim]"
         )
 
 

@@ -15,6 +15,7 @@ from agentrl.config.section import types_in
 from agentrl.config.sections import FIELDS, Config, file_names
 from agentrl.config.sources import Setting, merge, read_overrides, read_yaml, verl_keys
 from agentrl.errors import ConfigError
+from agentrl.file_loaders import door_of
 from agentrl.plural import plural
 from agentrl.registry import did_you_mean
 
@@ -62,6 +63,8 @@ def load_config(
     if config.trainer.output:
         return config
     files = file_names(config.data.train or config.data.val).partition(", ")[0]
+    if door_of(files):  # reasoning-gym:letter_counting?n=500
+        files = files.partition("?")[0].replace(":", "/")
     name = Path(files or "run").stem
     return config.with_values("trainer", output=f"runs/{name}")
 

@@ -72,8 +72,8 @@ class DataConfig(Section):
     """The dataset."""
 
     train: str | list[str | RowFile] = key("", flag="--dataset", allowed=ROW_FILES)
-    """Training rows: a .parquet or .jsonl file, a glob, or a list of these. The rows of `{path:
-    a.parquet, weight: 2}` are played two times per epoch."""
+    """Training rows: a .parquet or .jsonl file, a glob, `DOOR:NAME` (docs/doors.md), or a list of
+    these. The rows of `{path: a.parquet, weight: 2}` are played two times per epoch."""
     val: str | list[str | RowFile] = key("", flag="--val-dataset", allowed=ROW_FILES)
     """Validation rows, as data.train but without weights. Empty: no validation."""
     batch_size: int = key(16, ge=1)
@@ -344,9 +344,11 @@ class SandboxConfig(Section):
 
     backend: str = key(
         "bubblewrap",
-        allowed="bubblewrap, unsafe-subprocess, a URL (http://HOST:PORT), or harbor:NAME",
+        allowed="bubblewrap, docker, podman, unsafe-subprocess, a URL (http://HOST:PORT), or"
+        " harbor:NAME",
     )
     """Where programs run. bubblewrap: isolated, without network and files of this machine.
+    docker, podman: isolated, in containers of sandbox.images.
     unsafe-subprocess: not isolated, with your rights. A URL: a server with SandboxFusion's API.
     harbor:NAME: a backend of Harbor (docker, podman, e2b, ...), for tasks of Harbor."""
     slots: int = key(0, ge=0)
@@ -356,13 +358,15 @@ class SandboxConfig(Section):
     memory_mb: int = key(2048, ge=64)
     """Memory of each process of a program, in MiB."""
     python: LocalPath = "/usr/bin/python3"
-    """The Python interpreter for programs."""
+    """The Python interpreter for programs. In a container, the default is python3 on its PATH."""
+    images: list[str] = key([], allowed="a list of names of images")
+    """The images that programs may run in with docker and podman. The first is the default."""
 
     @field_validator("backend")
     @classmethod
     def _check_backend(cls, backend: str) -> str:
         if not re.fullmatch(
-            r"bubblewrap|unsafe-subprocess|https?://[^\s@]+|harbor:[^\s]+", backend
+            r"bubblewrap|docker|podman|unsafe-subprocess|https?://[^\s@]+|harbor:[^\s]+", backend
         ):
             raise ValueError
         return backend.rstrip("/")
@@ -612,7 +616,8 @@ class Config(Section):
     environments: dict[str, str] = key(
         {}, allowed="a mapping from names of environments to URLs (http://HOST:PORT)"
     )
-    """Environments in other programs: their names in rows, and their URLs."""
+    """Environments in other programs: their names in rows, and their URLs. `openenv://` and
+    `nemo-gym://` are servers of other projects (docs/doors.md)."""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -31,7 +31,8 @@ from agentrl.data.rows import (
 )
 from agentrl.data.table import DEFAULT_LOOP, UNNAMED, Table, kind_of, load_table
 from agentrl.errors import DataError
-from agentrl.file_loaders import door_of, file_loaders
+from agentrl.file_loaders import door_names, door_of, file_loaders
+from agentrl.registry import did_you_mean
 from agentrl.trajectory import Sample
 
 log = logging.getLogger("agentrl")
@@ -338,7 +339,8 @@ def list_files(source: Source) -> list[tuple[str, float]]:
         if has_magic(path) and not Path(expanded).exists():
             matching = sorted(glob(expanded, recursive=True))
             if not matching:
-                raise DataError(f"no file matches {path} (in {Path.cwd()})")
+                hint = did_you_mean(path.partition(":")[0], door_names()) if ":" in path else ""
+                raise DataError(f"no file matches {path} (in {Path.cwd()}).{hint}")
         else:
             matching = [path]
         for file in matching:

@@ -19,6 +19,8 @@ from importlib.metadata import entry_points
 from typing import Any
 from urllib.parse import parse_qsl
 
+import orjson
+
 from agentrl.config import Config
 from agentrl.config.sections import file_list
 from agentrl.data.files import write_rows
@@ -112,7 +114,9 @@ def rows_file(address: str) -> str:
     rows = door.rows(address)
     if not rows:
         raise DataError(f"{address}: has no rows")
-    digest = hashlib.blake2b(address.encode(), digest_size=4).hexdigest()
+    # By content, so that a run keeps its file if another one gets other rows at the address.
+    lines = orjson.dumps([dict(row) for row in rows], default=str)
+    digest = hashlib.blake2b(lines, digest_size=6).hexdigest()
     name = f"{re.sub(r'[^A-Za-z0-9.=-]+', '_', address)[-80:]}-{digest}.jsonl"
     file = home() / "rows" / name
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Virtual environments for the packages of doors: `agentrl doors install` and `agentrl doors use`."""
+"""Virtual environments of doors: `agentrl doors install` and `agentrl doors use`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,9 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from agentrl.doors.door import Door, find_door
@@ -26,8 +28,8 @@ from agentrl.workers import PerLoop
 from agentrl.workers.child_process import ChildProcess
 
 PROGRAMS = Path(__file__).parent / "programs"
-SEND_SECONDS = 60.0
-"""The longest time that a program takes to read a request."""
+SEND_SECONDS = 300.0
+"""The longest time that a program takes to read a request: it may import its package first."""
 CLOSE_SECONDS = 300.0
 """The longest time that a program has to free its resources at the end. Docker waits 10 s for each
 container that ignores SIGTERM, and stops some at the same time."""
@@ -119,6 +121,7 @@ class Program:
         self._door = find_door(name)
         self._numbers = itertools.count()
         self._child: ChildProcess | None = None
+        self._outbox: SimpleQueue[bytes] = SimpleQueue()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     async def call(self, function: str, **arguments: Any) -> Any:
@@ -133,13 +136,12 @@ class Program:
         child = self._running()
         number = next(self._numbers)
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
-        request = {"id": number, "call": function, "arguments": arguments}
+        self._send({"id": number, "call": function, "arguments": arguments})
         try:
-            await self._send(child, request)
             return _read(self._door, await future)
         except asyncio.CancelledError:
-            with suppress(Infrastructure):
-                await asyncio.shield(self._send(child, {"cancel": number}))
+            if child is self._child:
+                self._send({"cancel": number})
             raise
         finally:
             self._waiting.pop(number, None)
@@ -149,35 +151,41 @@ class Program:
         if self._child is not None:
             self._child.stop(CLOSE_SECONDS)
 
-    async def _send(self, child: ChildProcess, request: dict[str, Any]) -> None:
-        message = json.dumps(request).encode()
-        try:
-            if len(message) < 2**15:  # The socket has room, unless the program hangs.
-                child.send(message, time.monotonic() + 1.0)
-            else:
-                deadline = time.monotonic() + SEND_SECONDS
-                await asyncio.to_thread(child.send, message, deadline)
-        except (EOFError, TimeoutError) as e:
-            raise self._failure(child, str(e)) from None
+    def _send(self, request: dict[str, Any]) -> None:
+        self._outbox.put(json.dumps(request).encode())
 
     def _running(self) -> ChildProcess:
         if self._child is None or not self._child.running:
-            self._child = child = _start(self._door)
+            self._child, self._outbox = child, outbox = _start(self._door), SimpleQueue()
             loop = asyncio.get_running_loop()
-            threading.Thread(
-                target=self._receive, args=(child, loop), name=self._door.name, daemon=True
-            ).start()
+            for work in (
+                partial(self._transmit, child, outbox),
+                partial(self._receive, child, loop),
+            ):
+                threading.Thread(target=work, name=self._door.name, daemon=True).start()
         return self._child
+
+    @staticmethod
+    def _transmit(child: ChildProcess, outbox: SimpleQueue[bytes]) -> None:
+        """Send requests to a process until it ends, and kill it if it reads none."""
+        with suppress(EOFError):
+            while child.running:
+                try:
+                    child.send(outbox.get(timeout=1.0), time.monotonic() + SEND_SECONDS)
+                except Empty:
+                    pass
+                except TimeoutError:
+                    child.kill()
 
     def _receive(self, child: ChildProcess, loop: asyncio.AbstractEventLoop) -> None:
         """Deliver the answers of a process, and fail what waits for it when it ends."""
-        try:
-            while True:
-                answer = json.loads(child.receive(time.monotonic() + IDLE_SECONDS))
-                loop.call_soon_threadsafe(self._deliver, answer)
-        except (EOFError, TimeoutError):
-            child.wait(1.0)
         with suppress(RuntimeError):  # The loop was closed.
+            try:
+                while True:
+                    answer = json.loads(child.receive(time.monotonic() + IDLE_SECONDS))
+                    loop.call_soon_threadsafe(self._deliver, answer)
+            except (EOFError, TimeoutError):
+                child.wait(1.0)
             loop.call_soon_threadsafe(self._fail, child)
 
     def _deliver(self, answer: dict[str, Any]) -> None:
@@ -186,15 +194,12 @@ class Program:
             future.set_result(answer)
 
     def _fail(self, child: ChildProcess) -> None:
+        code = "" if child.exit_code is None else f" with exit code {child.exit_code}"
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(self._failure(child, "it ended"))
-
-    def _failure(self, child: ChildProcess, problem: str) -> Infrastructure:
-        code = "" if child.exit_code is None else f", exit code {child.exit_code}"
-        return Infrastructure(
-            f"{self._door.name}: its process does not answer ({problem}{code}):\n{_tail(child)}"
-        )
+                future.set_exception(
+                    Infrastructure(f"{self._door.name}: its process ended{code}:\n{_tail(child)}")
+                )
 
 
 _programs: PerLoop[dict[str, Program]] = PerLoop(

@@ -11,16 +11,16 @@ from typing import Any
 
 from agentrl.doors.door import Door, read_address
 from agentrl.doors.program import call_once, program
-from agentrl.errors import RegistryError
 from agentrl.tools.environment import Environment, environment
 from agentrl.trajectory import Message, Sample
 
 NAME = "reasoning-gym"
+TIMEOUT = 300.0
+"""How long a method may take, in seconds. The first one waits until the package is imported."""
 SEEDS = 1_000_000
 """The package makes entry i of a task from seed + i. So a seed of agentrl stands for a million."""
 
 
-@environment(NAME, timeout=300)
 class ReasoningTask(Environment):
     """A question. The answer is the text in <answer> and </answer>."""
 
@@ -62,9 +62,8 @@ def rows(address: str) -> list[Mapping[str, Any]]:
 
 
 def load(alias: str, address: str) -> None:
-    """Check that the environment has its one name; importing this module has registered it."""
-    if alias != NAME:
-        raise RegistryError(f"environments.{alias}={address}: rows of {NAME} name it {NAME}")
+    """Register the environment."""
+    environment(alias, timeout=TIMEOUT)(ReasoningTask)
 
 
 DOOR = Door(

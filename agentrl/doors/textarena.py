@@ -1,7 +1,8 @@
 """The games of TextArena for one player: `data.train='textarena:Mastermind-v0?n=500&seed=0'`.
 
-Each text of the assistant is a move. The outcome is the reward of the package. Some games pay for a
-lost one (GuessTheNumber 0.47 after two invalid moves), so the metric `won` counts full rewards.
+Each text of the assistant is a move. The outcome is the reward of the package, but 0 if an invalid
+move has ended the game: GuessTheNumber gives 0.47 after a guess and two invalid moves. The metric
+`won` counts full rewards.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from typing import Any
 
 from agentrl.doors.door import Door, read_address
 from agentrl.doors.program import call_once, program
-from agentrl.errors import RegistryError
 from agentrl.replies import Reply
 from agentrl.tools.environment import Environment, environment
 from agentrl.trajectory import Message, Scores
 
 NAME = "textarena"
+TIMEOUT = 300.0
+"""How long a method may take, in seconds. The first one waits until the package is imported."""
 SEEDS = 1_000_000
 """The rows of a seed have the games' seeds from seed * SEEDS on."""
 
 
-@environment(NAME, timeout=300)
 class TextGame(Environment):
     """A game for one player."""
 
@@ -71,9 +72,8 @@ def rows(address: str) -> list[Mapping[str, Any]]:
 
 
 def load(alias: str, address: str) -> None:
-    """Check that the environment has its one name; importing this module has registered it."""
-    if alias != NAME:
-        raise RegistryError(f"environments.{alias}={address}: rows of {NAME} name it {NAME}")
+    """Register the environment."""
+    environment(alias, timeout=TIMEOUT)(TextGame)
 
 
 DOOR = Door(NAME, "games for one player", load, rows, requirements=("textarena>=0.7",))

@@ -41,7 +41,6 @@ class _Rollout(Agent):
         return self._scores
 
 
-@agent_loop(NAME, uses_tools=False, uses_interaction=False, awaited=False, reports_outcome=True)
 async def verifiers(ep: Episode) -> None:
     """Let an environment of verifiers drive the episode."""
     task = ep.sample.extra.get(NAME) or {}
@@ -75,7 +74,11 @@ def rows(address: str) -> list[Mapping[str, Any]]:
 
 
 def load(alias: str, address: str) -> None:
-    """Allow rows to name an environment; importing this module has registered the loop."""
+    """Register the loop, and allow rows to name this environment."""
+    register = agent_loop(
+        alias, uses_tools=False, uses_interaction=False, awaited=False, reports_outcome=True
+    )
+    register(verifiers)
     _allowed.add(_read(address)[0])
 
 

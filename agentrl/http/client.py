@@ -33,6 +33,7 @@ from agentrl.http.pool import (
     MAX_CONNECTIONS_TO_SERVER,
     ConnectionDropped,
     InvalidResponse,
+    Response,
     Server,
     TimeLimit,
     default_tls,
@@ -163,27 +164,45 @@ class HttpClient:
         """
         request = self.build_request(method, path, body, headers)
         where = f"{method} {self.base_url}{path}"
-        try:
-            async with TimeLimit(deadline - time.monotonic()) as limit:
-                status, response, retry_after = await self._send_with_retries(request, retries)
-                min_pause = MIN_PAUSE
-                while wait_if_busy and status in BUSY_STATUSES and retry_after:
-                    seconds = max(retry_after_seconds(retry_after), min_pause)
-                    min_pause = min(2 * min_pause, 1.0)
-                    if seconds > limit.deadline - time.monotonic():
-                        break
-                    # Jitter: clients with the same Retry-After must not all retry at once.
-                    await asyncio.sleep(seconds * random.uniform(1.0, 1.25))
-                    status, response, retry_after = await self._send_with_retries(request, retries)
-        except TimeoutError:
-            raise self._error(f"{where}: no response before the deadline") from None
-        except (ConnectionDropped, InvalidResponse, OSError) as e:
-            raise self._error(f"{where}: {e}{open_files.advice(e)}") from None
+        status, response, *_ = await self.send(request, where, deadline, retries, wait_if_busy)
         try:
             return status, orjson.loads(response) if response else None
         except orjson.JSONDecodeError:
             excerpt = response[:200].decode("utf-8", "replace")
             raise self._error(f"{where}: status {status} and not JSON: {excerpt}") from None
+
+    async def send(
+        self, request: bytes, where: str, deadline: float, retries: int, wait_if_busy: bool
+    ) -> Response:
+        """Send a request that `build_request` has made; return the response, whatever it is.
+
+        Args:
+            request: the bytes of the request.
+            where: the method and the URL, for messages.
+            deadline: see `request_json`.
+            retries: see `request_json`.
+            wait_if_busy: see `request_json`.
+
+        Raises:
+            Infrastructure: (the client's `error`) no connection, or no response in time.
+        """
+        try:
+            async with TimeLimit(deadline - time.monotonic()) as limit:
+                response = await self._send_with_retries(request, retries)
+                min_pause = MIN_PAUSE
+                while wait_if_busy and response.status in BUSY_STATUSES and response.retry_after:
+                    seconds = max(retry_after_seconds(response.retry_after), min_pause)
+                    min_pause = min(2 * min_pause, 1.0)
+                    if seconds > limit.deadline - time.monotonic():
+                        break
+                    # Jitter: clients with the same Retry-After must not all retry at once.
+                    await asyncio.sleep(seconds * random.uniform(1.0, 1.25))
+                    response = await self._send_with_retries(request, retries)
+        except TimeoutError:
+            raise self._error(f"{where}: no response before the deadline") from None
+        except (ConnectionDropped, InvalidResponse, OSError) as e:
+            raise self._error(f"{where}: {e}{open_files.advice(e)}") from None
+        return response
 
     async def aclose(self) -> None:
         """Close the idle connections to the server, also those that other clients opened."""
@@ -222,7 +241,7 @@ class HttpClient:
             f"{head}content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
         ).encode("ascii") + content
 
-    async def _send_with_retries(self, request: bytes, retries: int) -> tuple[int, bytes, bytes]:
+    async def _send_with_retries(self, request: bytes, retries: int) -> Response:
         for attempt in range(retries):
             try:
                 return await self._send(request)
@@ -231,7 +250,7 @@ class HttpClient:
                 await asyncio.sleep(0.1 * attempt)
         return await self._send(request)
 
-    async def _send(self, request: bytes) -> tuple[int, bytes, bytes]:
+    async def _send(self, request: bytes) -> Response:
         """Send the request once, on an idle connection or a new one."""
         pool = pool_of_loop(reserved=self._reserved)
         lease = await pool.acquire(self.server, self._max_connections)

@@ -56,6 +56,17 @@ class InvalidResponse(Exception):
     """A response that this client does not accept: too long, encoded, or not HTTP."""
 
 
+class Response(NamedTuple):
+    """A complete response."""
+
+    status: int
+    body: bytes
+    retry_after: bytes
+    """The header `Retry-After`, or b""."""
+    cookies: tuple[bytes, ...]
+    """The headers `Set-Cookie`."""
+
+
 class _Response:
     """A response that is being received. httptools calls the `on_` methods."""
 
@@ -64,6 +75,7 @@ class _Response:
         """The status, once the whole body has arrived."""
         self.keep_alive = False
         self.retry_after = b""
+        self.cookies: tuple[bytes, ...] = ()
         self._parser = httptools.HttpResponseParser(self)
         self._bytes_left = max_bytes
         self._body: list[bytes] = []
@@ -116,6 +128,8 @@ class _Response:
             )
         elif name == b"retry-after":
             self.retry_after = value
+        elif name == b"set-cookie":
+            self.cookies += (value,)
 
     def on_headers_complete(self) -> None:
         self._headers_seen = self._parser.get_status_code() >= 200
@@ -166,8 +180,8 @@ class HttpConnection(asyncio.Protocol):
         self.usable = False
         self._transport.abort()
 
-    async def exchange(self, request: bytes, max_bytes: int) -> tuple[int, bytes, bytes]:
-        """Send one request; return status, body and Retry-After of its response.
+    async def exchange(self, request: bytes, max_bytes: int) -> Response:
+        """Send one request and return its response.
 
         If the caller is cancelled, the connection is closed.
 
@@ -180,7 +194,8 @@ class HttpConnection(asyncio.Protocol):
         self._response = response = _Response(max_bytes)
         self._transport.write(request)
         try:
-            return await response.complete, response.body, response.retry_after
+            status = await response.complete
+            return Response(status, response.body, response.retry_after, response.cookies)
         finally:
             self._response = None
             if not response.keep_alive:

@@ -51,6 +51,7 @@ class Sandbox(ABC):
         files: Mapping[str, bytes] | None = None,
         limits: Limits | None = None,
         init: bool = False,
+        image: str = "",
     ) -> Completed:
         """Run one program in its own folder, which is deleted afterwards.
 
@@ -62,18 +63,29 @@ class Sandbox(ABC):
             limits: the limits of the program; by default the limits of the section `sandbox`.
             init: run the program as process 1 of a PID namespace, if the backend creates one for
                 each program (bubblewrap does). Then no process that it starts can kill or stop it.
+            image: the image of the program's container, one of `sandbox.images`; by default the
+                first. Only for docker and podman.
 
         Raises:
             SandboxError: the program could not be run in isolation. This is a failure of the
                 infrastructure, never of the program.
         """
         limits = limits or self._limits
-        program = Program(code, language, stdin, check_files(files, limits), limits, init)
+        self.check_image(image)
+        program = Program(code, language, stdin, check_files(files, limits), limits, init, image)
         async with self._slot():
             try:
                 return await self._run(program)
             except OSError as e:
                 raise SandboxError(f"{self.name} cannot run a program: {e}") from e
+
+    def check_image(self, image: str) -> None:
+        """Raise SandboxError if programs cannot run in this image; "" is the default."""
+        if image:
+            raise SandboxError(
+                f"{self.name} has no images, so image={image!r} needs sandbox.backend=docker or"
+                " podman"
+            )
 
     @abstractmethod
     async def _run(self, program: Program) -> Completed:
@@ -81,9 +93,18 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def open(
-        self, *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
+        self,
+        *,
+        files: Mapping[str, bytes] | None = None,
+        limits: Limits | None = None,
+        image: str = "",
     ) -> Box:
         """Open a box, which stays open between programs. `limits.seconds` applies to each program.
+
+        Args:
+            files: the files in the box's folder, by relative path.
+            limits: the limits of each program; by default the limits of the section `sandbox`.
+            image: the image of the box's container, as in `run`.
 
         Raises:
             SandboxError: no box can be opened, or the backend does not support boxes.
@@ -124,16 +145,21 @@ class LocalSandbox(Sandbox):
         """The drivers of the open boxes."""
 
     async def open(
-        self, *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
+        self,
+        *,
+        files: Mapping[str, bytes] | None = None,
+        limits: Limits | None = None,
+        image: str = "",
     ) -> Box:
         limits = limits or self._limits
+        self.check_image(image)
         initial_files = check_files(files, limits)
 
         async def start() -> DriverConnection:
             if len(self.drivers) >= MAX_BOXES:
                 raise SandboxError(f"this process has {MAX_BOXES} open boxes, which is the maximum")
             try:
-                return await self._begin(self._start(initial_files, limits, self._slot))
+                return await self._connect(initial_files, limits, self._slot, image)
             except OSError as e:
                 raise SandboxError(f"{self.name} cannot start a box: {e}") from e
 
@@ -145,6 +171,12 @@ class LocalSandbox(Sandbox):
     @abstractmethod
     def _start(self, files: Mapping[str, bytes], limits: Limits, slot: Slot) -> DriverConnection:
         """Start a driver with these files in its folder."""
+
+    async def _connect(
+        self, files: Mapping[str, bytes], limits: Limits, slot: Slot, image: str
+    ) -> DriverConnection:
+        """Start a driver with these files in its folder, and wait until it answers."""
+        return await self._begin(self._start(files, limits, slot))
 
     async def _begin(self, driver: DriverConnection) -> DriverConnection:
         """Wait until a driver answers. It is in `_boxes` until it is closed."""

@@ -276,6 +276,15 @@ class DriverConnection:
         self._writer = asyncio.StreamWriter(transport, flow, None, loop)
         await self._request({"do": "hello"}, START_SECONDS)
 
+    async def use(self, limits: Limits, slot: Slot, settings: dict[str, Any]) -> None:
+        """Set the limits of programs and their slot, for a driver that was started before.
+
+        Raises:
+            BoxLost: the driver has ended.
+        """
+        self._limits, self._slot = limits, slot
+        await self._request({"do": "hello", **settings}, GRACE_SECONDS)
+
     async def run(self, request: Mapping[str, Any], seconds: float | None = None) -> Completed:
         """Let the driver run a program.
 

@@ -56,7 +56,11 @@ class SandboxFusion(Sandbox):
         return self._read_result(status, answer, limits)
 
     async def open(
-        self, *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
+        self,
+        *,
+        files: Mapping[str, bytes] | None = None,
+        limits: Limits | None = None,
+        image: str = "",
     ) -> NoReturn:
         """Raise SandboxError: the API has no boxes."""
         raise SandboxError(

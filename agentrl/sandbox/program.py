@@ -68,6 +68,7 @@ class Program(NamedTuple):
     files: Mapping[str, bytes]
     limits: Limits
     init: bool
+    image: str = ""
 
     def interpreter_command(self, python: str) -> list[str]:
         """Return the command that starts the interpreter."""

@@ -11,6 +11,7 @@ from agentrl.errors import SandboxError
 from agentrl.file_loaders import door_of
 from agentrl.sandbox.base import Sandbox
 from agentrl.sandbox.bubblewrap import Bubblewrap
+from agentrl.sandbox.container import Container
 from agentrl.sandbox.program import (
     Limits,
     default_limits,
@@ -67,6 +68,8 @@ def open_sandbox(config: SandboxConfig) -> Sandbox:
         )
     if config.backend == "bubblewrap":
         return Bubblewrap(config)
+    if config.backend in ("docker", "podman"):
+        return Container(config)
     if config.backend == "unsafe-subprocess":
         return UnsafeSubprocess(config)
     from agentrl.sandbox.fusion import SandboxFusion  # Its HTTP client takes long to import.

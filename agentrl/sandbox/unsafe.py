@@ -78,7 +78,7 @@ class UnsafeSubprocess(LocalSandbox):
                 (scratch / name).write_bytes(content)
             folder = str(scratch)
             environment = {**ENVIRONMENT, **dict.fromkeys(("HOME", "PYTHONPATH", "TMPDIR"), folder)}
-            process = _Process(
+            process = PlainProcess(
                 driver_command(
                     python,
                     limits,
@@ -100,7 +100,7 @@ def _remove(folder: tempfile.TemporaryDirectory[str]) -> None:
         subprocess.run(["rm", "-rf", "--", folder.name], check=False)
 
 
-class _Process:
+class PlainProcess:
     """The process of a driver. When it is closed, it kills all programs that it started.
 
     If this process is killed, the driver's input ends: then it also deletes its folder.
@@ -108,14 +108,20 @@ class _Process:
 
     fault = ""
 
-    def __init__(self, command: list[str]):
+    def __init__(
+        self,
+        command: list[str],
+        environment: Mapping[str, str] = ENVIRONMENT,
+        folder: str | None = None,
+    ):
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            env=ENVIRONMENT,
+            env=environment,
+            cwd=folder,
             start_new_session=True,
         )
 

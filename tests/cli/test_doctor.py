@@ -83,7 +83,7 @@ def test_doctor_reports_that_unsafe_subprocess_isolates_nothing():
 
 
 def test_an_unknown_backend_is_refused():
-    done = run_doctor("--sandbox", "docker")
+    done = run_doctor("--sandbox", "jail")
     assert done.exit_code == 1 and "sandbox.backend" in str(done.exception)
 
 

@@ -248,6 +248,8 @@ ELSEWHERE = {
     "sandbox.slots": "sandbox/test_keys.py::test_each_key_changes_the_environment_of_programs",
     "sandbox.timeout_s": "sandbox/test_keys.py::test_each_key_changes_the_environment_of_programs",
     "sandbox.memory_mb": "sandbox/test_keys.py::test_each_key_changes_the_environment_of_programs",
+    "sandbox.images": "sandbox/test_containers.py"
+    "::test_programs_and_boxes_run_in_an_image_of_the_list_only",
     "sandbox.python": "sandbox/test_keys.py::test_each_key_changes_the_environment_of_programs",
     "reward.timeout_s": "rewards/test_executor.py::test_the_key_of_the_deadline",
     "reward.workers": "rewards/test_executor.py::test_as_many_processes_as_reward_workers",

@@ -372,6 +372,19 @@ async def test_a_header_of_one_request():
     assert seen == ["train-0+1", None]
 
 
+async def test_a_response_that_is_not_json_and_has_cookies():
+    async def handler(reader, writer):
+        while True:
+            await read_request(reader)
+            writer.write(answer(b"no JSON", "418 T", "Set-Cookie: a=1; path=/", "set-cookie: b=2"))
+
+    async with serving(handler) as url, HttpClient(url) as client:
+        request, deadline = client.build_request("POST", "/x"), time.monotonic() + 5
+        response = await client.send(request, "POST", deadline, retries=0, wait_if_busy=False)
+        assert (response.status, response.body) == (418, b"no JSON")
+        assert response.cookies == (b"a=1; path=/", b"b=2")
+
+
 @given(name=st.text(max_size=8) | st.just("x-key"), value=st.text(max_size=30))
 def test_no_header_can_add_a_line_to_a_request(name, value):
     try:

@@ -40,19 +40,21 @@ class Check:
     """True if it needs `Sandbox.open`."""
     limits: bool = False
     """True if it tests limits that a remote server may not enforce: output, files, memory."""
+    empty_root: bool = False
+    """True if only a backend can meet it whose programs do not see an image's files."""
 
 
 CHECKS: list[Check] = []
 
 
 def check(
-    isolating: bool = False, boxes: bool = False, limits: bool = False
+    isolating: bool = False, boxes: bool = False, limits: bool = False, empty_root: bool = False
 ) -> Callable[[Run], Run]:
     """Add a check of a sandbox; the check has the name of the decorated function."""
 
     def add(run: Run) -> Run:
         name = getattr(run, "__name__", "").removeprefix("_")
-        CHECKS.append(Check(name, run, isolating, boxes, limits))
+        CHECKS.append(Check(name, run, isolating, boxes, limits, empty_root))
         return run
 
     return add
@@ -301,25 +303,33 @@ async def _a_closed_box_is_closed(s: Sandbox) -> None:
 # Isolation: things that programs must not reach.
 
 
-@check(isolating=True)
-async def _files_of_this_machine_are_hidden(s: Sandbox) -> None:
-    with tempfile.NamedTemporaryFile(delete=False) as file:
-        file.write(b"secret")
-    os.chmod(file.name, 0o666)
-    try:
-        paths = ["/etc/passwd", "/etc/shadow", "/root", "/home", "/var", "/sys", file.name,
-                 str(Path.home()), "/proc/1/environ", "/proc/1/root/etc/passwd", "/dev/mem",
-                 "/dev/kvm", "/dev/sda", "/run"]  # fmt: skip
-        code = f"""
+async def _check_hidden(s: Sandbox, paths: list[str]) -> None:
+    code = f"""
 import os
 for path in {paths!r}:
     try: content = os.listdir(path) if os.path.isdir(path) else open(path, "rb").read()
     except OSError: continue
     if content and b"PATH=" not in content: print(path, content[:80])
 """
-        await check_output(s, code)
+    await check_output(s, code)
+
+
+@check(isolating=True)
+async def _files_of_this_machine_are_hidden(s: Sandbox) -> None:
+    with tempfile.NamedTemporaryFile(delete=False) as file:
+        file.write(b"secret")
+    os.chmod(file.name, 0o666)
+    try:
+        paths = ["/etc/shadow", "/root", "/home", file.name, str(Path.home()), "/proc/1/environ",
+                 "/proc/1/root/etc/passwd", "/dev/mem", "/dev/kvm", "/dev/sda"]  # fmt: skip
+        await _check_hidden(s, paths)
     finally:
         os.unlink(file.name)
+
+
+@check(isolating=True, empty_root=True)
+async def _there_are_no_users_and_no_folders_of_a_system(s: Sandbox) -> None:
+    await _check_hidden(s, ["/etc/passwd", "/var", "/sys", "/run"])
 
 
 @check(isolating=True)

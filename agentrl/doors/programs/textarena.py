@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import random
 import threading
 from typing import Any
 
 import textarena
+from textarena.envs.registration import ENV_REGISTRY
 
 
 class Lost(Exception):
@@ -22,8 +24,12 @@ _games: dict[str, tuple[Any, Any]] = {}
 
 
 def check(game: str) -> None:
-    """Raise an error if there is no such game."""
-    textarena.make(f"{game}-raw")
+    """Raise an error if there is no such game for one player."""
+    games = sorted(n.removesuffix("-raw") for n in ENV_REGISTRY if n.endswith("-raw"))
+    if game not in games:
+        close = difflib.get_close_matches(game, games, n=3, cutoff=0.4)
+        raise ValueError(f"no game {game!r}. Similar ones: {', '.join(close or games)}")
+    textarena.make(f"{game}-raw").reset(num_players=1, seed=0)
 
 
 def start(episode: str, game: str, seed: int) -> str:
@@ -46,8 +52,9 @@ def move(episode: str, text: str) -> dict[str, Any]:
         _games[episode] = env, random.getstate()
     if not done:
         return {"seen": _seen(env), "reward": None}
-    rewards, _ = env.close()
-    return {"seen": "", "reward": float(rewards[0])}
+    rewards, info = env.close()
+    # Games pay for what was reached before an invalid move, so that a policy could end one early.
+    return {"seen": "", "reward": 0.0 if info[0]["invalid_move"] else float(rewards[0])}
 
 
 def end(episode: str) -> None:

@@ -18,6 +18,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+POLICY_ERRORS = (
+    "EmptyModelResponseError", "InvalidModelResponseError", "OverlongPromptError", "ToolError",
+    "ToolParseError", "ToolCallError",
+)  # fmt: skip
+"""The errors of v0 that a policy makes. The rubric scores such an episode."""
+
 
 class Unavailable(Exception):
     """Something failed that is no mistake of the policy."""
@@ -120,7 +126,8 @@ class _Classic:
             output = await self._env.run_rollout(
                 self._dataset[index], OpenAIChatCompletionsClient(client), model, {}
             )
-        if error := output.get("error"):
+        error = output.get("error")
+        if error and error["error"] not in POLICY_ERRORS:
             raise Unavailable(json.dumps(error, default=str)[:2000])
         return {"reward": output["reward"], "metrics": output["metrics"]}
 

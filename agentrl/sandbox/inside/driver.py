@@ -24,7 +24,8 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from descendants import adopt_orphans, descendants, end_all
 from scratch import Scratch, write_all
 
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+SECCOMP_MODE_FILTER = 2
 CHUNK = 65536
 SCRIPT = "/proc/self/fd/3"
 
@@ -59,6 +60,8 @@ class Driver:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         self.scratch = Scratch(self.folder)
+        if settings.get("filter"):
+            _install_filter(base64.b64decode(settings["filter"]))
 
     # Requests
 
@@ -97,8 +100,9 @@ class Driver:
             data += read
         return data
 
-    def do_hello(self):
-        """Answer that the driver runs."""
+    def do_hello(self, **settings):
+        """Change settings, and answer that the driver runs."""
+        self.settings.update(settings)
         return {}
 
     def do_cell(self, code, stdin, seconds):
@@ -118,10 +122,13 @@ class Driver:
             self._forget_interpreter()
         return answer
 
-    def do_script(self, argv, code, stdin, seconds):
-        """Run a program. If `code` is text, the program reads it from the path SCRIPT."""
+    def do_script(self, argv, code, stdin, seconds, path=""):
+        """Run a program. If `code` is text, the program reads it from `path`, or from SCRIPT."""
         fds = []
-        if code is not None:
+        if path:
+            with open(path, "wb") as file:
+                file.write(code.encode("utf-8", "surrogatepass"))
+        elif code is not None:
             fds = [self.scratch.unnamed(code.encode("utf-8", "surrogatepass"))]
         stdin_fd = self.scratch.unnamed(stdin.encode("utf-8", "surrogatepass")) if stdin else None
         pid, out, err = self._start(argv, stdin_fd, fds, cpu=self.settings["cpu_seconds"])
@@ -213,7 +220,8 @@ class Driver:
             resource.setrlimit(limit, (value, value))
         if cpu:
             resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
-        os.execvpe(argv[0], argv, s["environment"])
+        # In a container, the PATH is that of its image.
+        os.execvpe(argv[0], argv, {"PATH": os.environ.get("PATH", ""), **s["environment"]})
 
     def _watch(self, pid, seconds, out, err, send=(-1, b""), done=(-1, b"")):
         """Wait until a program ends or reports that it is done, and read its output."""
@@ -295,6 +303,16 @@ class Driver:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP)
             time.sleep(0.0005)
+
+
+def _install_filter(code):
+    """Apply a filter of system calls to this process and its programs."""
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))  # struct sock_fprog
+    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
+        PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0
+    ):
+        sys.exit("the filter of system calls cannot be installed")
 
 
 def _read_into(fd, buffer):

@@ -1,0 +1,153 @@
+"""reasoning-gym and TextArena: rows, scores of the packages, many episodes at once, training."""
+
+import re
+
+import pytest
+from support.at_once import play_at_once
+
+from agentrl import load_config, play
+from agentrl.cli import main
+from agentrl.demo import TINY_SETTINGS
+from agentrl.errors import DataError
+from agentrl.preflight import make_plan
+from agentrl.record import METRICS, read_metrics
+from agentrl.testing import Scripted, byte_tokenizer
+from agentrl.trainer import Trainer
+
+TOKENIZER = byte_tokenizer()
+LETTERS = "reasoning-gym:letter_counting?n=3&seed=1&max_words=5"
+GUESS = "textarena:GuessTheNumber-v0?n=4"
+
+
+@pytest.fixture
+def games(use_packages):
+    use_packages("games", "reasoning-gym", "textarena")
+
+
+def rows_of(address):
+    return list(make_plan(load_config(None, [], {"data.train": address})).train)
+
+
+def play_script(sample, texts, *overrides):
+    config = load_config(None, list(overrides))
+    return play(sample, Scripted(texts, TOKENIZER), TOKENIZER, config=config)
+
+
+@pytest.mark.proves("reasoning-gym", "rows")
+def test_rows_are_those_of_the_package(games):
+    samples = rows_of(LETTERS)
+    assert [s.prompt[0].role for s in samples] == ["system"] * 3
+    assert all("<answer>" in s.prompt[0].content for s in samples)
+    for sample in samples:
+        letter, text = re.findall(
+            r'letter "(.)" appear in the text: "(.*)"', sample.prompt[1].content
+        )[0]
+        assert sample.ground_truth == str(text.lower().count(letter)) and len(text.split()) <= 5
+
+
+def test_rows_repeat_and_seeds_share_no_row(games):
+    first, again = rows_of(LETTERS), rows_of(LETTERS)
+    other = rows_of("reasoning-gym:letter_counting?n=3&seed=2&max_words=5")
+    assert [s.prompt for s in first] == [s.prompt for s in again]
+    assert not {s.prompt[1].content for s in first} & {s.prompt[1].content for s in other}
+
+
+@pytest.mark.proves("reasoning-gym", "reward")
+def test_the_package_scores(games):
+    sample = rows_of(LETTERS)[0]
+    right = f"I count. <answer>{sample.ground_truth}</answer>"
+    for text, outcome in ((right, 1.0), ("<answer>99</answer>", 0.0), (sample.ground_truth, 0.0)):
+        assert play_script(sample, [text]).scores.outcome == outcome
+
+
+def test_a_mixture_has_weights(games):
+    parts = [{"path": LETTERS, "weight": 2.0}, "reasoning-gym:basic_arithmetic?n=4"]
+    plan = make_plan(load_config(None, [], {"data.train": parts}))
+    assert len(plan.train) == 7 and plan.epoch_rows == 10
+    assert {s.data_source for s in plan.train} == {
+        "reasoning-gym/letter_counting", "reasoning-gym/basic_arithmetic",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("reasoning-gym:letter_count?n=2", r"no task 'letter_count'. Tasks: .*letter_counting"),
+        ("reasoning-gym:letter_counting?n=two", "the option n=two must be of type int"),
+        ("reasoning-gym:letter_counting?n=2&max_wrds=5", "unexpected keyword argument 'max_wrds'"),
+        ("textarena:Mastermnd-v0?n=2", "no game 'Mastermnd-v0'. Similar ones: Mastermind-v0"),
+        ("textarena:TicTacToe-v0", "The number of players has to be 2"),
+        ("textarena:GuessTheNumber-v0?rows=2", "no option rows. Options: n, seed"),
+        ("textarena:GuessTheNumber-v0?n=0", "has no rows"),
+        ("reasoning-gim:leg_counting?n=3", "no file matches .*Did you mean 'reasoning-gym'"),
+    ],
+)
+def test_wrong_addresses_are_refused(games, address, message):
+    with pytest.raises(DataError, match=message):
+        rows_of(address)
+
+
+@pytest.mark.proves("textarena", "rows", "user", "reward")
+def test_a_game_is_played_to_its_end(games):
+    sample = rows_of(GUESS)[0]
+    trajectory = play_script(sample, [f"[{i}]" for i in range(1, 21)], "rollout.max_turns=20")
+    assert "guess the number between 1 and 20" in trajectory.messages[1].content
+    assert re.match(r"The target number is (higher|lower)", trajectory.messages[3].content)
+    assert trajectory.stop_reason == "done"
+    won = trajectory.scores.metrics["won"]
+    assert won == (trajectory.scores.outcome == 1.0)
+
+
+@pytest.mark.load
+@pytest.mark.proves("reasoning-gym", "200 at once")
+def test_200_answers_at_once_have_their_own_scores(games):
+    samples = rows_of("reasoning-gym:letter_counting?n=20") * 10
+    played = play_at_once(
+        samples, lambda s: [f"<answer>{s.row % 2 and s.ground_truth}</answer>"], TOKENIZER
+    )
+    assert [t.scores.outcome for t in played] == [
+        float(s.row % 2 or s.ground_truth == "0") for s in samples
+    ]
+
+
+def test_an_invalid_move_ends_a_game_without_a_reward(games):
+    trajectory = play_script(rows_of(GUESS)[0], ["[10]", "ten", "ten"])
+    assert trajectory.stop_reason == "done" and trajectory.scores.outcome == 0.0
+
+
+@pytest.mark.proves("textarena", "200 at once")
+@pytest.mark.load
+def test_200_games_at_once_are_those_of_one_after_another(games):
+    samples = rows_of("textarena:GuessTheNumber-v0?n=10")
+    texts = [f"[{i}]" for i in range(1, 21)]
+    alone = {s.row: play_script(s, texts, "rollout.max_turns=20").messages for s in samples}
+    played = play_at_once(samples * 20, texts, TOKENIZER, ["rollout.max_turns=20"])
+    assert len(played) == 200
+    assert all(t.messages == alone[t.sample.row] for t in played)
+
+
+@pytest.mark.parametrize("address", [LETTERS, "textarena:Mastermind-v0?n=2"])
+def test_a_check_finds_no_fault(games, address, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "environment", address, "-n", "2"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and re.search("^0 of (19|20) checks failed", shown, re.M), shown
+    if address == LETTERS:
+        assert "passed       the gold solution earns the maximum: on 2 rows" in shown
+
+
+@pytest.mark.proves("reasoning-gym textarena", "training")
+@pytest.mark.slow
+def test_tiny_trains_on_both(games, tiny_model, tmp_path):
+    flags = {
+        "data.train": [LETTERS, GUESS],
+        "model.path": str(tiny_model),
+        "trainer.output": str(tmp_path / "run"),
+    }
+    overrides = [
+        "data.batch_size=4", "rollout.n=2", "trainer.total_steps=5", "trainer.device=cpu",
+        "trainer.save_freq=never", "rollout.max_turns=3", "rollout.max_trajectory_tokens=1024",
+    ]  # fmt: skip
+    Trainer(load_config(None, overrides, flags, preset=TINY_SETTINGS)).run()
+    metrics = [values for _, values in read_metrics(tmp_path / "run" / METRICS)]
+    assert len([m for m in metrics if "critic/score/mean" in m]) == 5
