@@ -97,10 +97,12 @@ async def harbor_agent(ep: Episode) -> None:
     """Let an agent of Harbor's play the task."""
     config = EpisodeControl(ep).attempt.runtime.config
     task = _settings(ep.sample.extra.get(NAME) or {}, config.sandbox)
+    address = task.pop("gateway", "127.0.0.1")
     await play_agent(
         ep,
         partial(_Trial, task),
         config.agent.model_copy(update={"reward": "post", "on_error": "drop"}),
+        address,
     )
 
 
@@ -120,13 +122,13 @@ def _settings(task: Mapping[str, Any], config: SandboxConfig) -> dict[str, Any]:
 
 def _backend(config: SandboxConfig) -> tuple[str, dict[str, Any]]:
     """Return Harbor's name of a backend, and its options."""
-    if door_of(config.backend) != NAME:
-        return "docker", {}
-    return read_address(config.backend, {})
+    if door_of(config.backend) == NAME:
+        return read_address(config.backend, {})
+    return config.backend if config.backend == "podman" else "docker", {}
 
 
 def _read(address: str) -> tuple[str, dict[str, Any]]:
-    defaults = {"agent": "", "agent_timeout_multiplier": 1.0}
+    defaults = {"agent": "", "agent_timeout_multiplier": 1.0, "gateway": "127.0.0.1"}
     folder, options = read_address(address, defaults, only=True)
     file, colon, name = options["agent"].rpartition(":")
     if file.endswith(".py"):
@@ -135,7 +137,7 @@ def _read(address: str) -> tuple[str, dict[str, Any]]:
 
 
 def rows(address: str) -> list[Mapping[str, Any]]:
-    """Return the rows of `harbor:DIR?agent=NAME&agent_timeout_multiplier=1.0`."""
+    """Return the rows of `harbor:DIR?agent=NAME&gateway=ADDRESS&agent_timeout_multiplier=1.0`."""
     folder, options = _read(address)
     agent, multiplier = options["agent"], options["agent_timeout_multiplier"]
     made = call_once(NAME, "rows", folder=folder, agent=agent)
@@ -143,18 +145,19 @@ def rows(address: str) -> list[Mapping[str, Any]]:
         {
             "prompt": prompt,
             "data_source": f"{NAME}/{Path(folder).name}",
-            **_player({"task": task, "multiplier": multiplier}, agent),
+            **_player({"task": task, "multiplier": multiplier}, options),
             "solution_script": solution,
         }
         for task, prompt, solution in made
     ]
 
 
-def _player(task: dict[str, Any], agent: str) -> dict[str, Any]:
+def _player(task: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns that say what plays a task."""
-    if not agent:
+    if not options["agent"]:
         return {"environment": NAME, "environment_kwargs": task}
-    return {"agent_name": AGENT_LOOP, "extra_info": {NAME: {**task, "agent": agent}}}
+    chosen = {key: options[key] for key in ("agent", "gateway")}
+    return {"agent_name": AGENT_LOOP, "extra_info": {NAME: {**task, **chosen}}}
 
 
 def load(alias: str, address: str) -> None:

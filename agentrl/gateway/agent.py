@@ -31,7 +31,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from agentrl.agent_loops import Episode, agent_loop
 from agentrl.agent_loops.control import EpisodeControl
@@ -48,6 +48,9 @@ from agentrl.signatures import find_argument_problems
 from agentrl.trajectory import Sample, Scores
 from agentrl.workers import LoopThread, PerLoop, Threads
 from agentrl.workers.child_process import ChildProcess
+
+if TYPE_CHECKING:
+    from agentrl.gateway.serve import Gateway
 
 OVER_SECONDS = 5.0
 """The time that an agent has to end after its episode is over. Then its process is killed."""
@@ -222,15 +225,19 @@ class FunctionAgent(Agent):
 
 
 class _Host:
-    """The things that all agents of an event loop share: the gateway, threads, and slots."""
+    """The things that all agents of an event loop share: the gateways, threads, and slots."""
 
     def __init__(self):
-        from agentrl.gateway.serve import Gateway  # Its server takes long to import.
-
-        self.gateway = Gateway()
+        self._gateways: dict[str, Gateway] = {}
         self.threads = Threads(1024, "agent")
         self._slots: asyncio.Semaphore | None = None
         self._loop: LoopThread | None = None
+
+    def gateway(self, address: str) -> Gateway:
+        """Return the gateway that listens at an address of this machine."""
+        from agentrl.gateway.serve import Gateway  # Its server takes long to import.
+
+        return self._gateways.setdefault(address, Gateway(address))
 
     def slots(self, number: int) -> asyncio.Semaphore:
         """Return the semaphore that limits how many agents run at the same time.
@@ -273,21 +280,28 @@ async def external(ep: Episode) -> None:
             slots.release()
 
 
-async def play_agent(ep: Episode, make: Callable[[str, str], Agent], config: AgentConfig) -> None:
+async def play_agent(
+    ep: Episode,
+    make: Callable[[str, str], Agent],
+    config: AgentConfig,
+    address: str = "127.0.0.1",
+) -> None:
     """Let an agent play an episode.
 
     Args:
         ep: the episode.
         make: returns the agent, given the URL of the API whose model is the policy, and its key.
         config: where the outcome comes from (`reward`), and what an error means (`on_error`).
+        address: the address of this machine at which the API listens. An agent in a container
+            cannot reach the default.
 
     Raises:
         Infrastructure: the engine, or something that the agent needs, failed.
         UserCodeError: the agent failed and the episode must be dropped.
     """
-    control, host = EpisodeControl(ep), _host.get()
+    control, gateway = EpisodeControl(ep), _host.get().gateway(address)
     session = open_session.get()(ep)
-    async with host.gateway.session(session) as (url, key):
+    async with gateway.session(session) as (url, key):
         agent = make(url, key)
         error = None
         try:
@@ -304,7 +318,7 @@ async def play_agent(ep: Episode, make: Callable[[str, str], Agent], config: Age
             raise
         finally:
             await session.close()
-        unknown_keys = host.gateway.unknown_keys
+        unknown_keys = gateway.unknown_keys
     _finish(control, config, session, agent, unknown_keys, error)
 
 

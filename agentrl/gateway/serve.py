@@ -5,8 +5,8 @@
     POST /v1/reward               {"reward": number}: the outcome reward of the episode
 
 The key of a request (`Authorization: Bearer KEY`) names its session, so one server serves all
-episodes. It listens on loopback only, runs on the event loop of the episodes, and exists as long as
-there are sessions.
+episodes. It listens on loopback, unless an agent in a container needs another address. It runs on
+the event loop of the episodes, and exists as long as there are sessions.
 """
 
 from __future__ import annotations
@@ -133,9 +133,14 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
 
 
 class Gateway:
-    """The server for all sessions of an event loop. It runs while there is a session."""
+    """The server for all sessions of an event loop. It runs while there is a session.
 
-    def __init__(self):
+    Args:
+        address: the address of this machine at which it listens.
+    """
+
+    def __init__(self, address: str = "127.0.0.1"):
+        self._address = address
         self._sessions: dict[str, AnySession] = {}
         self.unknown_keys = 0
         """How many requests had no session's key."""
@@ -164,7 +169,7 @@ class Gateway:
                     await server.stop()
 
     async def _start(self) -> EmbeddedServer:
-        bound = bind("127.0.0.1", 0, "sessions have keys")
+        bound = bind(self._address, 0, "sessions have keys")
         app = create_app(self._find)
         server = EmbeddedServer(app, bound, log_level="error", timeout_graceful_shutdown=1)
         await server.start()

@@ -167,6 +167,7 @@ def results(trajectory):
     return [m.content for m in trajectory.messages if m.role == "tool"]
 
 
+@pytest.mark.proves("harbor", "rows")
 def test_rows_are_those_of_the_tasks(world):
     first, second = world.task("a"), world.task("b")
     samples = world.samples()
@@ -241,6 +242,7 @@ def test_rows_cannot_name_tasks_of_other_folders(world, tmp_path):
         play(sample, Scripted(["done"], TOKENIZER), TOKENIZER, config=world.config())
 
 
+@pytest.mark.proves("harbor", "tools", "reward", "sandbox")
 def test_a_task_is_solved_or_not(world):
     world.task()
     assert world.play(bash("echo apple > /fruit")).scores.outcome == 1.0
@@ -402,6 +404,7 @@ def test_a_killed_run_leaves_nothing(world, tmp_path, moment):
     assert world.left() == []
 
 
+@pytest.mark.proves("harbor", "20 episodes at once")
 @pytest.mark.load
 def test_20_episodes_at_once(world):
     for number in range(4):
@@ -429,6 +432,7 @@ def test_a_check_finds_no_fault(world, capsys):
     assert "passed       the gold solution earns the maximum: on 1 row" in shown
 
 
+@pytest.mark.proves("harbor", "training")
 @pytest.mark.slow
 def test_tiny_trains(world, tiny_model, tmp_path):
     world.task("a")
@@ -476,6 +480,42 @@ class Caller(BaseAgent):
         answer = json.loads(await asyncio.to_thread(lambda: urllib.request.urlopen(request).read()))
         await environment.exec(answer["choices"][0]["message"]["content"])
 '''
+
+
+AGENT_INSIDE = (
+    AGENT.replace("class Caller", "class Other")
+    + """
+
+class Caller(Other):
+    async def run(self, instruction, environment, context):
+        from urllib.parse import urlparse
+        url = urlparse(self.extra_env["OPENAI_BASE_URL"])
+        body = json.dumps({"messages": [{"role": "user", "content": instruction}]})
+        request = "\\r\\n".join([
+            f"POST {url.path}/chat/completions HTTP/1.1", f"Host: {url.netloc}",
+            "Authorization: Bearer " + self.extra_env["OPENAI_API_KEY"],
+            "Content-Type: application/json", "Connection: close",
+            f"Content-Length: {len(body)}", "", body])
+        connect = f"exec 3<>/dev/tcp/{url.hostname}/{url.port}"
+        command = f"{connect}; printf %s \\"$REQUEST\\" >&3; cat <&3"
+        done = await environment.exec(command, env={"REQUEST": request})
+        answer = json.loads(done.stdout[done.stdout.index("{"):])
+        await environment.exec(answer["choices"][0]["message"]["content"])
+"""
+)
+
+
+def test_an_agent_in_the_sandbox_reaches_the_gateway(world, tmp_path):
+    path = world.task()
+    compose = path / "environment/docker-compose.yaml"
+    compose.write_text(compose.read_text().replace("    network_mode: none\n", ""))
+    (tmp_path / "caller.py").write_text(AGENT_INSIDE)
+    address = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()[0]
+    config = world.config(options=f"?agent={tmp_path}/caller.py:Caller&gateway={address}")
+    [sample] = make_plan(config).train
+    engine = Scripted(["echo apple > /fruit"], TOKENIZER)
+    played = play(sample, engine, TOKENIZER, config=config)
+    assert (played.scores.outcome, len(played.turns)) == (1.0, 1)
 
 
 def test_an_agent_of_harbor_plays_through_the_gateway(world, tmp_path):

@@ -452,7 +452,7 @@ def counter_turns(sample):
     return call("increment_counter", count=missing), call("get_counter_value"), "Done."
 
 
-@pytest.mark.proves("nemo-gym", "rows", "tools", "reward", "200 at once")
+@pytest.mark.proves("nemo-gym", "rows", "tools", "reward", "200 episodes at once")
 @pytest.mark.doors
 @needs_package
 async def test_a_server_of_the_package_with_state(tmp_path, unused_tcp_port):

@@ -102,7 +102,7 @@ def test_an_error_of_the_environment_is_no_reward(use_packages, tmp_path):
         play_at_once([sample], ["It is 1"] * 3, TOKENIZER)
 
 
-@pytest.mark.proves("verifiers", "200 at once")
+@pytest.mark.proves("verifiers", "200 episodes at once")
 @pytest.mark.load
 def test_200_episodes_at_once(use_packages):
     use_packages("verifiers-v0", "verifiers")
