@@ -46,10 +46,8 @@ class OpenEnv(Environment):
     """The field of an action that is the assistant's text; "" if the model calls tools."""
 
     def __init__(self, **arguments: Any):
-        self._arguments = arguments
-        self._episode = uuid.uuid4().hex
-        self._rewards = [0.0]
-        self._done = False
+        self._arguments, self._episode = arguments, uuid.uuid4().hex
+        self._rewards, self._done = [0.0], False
 
     async def start(self) -> str | None:
         """Return the observation of `reset`."""

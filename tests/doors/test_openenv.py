@@ -8,9 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from random import Random
 
@@ -103,7 +105,7 @@ def read_by(trajectory, role):
     return [m.content for m in trajectory.messages if m.role == role]
 
 
-@pytest.mark.proves("openenv", "rows", "tools", "reward")
+@pytest.mark.proves("openenv", "tools", "reward")
 def test_a_typed_action_is_a_tool(port, tmp_path):
     [sample] = samples_of(tmp_path, f"{port}/numbers", [{"seed": 1, "highest": 100}])
     [schema] = tools.get("maze").spec.schemas
@@ -148,8 +150,9 @@ def test_a_text_that_is_too_long_is_refused_and_the_episode_goes_on(port, tmp_pa
     assert played.stop_reason == "done" and played.scores.outcome == 0.3
 
 
-def test_mcp_tools_are_tools(port, tmp_path):
-    [sample] = samples_of(tmp_path, f"{port}/cards")
+@pytest.mark.parametrize("kind", ["cards", "cards-untyped"])
+def test_mcp_tools_are_tools(port, tmp_path, kind):
+    [sample] = samples_of(tmp_path, f"{port}/{kind}")
     [schema] = tools.get("maze").spec.schemas
     assert schema["function"]["name"] == "draw"
     assert schema["function"]["description"] == "Draw a card."
@@ -196,6 +199,31 @@ def test_errors_of_the_server_are_no_reward(port, tmp_path, reset, number, messa
     with pytest.raises(Infrastructure, match=rf"openenv: .*127.0.0.1:{port}/faults {message}"):
         play(sample, [call("step", number=number), "Done"])
     assert sessions_end(port)
+
+
+class Broken(BaseHTTPRequestHandler):
+    """A server that knows its actions, and answers all else with 500."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        action = {"properties": {"number": {"type": "integer"}}, "type": "object"}
+        body = json.dumps({"action": action}).encode()
+        self.send_response(200 if self.path == "/schema" else 500)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_a_server_that_answers_500_is_no_reward(use_packages, tmp_path):
+    use_packages("openenv")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Broken) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_address[1]
+        [sample] = samples_of(tmp_path, port)
+        with pytest.raises(Infrastructure, match=rf"openenv: .*127.0.0.1:{port}/ws: .*HTTP 500"):
+            play(sample, [call("step", number=3), "Done"])
+        server.shutdown()
 
 
 def test_a_server_that_dies_is_no_reward(use_packages, tmp_path):
@@ -381,7 +409,7 @@ def test_a_missing_package_says_how_to_install_it(tmp_path, monkeypatch, own_reg
         samples_of(tmp_path, 1)
 
 
-def test_the_check_and_the_training_of_the_example(use_packages, tmp_path, capsys):
+def test_the_check_finds_no_fault_in_the_example(use_packages, tmp_path, capsys):
     use_packages("openenv")
     with running(HERE / "openenv_server.py") as port:
         keys = settings(tmp_path, port, [{"seed": 1}, {"seed": 2}])

@@ -19,8 +19,6 @@ LIMITS = {"connect_timeout_s": 60.0, "message_timeout_s": 300.0, "websocket_ping
 """The longest times that a server takes to answer."""
 WAIT_SECONDS = 300.0
 """The longest time that an episode waits for a free session."""
-HIDDEN = ("done", "reward", "metadata")
-"""The fields of an observation that the model does not read."""
 POLL_SECONDS = 0.05
 """How often a server is asked for a free session, whatever the number of episodes that wait."""
 
@@ -85,7 +83,8 @@ async def describe(url: str) -> dict[str, Any]:
     """
     action = await asyncio.to_thread(_read_schema, url)
     fields = {k: v for k, v in action.get("properties", {}).items() if k != "metadata"}
-    if fields.get("type", {}).get("const") == "call_tool" or action.get("title") == "Action":
+    is_base = action.get("title") == "Action" and not fields  # The package then takes MCP calls.
+    if is_base or fields.get("type", {}).get("const") in ("call_tool", "list_tools"):
         session, listed = await _open(url, lambda session: session.step({"type": "list_tools"}))
         await session.close()
         return {"text": "", "tools": [*map(_mcp_tool, listed.observation.get("tools", ()))]}
@@ -174,7 +173,7 @@ def _mcp_tool(tool: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]
 
 def _observation(result: Any) -> dict[str, Any]:
     """Return an observation as text, with its reward and whether it ends the episode."""
-    seen = {k: v for k, v in result.observation.items() if k not in HIDDEN}
+    seen = {k: v for k, v in result.observation.items() if k not in ("done", "reward", "metadata")}
     refused = False
     if {"tool_name", "result", "error"} <= seen.keys():  # of an MCP tool
         refused = seen["error"] is not None
@@ -188,6 +187,6 @@ def _observation(result: Any) -> dict[str, Any]:
 
 def _content(result: Any) -> Any:
     """Return the texts in the result of an MCP tool."""
-    if not isinstance(result, dict) or "content" not in result:
-        return result
-    return "\n".join(part.get("text", f"[{part.get('type')}]") for part in result["content"])
+    parts = result.get("content") if isinstance(result, dict) else None
+    texts = (part.get("text", f"[{part.get('type')}]") for part in parts or ())
+    return result if parts is None else "\n".join(texts)

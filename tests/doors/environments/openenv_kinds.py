@@ -147,7 +147,7 @@ class Board(Counted, Environment):
     state = State()
 
 
-class Odd(Action):
+class Odd(Action, title="Action"):  # Its title is that of the base class.
     number: int
 
     @field_validator("number")
@@ -184,6 +184,7 @@ KINDS = {
     "three": (3, CountedNumbers, Guess, Hint),
     "chat": (256, Chat, Message, Echo),
     "cards": (256, Cards, CallToolAction, CallToolObservation),
+    "cards-untyped": (256, Cards, Action, Observation),
     "empty": (256, NoTools, CallToolAction, CallToolObservation),
     "board": (256, Board, MoveOrLook, Place),
     "faults": (256, Faults, Odd, Hint),
