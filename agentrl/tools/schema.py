@@ -98,7 +98,7 @@ def describe_function(
             " backreferences, write Field(json_schema_extra={'pattern': PATTERN})"
         ) from e
     _refuse_python_patterns(model.__pydantic_core_schema__, where)
-    schema = _clean_schema(raw, raw.get("$defs", {}), (), where)
+    schema = clean_schema(raw, raw.get("$defs", {}), (), where)
     # Templates and validators need the key even if there are no parameters.
     schema = {"type": "object", "properties": {}, **schema, "additionalProperties": False}
     omitted = _allow_null_defaults(schema["properties"])
@@ -344,10 +344,10 @@ def _has_description(annotation: Any) -> bool:
     return any(isinstance(m, FieldInfo) and m.description for m in annotation.__metadata__)
 
 
-def _clean_schema(schema: Any, defs: Mapping[str, Any], within: tuple[str, ...], where: str) -> Any:
+def clean_schema(schema: Any, defs: Mapping[str, Any], within: tuple[str, ...], where: str) -> Any:
     """Inline `$defs`, remove `title` and `discriminator`, and forbid unknown keys of objects."""
     if isinstance(schema, list):
-        return [_clean_schema(s, defs, within, where) for s in schema]
+        return [clean_schema(s, defs, within, where) for s in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
@@ -358,7 +358,7 @@ def _clean_schema(schema: Any, defs: Mapping[str, Any], within: tuple[str, ...],
                 " without references. Use a string, or a type with a fixed depth."
             )
         siblings = {k: v for k, v in schema.items() if k != "$ref"}
-        return _clean_schema({**defs[ref], **siblings}, defs, (*within, ref), where)
+        return clean_schema({**defs[ref], **siblings}, defs, (*within, ref), where)
     clean: dict[str, Any] = {}
     for key, value in schema.items():
         if key in ("title", "$defs", "discriminator"):
@@ -366,9 +366,9 @@ def _clean_schema(schema: Any, defs: Mapping[str, Any], within: tuple[str, ...],
         if key in DATA_KEYWORDS:
             clean[key] = value
         elif key in NAMED_KEYWORDS:
-            clean[key] = {n: _clean_schema(s, defs, within, where) for n, s in value.items()}
+            clean[key] = {n: clean_schema(s, defs, within, where) for n, s in value.items()}
         else:
-            clean[key] = _clean_schema(value, defs, within, where)
+            clean[key] = clean_schema(value, defs, within, where)
     if "properties" in clean:
         clean.setdefault("additionalProperties", False)
     return clean
