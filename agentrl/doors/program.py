@@ -84,8 +84,10 @@ def _read(door: Door, answer: dict[str, Any]) -> Any:
         answer["kind"], UserCodeError
     )
     text = answer["error"]
+    if error is not UserCodeError:
+        text = text.partition(": ")[2]  # the name of the program's own exception
     # A refusal is a text for the model, which does not know the package.
-    raise error(text.partition(": ")[2] if error is ToolError else f"{door.name}: {text}")
+    raise error(text if error is ToolError else f"{door.name}: {text}")
 
 
 def call_once(name: str, function: str, **arguments: Any) -> Any:

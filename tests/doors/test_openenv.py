@@ -355,7 +355,7 @@ def test_a_killed_run_leaves_no_session(port):
     assert sessions_end(port)
 
 
-@pytest.mark.proves("openenv", "200 at once")
+@pytest.mark.proves("openenv", "200 episodes at once")
 @pytest.mark.load
 def test_200_episodes_at_once_have_states_of_their_own(port, tmp_path):
     samples = samples_of(
