@@ -4,7 +4,7 @@
     GET  /v1/models               the policy's name as a model
     POST /v1/reward               {"reward": number}: the outcome reward of the episode
 
-The key of a request (`Authorization: Bearer KEY`) names its session, so one server serves all
+The key of a request (`Authorization: Bearer KEY`, or `x-api-key`) names its session, so one server serves all
 episodes. It listens on loopback only, runs on the event loop of the episodes, and exists as long as
 there are sessions.
 """
@@ -78,7 +78,8 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
             why = f"{e}: a server that web pages or other machines use needs a key (--token-env)"
             raise Refusal(403, "forbidden", why) from None
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        session = session_of(key.strip() if scheme.lower() == "bearer" else "")
+        key = key.strip() if scheme.lower() == "bearer" else ""
+        session = session_of(key or request.headers.get("x-api-key", ""))
         if session is None:
             raise Refusal(
                 401, "unknown_key", "no session has this key: use OPENAI_API_KEY of this process"
