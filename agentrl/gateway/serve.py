@@ -4,9 +4,9 @@
     GET  /v1/models               the policy's name as a model
     POST /v1/reward               {"reward": number}: the outcome reward of the episode
 
-The key of a request (`Authorization: Bearer KEY`, or `x-api-key`) names its session, so one server serves all
-episodes. It listens on loopback only, runs on the event loop of the episodes, and exists as long as
-there are sessions.
+The key of a request (`Authorization: Bearer KEY`, or `x-api-key`) names its session, so one server
+serves all episodes. It listens on loopback only, runs on the event loop of the episodes, and exists
+as long as there are sessions.
 """
 
 from __future__ import annotations
