@@ -20,6 +20,10 @@ class Dialect(ABC):
 
     path: ClassVar[str]
     """The path of its requests, below the base URL."""
+    count_path: ClassVar[str] = ""
+    """The path of requests that count the tokens of a prompt; "" if the API has none."""
+    ping: ClassVar[bytes] = b": ping\n\n"
+    """What keeps a stream open that waits for its answer."""
 
     @abstractmethod
     def read(self, body: bytes, headers: Mapping[str, str]) -> ChatRequest:
@@ -44,6 +48,10 @@ class Dialect(ABC):
     def error_event(self, refusal: Refusal) -> bytes:
         """Return an error as an event, for a response whose headers are sent already."""
         return event(self.error(refusal))
+
+    def write_count(self, tokens: int) -> bytes:
+        """Return the number of tokens of a prompt as the body of a response to `count_path`."""
+        raise NotImplementedError(f"{type(self).__name__} counts no tokens")
 
 
 def load(body: bytes) -> dict[str, Any]:
@@ -163,6 +171,6 @@ def wrong(where: str, value: Any, expected: str, field: str) -> Refusal:
     return cast(Refusal, Refusal(400, "invalid", f"{where} must be {expected}, not {shown}", field))
 
 
-def event(data: bytes) -> bytes:
+def event(data: bytes, name: str = "") -> bytes:
     """Return data as a server-sent event."""
-    return b"data: " + data + b"\n\n"
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
