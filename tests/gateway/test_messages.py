@@ -375,6 +375,23 @@ def test_a_prefill_is_refused():
     played(agent, Scripted(["a"], TOKENIZER))
 
 
+def test_a_template_without_later_system_messages_says_so():
+    """Claude Code looks for these words, and sends the conversation in another way then."""
+
+    async def agent(client, session):
+        later = {"role": "system", "content": "# Environment"}
+        for path in ("/messages", "/messages/count_tokens"):
+            answer = await client.post(path, json=BODY | {"messages": [QUESTION, later]})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["details"]) == (400, {"error_code": "template"})
+            assert "the role 'system' is not supported there" in error["message"]
+        await ask(client, QUESTION, system="# Environment")
+
+    tokenizer = tokenizer_of_trl("qwen3_6")
+    t = played(agent, Scripted(["a"], tokenizer), tokenizer)
+    assert len(t.turns) == len(t.segments) == 1
+
+
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, QWEN], ids=["byte", "qwen3"])
 def test_counted_tokens_are_those_of_the_prompt(tokenizer):
     """Also for messages that the policy did not write. A count changes nothing."""

@@ -218,6 +218,10 @@ def test_claude_code(tmp_path_factory):
     assert [r.content for r in t.turns[0].tool_results] == ["12"]
     assert (t.counts["gateway/first"], t.counts["gateway/clean"]) == (1, 1)
     assert len(t.segments) == 1 and t.final_text == "It is 12."
+    # This template refuses its system message; Claude Code sends the text in another one.
+    others = {"tokenizer": tokenizer_of_trl("qwen3_6"), "max_trajectory_tokens": 10**6}
+    t = run(python, "claude_agent_sdk_agent", ["It is 12."], engine, **others)
+    assert t.counts["gateway/first"] == 1 and t.final_text == "It is 12."
 
 
 @pytest.mark.slow

@@ -109,7 +109,11 @@ class Messages(Dialect):
     def error(self, refusal: Refusal) -> bytes:
         others = "invalid_request_error" if refusal.status < 500 else "api_error"
         kind = self.ERRORS.get(refusal.status, others)
-        error = {"type": kind, "message": str(refusal), "details": {"error_code": refusal.code}}
+        message = str(refusal)
+        if refusal.code == "template" and ", system" in message:
+            # Claude Code recognizes this and sends its system messages in another way.
+            message += "; the role 'system' is not supported there, only the field `system`"
+        error = {"type": kind, "message": message, "details": {"error_code": refusal.code}}
         return orjson.dumps({"type": "error", "error": error})
 
     def error_event(self, refusal: Refusal) -> bytes:
