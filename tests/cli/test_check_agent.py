@@ -299,7 +299,7 @@ def test_an_agent_must_be_named():
         ("keep = lambda ms: [*ms, {'role': 'assistant', 'content': 'It'}]",
          "2 requests refused (400): the last message must not be an assistant message"),
         ("MORE = {'tools': [{'type': 'web_search_20250305', 'name': 'web_search'}]}",
-         "Anthropic's own tools are not supported, not 'web_search_20250305'"),
+         "a tool that the agent runs, with name and input_schema, not 'web_search_20250305'"),
     ],
     ids=["clean", "system", "text", "prefill", "web search"],
 )  # fmt: skip

@@ -202,7 +202,7 @@ def _text(content: Any, where: str) -> str:
 def _tool(tool: Any, where: str) -> Mapping[str, Any]:
     kind = (tool.get("type") or "custom") if isinstance(tool, dict) else None
     if kind != "custom":
-        expected = "a tool with name and input_schema; Anthropic's own tools are not supported"
+        expected = "a tool that the agent runs, with name and input_schema"
         raise wrong(where, kind or tool, expected, "tools")
     return tool_schema(tool, where, "input_schema")
 
