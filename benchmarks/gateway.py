@@ -66,15 +66,22 @@ class History:
         tokens: the tokens of the prompts that are measured.
         result_tokens: about the number of tokens of a tool's result.
         episodes: the number of episodes.
+        dialect: the API of the agent, a key of `AGENTS`.
     """
 
     tokens: int
     result_tokens: int
     episodes: int
+    dialect: str = "chat_completions"
 
 
-HISTORIES = {"cpu_8k": History(8_000, 300, 16), "cpu_128k": History(128_000, 900, 2)}
-AGENT = """
+HISTORIES = {
+    "cpu_8k": History(8_000, 300, 16),
+    "cpu_8k_messages": History(8_000, 300, 16, "messages"),
+    "cpu_128k": History(128_000, 900, 2),
+    "cpu_128k_messages": History(128_000, 900, 2, "messages"),
+}
+HEAD = """
 import http.client, json, os, sys, urllib.parse
 
 results, tool = json.load(open(sys.argv[1]))
@@ -82,6 +89,8 @@ messages = json.loads(os.environ["AGENTRL_SAMPLE"])["prompt"]
 url = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
 connection = http.client.HTTPConnection(url.hostname, url.port)
 headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+"""
+CHAT_AGENT = """
 for result in results:
     body = {"model": "policy", "messages": messages, "tools": [tool]}
     body = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
@@ -91,6 +100,23 @@ for result in results:
     for call in message["tool_calls"]:
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
 """
+MESSAGES_AGENT = """
+function = tool["function"]
+tool = {"name": function["name"], "description": function["description"],
+        "input_schema": function["parameters"]}
+system = messages.pop(0)["content"]
+for result in results:
+    body = {"model": "policy", "max_tokens": 10000, "system": [{"type": "text", "text": system}],
+            "messages": messages, "tools": [tool]}
+    body = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    connection.request("POST", url.path + "/messages", body, headers)
+    blocks = json.load(connection.getresponse())["content"]
+    messages.append({"role": "assistant", "content": blocks})
+    messages.append({"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": block["id"], "content": result}
+        for block in blocks if block["type"] == "tool_use"]})
+"""
+AGENTS = {"chat_completions": HEAD + CHAT_AGENT, "messages": HEAD + MESSAGES_AGENT}
 FUNCTION = """
 import asyncio, json
 import httpx
@@ -151,10 +177,12 @@ async def play(
     return time.perf_counter() - begin
 
 
-def write_agent(folder: Path, results: Sequence[str]) -> dict[str, str]:
+def write_agent(
+    folder: Path, results: Sequence[str], dialect: str = "chat_completions"
+) -> dict[str, str]:
     """Write the agents, a process and a function; return `agent.command` and `agent.python`."""
     (folder / "talk.json").write_text(json.dumps([results, TOOL]))
-    (folder / "agent.py").write_text(AGENT)
+    (folder / "agent.py").write_text(AGENTS[dialect])
     (folder / "function.py").write_text(FUNCTION.format(file=str(folder / "talk.json")))
     command = f"{sys.executable} {folder}/agent.py {folder}/talk.json"
     return {"processes": command, "functions": f"{folder}/function.py:run"}
@@ -171,7 +199,7 @@ async def measure_history(name: str, case: History, template: ChatTemplate, prof
         (talk,) = wide(template.tokenizer, turns, case.result_tokens, 1, texts)
         engine = Clocked(talk)
         with tempfile.TemporaryDirectory() as folder:
-            command = write_agent(Path(folder), talk.results)["processes"]
+            command = write_agent(Path(folder), talk.results, case.dialect)["processes"]
             if profile and episode:
                 profiler.enable()
             await play(engine, template, talk, 1, command=command)

@@ -7,6 +7,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from agentrl.agent_loops.episode import Episode
 from agentrl.config.environment import hide_secrets
@@ -26,7 +27,7 @@ class EpisodeControl:
 
     def __init__(self, episode: Episode):
         self.attempt = episode._attempt
-        self._first_row = episode._first_row
+        self._first_row, self._context = episode._first_row, episode._context
 
     def recall(self, message: Message, ids: array[int]) -> None:
         """Make a turn that the policy sampled in another episode known to this one.
@@ -38,6 +39,30 @@ class EpisodeControl:
             ids: its tokens.
         """
         self.attempt.turn_ids[id(message)] = ids
+
+    def count_tokens(self, messages: Sequence[Message], schemas: Sequence[Any]) -> int:
+        """Return the number of tokens of a conversation as a prompt.
+
+        Args:
+            messages: as for `Episode.branch`. Turns of `foreign` or `recall` that no conversation
+                contains are forgotten.
+            schemas: the tools that the template shows.
+
+        Raises:
+            TemplateError: the chat template does not write such a conversation.
+        """
+        attempt, ids = self.attempt, self.attempt.turn_ids
+        turns = {i: ids[id(m)] for i, m in enumerate(messages) if id(m) in ids}
+        foreign = {i for i in turns if id(messages[i]) in attempt.foreign}
+        try:
+            return len(attempt.runtime.template.conversation(
+                messages, schemas, turns, foreign=foreign, is_from_row=self._context.is_from_row,
+                strip=attempt.runtime.config.rollout.history_thinking == "strip",
+            ))  # fmt: skip
+        finally:
+            for key in {id(messages[i]) for i in turns} - {id(m) for m in attempt.messages}:
+                del ids[key]
+                attempt.foreign.pop(key, None)
 
     def record_results(self, turn: Turn, results: Sequence[ToolResult], seconds: float) -> None:
         """Record the results of tool calls that the agent itself has run.

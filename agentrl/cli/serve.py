@@ -95,6 +95,7 @@ def serve(
         echo(f"serving {settings.model.path} as {MODEL!r} at {url}\n")
         key = f"${token_env}" if token_env else "any"
         echo(f"  export OPENAI_BASE_URL={url} OPENAI_API_KEY={key}")
+        echo(f"  export ANTHROPIC_BASE_URL={server.url} ANTHROPIC_API_KEY={key}")
         echo(
             f"  curl {url}/chat/completions -H 'content-type: application/json'"
             + (f' -H "authorization: Bearer {key}"' if token_env else "")

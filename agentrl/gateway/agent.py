@@ -4,6 +4,7 @@ The agent gets the address of an OpenAI-style API whose model is the policy:
 
     OPENAI_BASE_URL     the gateway
     OPENAI_API_KEY      a random key that names the episode's session
+    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, ANTHROPIC_MODEL  the same for Anthropic's API
     AGENTRL_SAMPLE      the row as JSON, without its ground truth; if it is long, the file
                         AGENTRL_SAMPLE_FILE contains it instead
     AGENTRL_REWARD_URL  where `agent.reward=post` expects {"reward": NUMBER}
@@ -479,6 +480,10 @@ def _make_agent(config: AgentConfig, sample: Sample, url: str, key: str) -> Agen
             "OPENAI_API_BASE": url,  # The name in litellm, and in versions of openai before 1.
             "OPENAI_API_KEY": key,
             "OPENAI_MODEL": MODEL,
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),  # Its clients append /v1/messages.
+            # Its client warns if ANTHROPIC_AUTH_TOKEN is set, too.
+            "ANTHROPIC_API_KEY": key,
+            "ANTHROPIC_MODEL": MODEL,  # for Claude Code
             "AGENTRL_REWARD_URL": f"{url}/reward",
         },
         json.dumps(described, ensure_ascii=False),

@@ -90,7 +90,7 @@ class CheckedEpisode:
     def fix(self) -> str:
         """The advice for a lost episode."""
         if not self.events:
-            return "Let the agent send its requests to OPENAI_BASE_URL with OPENAI_API_KEY"
+            return "Use OPENAI_BASE_URL and OPENAI_API_KEY (or ANTHROPIC_...): docs/agents.md"
         is_late = self.trajectory and self.trajectory.stop_reason == "time"
         return "End the agent after its last answer, or raise --timeout" if is_late else FIX
 

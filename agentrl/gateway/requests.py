@@ -64,6 +64,7 @@ class ChatRequest:
         stop: texts that end the answer.
         stream: True if the client wants the answer as events.
         stream_usage: True if the last event must contain the numbers of tokens.
+        shows_thinking: False if the answer must not contain the policy's thinking.
         is_retry: True if the client says that it sends the request again.
         sampling: the `temperature`, `top_p` and `top_k` that the client asked for. In training the
             run decides them.
@@ -79,6 +80,7 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     stream: bool = False
     stream_usage: bool = False
+    shows_thinking: bool = True
     is_retry: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
@@ -95,6 +97,7 @@ class Answer:
         reasoning: its thinking; "" if there is none.
         calls: its well-formed calls. A malformed call stays in the text.
         finish_reason: "length" if a limit cut it; "tool_calls" if it has calls; else "stop".
+        stop: the one of the request's `stop` that ended it; "" if none did.
         prompt_tokens: the tokens of the prompt.
         cached_tokens: those of them that were in the engine's prefix cache.
         completion_tokens: the sampled tokens.
@@ -105,6 +108,7 @@ class Answer:
     reasoning: str = ""
     calls: tuple[ChatCall, ...] = ()
     finish_reason: Literal["stop", "length", "tool_calls"] = "stop"
+    stop: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0

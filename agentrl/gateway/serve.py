@@ -1,12 +1,14 @@
 """The HTTP server of the gateway: an OpenAI-style API whose model is the policy.
 
-    POST /v1/chat/completions     the policy's next message
-    GET  /v1/models               the policy's name as a model
-    POST /v1/reward               {"reward": number}: the outcome reward of the episode
+    POST /v1/chat/completions       the policy's next message
+    POST /v1/messages               the same, in Anthropic's API
+    POST /v1/messages/count_tokens  the number of tokens of the prompt
+    GET  /v1/models                 the policy's name as a model
+    POST /v1/reward                 {"reward": number}: the outcome reward of the episode
 
-The key of a request (`Authorization: Bearer KEY`) names its session, so one server serves all
-episodes. It listens on loopback, unless an agent in a container needs another address. It runs on
-the event loop of the episodes, and exists as long as there are sessions.
+The key of a request (`Authorization: Bearer KEY`, or `x-api-key`) names its session, so one server
+serves all episodes. It listens on loopback, unless an agent in a container needs another address.
+It runs on the event loop of the episodes, and exists as long as there are sessions.
 """
 
 from __future__ import annotations
@@ -43,9 +45,8 @@ within this time has its own HTTP status."""
 PING_SECONDS = 10.0
 """The time between two pings of a stream that waits for its answer. They keep proxies and clients
 from closing the connection."""
-PING = b": ping\n\n"
 NO_RETRY = {"x-should-retry": "false"}
-"""The header that keeps OpenAI's clients from sending a refused request again."""
+"""The header that keeps OpenAI's and Anthropic's clients from sending a refused request again."""
 
 AnySession = Session | StatelessSession
 SessionOf = Callable[[str], AnySession | None]
@@ -78,19 +79,24 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
             why = f"{e}: a server that web pages or other machines use needs a key (--token-env)"
             raise Refusal(403, "forbidden", why) from None
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        session = session_of(key.strip() if scheme.lower() == "bearer" else "")
+        key = key.strip() if scheme.lower() == "bearer" else ""
+        session = session_of(key or request.headers.get("x-api-key", ""))
         if session is None:
-            raise Refusal(
-                401, "unknown_key", "no session has this key: use OPENAI_API_KEY of this process"
-            )
+            why = "no session has this key: use OPENAI_API_KEY or ANTHROPIC_API_KEY of this process"
+            raise Refusal(401, "unknown_key", why)
         return session
 
-    def make_endpoint(dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+    def make_endpoint(
+        dialect: Dialect, counts: bool = False
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             session = None
             try:
                 session = find_session(request)
                 chat = dialect.read(await _body(request), request.headers)
+                if counts:
+                    counted = dialect.write_count(session.count_tokens(chat))
+                    return Response(counted, media_type="application/json")
                 answering = asyncio.create_task(session.answer(chat))
                 await _wait(request, answering, FIRST_WAIT_SECONDS if chat.stream else None)
                 if chat.stream:
@@ -98,7 +104,7 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
                 answer = answering.result()
                 return Response(dialect.write(answer, chat), media_type="application/json")
             except Refusal as e:
-                if session is not None:
+                if session is not None and not counts:
                     session.refusals.append(e)
                 return _error(dialect, e)
 
@@ -119,17 +125,24 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
             return _error(ChatCompletions(), e)
         return json_response({})
 
-    async def refuse_path(request: Request, _: Exception) -> Response:
-        known = ", ".join(f"POST /v1{dialect.path}" for dialect in DIALECTS)
-        why = f"there is no {request.method} {request.url.path}: this API has {known} and GET"
-        return _error(DIALECTS[0], Refusal(404, "not_found", f"{why} /v1/models"))
-
     routes = []
     for prefix in ("/v1", ""):
-        routes += [Route(prefix + d.path, make_endpoint(d), methods=["POST"]) for d in DIALECTS]
+        for d in DIALECTS:
+            routes.append(Route(prefix + d.path, make_endpoint(d), methods=["POST"]))
+            if d.count_path:
+                counter = make_endpoint(d, counts=True)
+                routes.append(Route(prefix + d.count_path, counter, methods=["POST"]))
         routes.append(Route(f"{prefix}/models", list_models, methods=["GET"]))
         routes.append(Route(f"{prefix}/reward", set_reward, methods=["POST"]))
-    return Starlette(routes=routes, exception_handlers={404: refuse_path, 405: refuse_path})
+    return Starlette(routes=routes, exception_handlers={404: _refuse_path, 405: _refuse_path})
+
+
+async def _refuse_path(request: Request, _: Exception) -> Response:
+    path = request.url.path
+    known = ", ".join(f"POST /v1{dialect.path}" for dialect in DIALECTS)
+    why = f"there is no {request.method} {path}: this API has {known} and GET /v1/models"
+    dialect = next((d for d in DIALECTS if path.startswith((f"/v1{d.path}", d.path))), DIALECTS[0])
+    return _error(dialect, Refusal(404, "not_found", why))
 
 
 class Gateway:
@@ -191,7 +204,7 @@ def _stream(
             while not answering.done():
                 await asyncio.wait([answering], timeout=PING_SECONDS)
                 if not answering.done():
-                    yield PING
+                    yield dialect.ping
             for event in dialect.events(answering.result(), chat):
                 yield event
         except Refusal as e:

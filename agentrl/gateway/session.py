@@ -257,6 +257,22 @@ class Session:
         lost = [sent for sent in same if sent.is_lost]
         return next(iter(lost or (same[-1:] if request.is_retry else [])), None)
 
+    def count_tokens(self, request: ChatRequest) -> int:
+        """Return the number of tokens of the prompt that a request would have. Nothing changes.
+
+        Raises:
+            Refusal: the conversation cannot be continued.
+        """
+        _refuse_prefill(request)
+        keys = [self._key(message) for message in request.messages]
+        known, shared = self._find_conversation(keys, orjson.dumps(request.tools))
+        try:
+            messages = self._messages(known, request, keys, shared)
+            control = EpisodeControl(known.episode if known else self._episode)
+            return control.count_tokens(messages, request.tools)
+        except TemplateError as e:
+            raise Refusal(400, "template", str(e), "messages") from e
+
     def set_outcome(self, reward: float) -> None:
         """Set the outcome reward of the episode. A second call replaces the first.
 
@@ -294,9 +310,7 @@ class Session:
         if self.over.is_set():
             raise _episode_over("the episode has ended")
         self.counts.update(request.ignored)
-        if request.messages[-1].role == "assistant":
-            why = "the last message must not be an assistant message: the policy begins a new turn"
-            raise Refusal(400, "last_message", why, "messages")
+        _refuse_prefill(request)
         conversation = None
         try:
             conversation = self._match(request)
@@ -589,8 +603,7 @@ class Session:
         turn, number = self._attempt.turns[index], len(self._sampled)
         salt = blake2b(self._attempt.episode_id.encode(), digest_size=4).hexdigest()
         reasoning, text = self._control.split_thinking(turn)
-        for stop in request.stop:
-            text = text.removesuffix(stop)
+        stop = next((s for s in request.stop if message.content.endswith(s)), "")
         parsed = [call for call in turn.tool_calls if not call.error]
         calls = tuple(
             ChatCall(
@@ -601,10 +614,11 @@ class Session:
         is_cut = turn.finish_reason == "length"
         answer = Answer(
             id=f"chatcmpl-{salt}-{number}",
-            text=text.strip(),
+            text=text.removesuffix(stop).strip(),
             reasoning=reasoning,
             calls=calls,
             finish_reason="length" if is_cut else "tool_calls" if calls else "stop",
+            stop=stop,
             prompt_tokens=turn.prompt_tokens,
             cached_tokens=turn.cached_tokens,
             completion_tokens=turn.end - turn.start,
@@ -625,6 +639,12 @@ def _retrieve_error(task: asyncio.Task[Answer]) -> None:
     """Retrieve the error of a task, because asyncio logs errors that nobody retrieves."""
     if not task.cancelled():
         task.exception()
+
+
+def _refuse_prefill(request: ChatRequest) -> None:
+    if request.messages[-1].role == "assistant":
+        why = "the last message must not be an assistant message: the policy begins a new turn"
+        raise Refusal(400, "last_message", why, "messages")
 
 
 def _episode_over(why: str) -> Refusal:

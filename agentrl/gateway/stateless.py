@@ -64,14 +64,9 @@ class StatelessSession:
         Raises:
             Refusal: the conversation cannot be continued, or the engine failed.
         """
-        sampling = replace(self._default, **request.sampling)
-        sampler, episode_id = self._runtime.sampler, f"serve-{secrets.token_hex(8)}"
-        seed = secrets.randbits(62)
-        attempt = Attempt(self._runtime, Sample("serve", _OPENING), episode_id, 0, sampling, seed)
+        attempt, episode, session = self._open(request)
+        sampler, episode_id = self._runtime.sampler, attempt.episode_id
         sampler.begin(episode_id, awaited=False)
-        episode = Episode(attempt, _OPENING, ())
-        known = self._known_turns(request.messages)
-        session = _RecallingSession(episode, known)
         try:
             answer = await session.answer(request)
             message = episode.messages[-1]
@@ -81,6 +76,23 @@ class StatelessSession:
             await session.close()
             await attempt.end()
             sampler.end(episode_id)
+
+    def count_tokens(self, request: ChatRequest) -> int:
+        """Return the number of tokens of the prompt that a request would have.
+
+        Raises:
+            Refusal: the conversation cannot be continued.
+        """
+        _, _, session = self._open(request)
+        return session.count_tokens(request)
+
+    def _open(self, request: ChatRequest) -> tuple[Attempt, Episode, Session]:
+        """Return an episode of one turn, and its session."""
+        sampling = replace(self._default, **request.sampling)
+        episode_id, seed = f"serve-{secrets.token_hex(8)}", secrets.randbits(62)
+        attempt = Attempt(self._runtime, Sample("serve", _OPENING), episode_id, 0, sampling, seed)
+        episode = Episode(attempt, _OPENING, ())
+        return attempt, episode, _RecallingSession(episode, self._known_turns(request.messages))
 
     def _known_turns(self, messages: Sequence[ChatMessage]) -> dict[int, _Turn]:
         """Return the messages that are answers of this server, by `id(message)`."""

@@ -103,6 +103,33 @@ os._exit(0)
 FORMAT = "MORE = lambda: {'response_format': {'type': 'json_object'}}"
 
 
+# The same in Anthropic's Messages API.
+MESSAGES_AGENT = """
+import json, urllib.request, uuid
+
+TOOL = {"name": "calculator", "input_schema": {
+    "type": "object", "properties": {"expression": {"type": "string"}}}}
+MORE, system, kept, keep = {}, lambda: "You calculate.", lambda blocks: blocks, lambda ms: ms
+
+%s
+
+def run(sample, base_url, api_key):
+    messages = sample["prompt"]
+    while True:
+        body = {"messages": keep(messages), "tools": [TOOL], "max_tokens": 1000, "system": system()}
+        headers = {"x-api-key": api_key}
+        data = json.dumps(body | MORE).encode()
+        request = urllib.request.Request(base_url + "/messages", data, headers)
+        blocks = json.load(urllib.request.urlopen(request, timeout=30))["content"]
+        messages.append({"role": "assistant", "content": kept(blocks)})
+        calls = [b["id"] for b in blocks if b["type"] == "tool_use"]
+        if not calls:
+            return
+        results = [{"type": "tool_result", "tool_use_id": i, "content": "12"} for i in calls]
+        messages.append({"role": "user", "content": results})
+"""
+
+
 @pytest.fixture
 def check(tmp_path, monkeypatch):
     """Return a function that checks an agent; it returns the exit code and the output."""
@@ -260,3 +287,25 @@ def test_a_time_of_0_is_refused():
 def test_an_agent_must_be_named():
     result = CliRunner().invoke(app, ["check", "agent"])
     assert "agent.command" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("", ""),
+        ("system = lambda: f'You calculate. {uuid.uuid4()}'", "system message changed"),
+        ("kept = lambda blocks: [b for b in blocks if b['type'] != 'text']",
+         "assistant message changed"),
+        ("keep = lambda ms: [*ms, {'role': 'assistant', 'content': 'It'}]",
+         "2 requests refused (400): the last message must not be an assistant message"),
+        ("MORE = {'tools': [{'type': 'web_search_20250305', 'name': 'web_search'}]}",
+         "a tool that the agent runs, with name and input_schema, not 'web_search_20250305'"),
+    ],
+    ids=["clean", "system", "text", "prefill", "web search"],
+)  # fmt: skip
+def test_a_fault_of_an_agent_of_anthropics_api_is_named(tmp_path, change, problem):
+    file = tmp_path / "function.py"
+    file.write_text(MESSAGES_AGENT % change)
+    result = CliRunner().invoke(app, ["check", "agent", "--python", f"{file}:run"])
+    assert result.exit_code == bool(problem), result.output
+    assert problem in result.output and ("problem: " in result.output) == bool(problem)

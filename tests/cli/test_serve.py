@@ -24,6 +24,7 @@ from agentrl.config import Config, RolloutConfig
 from agentrl.engine.base import Sampling
 from agentrl.engine.local import LocalEngine
 from agentrl.errors import UserError
+from agentrl.gateway.dialects import DIALECTS
 from agentrl.gateway.serve import create_app
 from agentrl.gateway.stateless import StatelessSession
 from agentrl.testing import Scripted, byte_tokenizer, call
@@ -103,12 +104,11 @@ def test_it_takes_no_rewards():
 
 
 def test_other_paths_are_named():
-    (response,) = ask(Scripted([], byte_tokenizer()), byte_tokenizer(), [{}], path="/v1/responses")
+    (response,) = ask(Scripted([], byte_tokenizer()), byte_tokenizer(), [{}], path="/v1/other")
     message = response.json()["error"]["message"]
-    assert response.status_code == 404
-    assert message == (
-        "there is no POST /v1/responses: this API has POST /v1/chat/completions and GET /v1/models"
-    )
+    paths = ", ".join(f"POST /v1{dialect.path}" for dialect in DIALECTS)
+    assert response.status_code == 404 and "/v1/messages" in paths
+    assert message == (f"there is no POST /v1/other: this API has {paths} and GET /v1/models")
 
 
 def test_a_token_that_is_not_set_is_refused(tiny_model):

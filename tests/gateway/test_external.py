@@ -146,6 +146,9 @@ def test_the_environment_of_an_agent_is_an_allow_list(script, monkeypatch, tmp_p
     seen = json.loads((tmp_path / "env").read_text())
     assert "SECRET" not in seen and seen["SEARCH_KEY"] == "k" and seen["PATH"] == os.environ["PATH"]
     assert seen["OPENAI_BASE_URL"].startswith("http://127.0.0.1:")
+    assert seen["OPENAI_BASE_URL"] == seen["ANTHROPIC_BASE_URL"] + "/v1"
+    assert seen["OPENAI_API_KEY"] == seen["ANTHROPIC_API_KEY"]
+    assert "ANTHROPIC_AUTH_TOKEN" not in seen  # Anthropic's client warns if it has both.
     assert json.loads(seen["AGENTRL_SAMPLE"]) == describe_sample(SAMPLE)
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from support.any_template import tokenizer_of_trl
 
 from agentrl import registry
 from agentrl.agent_loops.play import play
-from agentrl.config import AgentConfig, Config
+from agentrl.config import AgentConfig, Config, RolloutConfig
 from agentrl.data import load_samples
 from agentrl.engine.scripted import Scripted
 from agentrl.testing import byte_tokenizer, call
@@ -24,12 +27,20 @@ SAMPLE = Sample("r0", (Message("user", "How much is 3*4?"),), agent_name="extern
 CALCULATE = call("calculator", expression="3*4")
 
 
-def run(python: str, agent: str, turns, engine=Scripted) -> Trajectory:
+def run(
+    python: str,
+    agent: str,
+    turns,
+    engine: Callable[..., Scripted] = Scripted,
+    tokenizer=TOKENIZER,
+    **rollout,
+) -> Trajectory:
     """Play an agent of `packages/`; check that each sampled turn is in one row, with mask 1."""
     script, *arguments = agent.split()
     command = " ".join([python, str(HERE / f"{script}.py"), *arguments])
-    played = engine(turns, TOKENIZER)
-    t = play(SAMPLE, played, TOKENIZER, config=Config(agent=AgentConfig(command=command)))
+    played = engine(turns, tokenizer)
+    config = Config(agent=AgentConfig(command=command), rollout=RolloutConfig(**rollout))
+    t = play(SAMPLE, played, tokenizer, config=config)
     assert len(t.turns) == len(played.requests) and t.stop_reason == "done"
     for turn in t.turns:
         segment = t.segments[turn.segment]
@@ -46,6 +57,8 @@ def run(python: str, agent: str, turns, engine=Scripted) -> Trajectory:
     [
         ("openai_client stream", "clean"),
         ("pydantic_ai_agent", "realigned"),  # It writes arguments without spaces.
+        ("anthropic_client stream", "clean"),
+        pytest.param("anthropic_client", "clean", marks=pytest.mark.slow),
         pytest.param("openai_client", "clean", marks=pytest.mark.slow),
         pytest.param("openai_agents", "clean", marks=pytest.mark.slow),
         pytest.param("langgraph_agent", "clean", marks=pytest.mark.slow),
@@ -113,9 +126,39 @@ class SlowOnce(Scripted):
         return generation
 
 
-def test_a_retry_gets_the_same_answer(packages_python):
-    t = run(packages_python, "openai_client retry", [CALCULATE, "It is 12."], SlowOnce)
+@pytest.mark.parametrize("client", ["openai_client", "anthropic_client"])
+def test_a_retry_gets_the_same_answer(packages_python, client):
+    t = run(packages_python, f"{client} retry", [CALCULATE, "It is 12."], SlowOnce)
     assert t.counts["gateway/retry"] >= 1 and len(t.turns) == 2 and len(t.segments) == 1
+
+
+def test_a_lost_answer_is_sent_again(packages_python):
+    """Its connection broke after the gateway had sent it."""
+    turns = [CALCULATE, "It is 12."]
+    t = run(packages_python, "anthropic_client broken", turns)
+    assert t.counts == {"gateway/first": 1, "gateway/retry": 1, "gateway/clean": 1}
+    assert len(t.turns) == 2 and len(t.segments) == 1 and t.final_text == "It is 12."
+
+
+@pytest.mark.parametrize("mode", ["", " stream"])
+def test_anthropics_client_keeps_thinking_and_parallel_calls(packages_python, mode):
+    both = f"<think>\nhm\n</think>\n\n{CALCULATE}\n" + call("calculator", expression="4 +")
+    turns = [both, "<think>\nso\n</think>\n\nIt is 12."]
+    tokenizer = tokenizer_of_trl("qwen3")
+    t = run(packages_python, f"anthropic_client think{mode}", turns, tokenizer=tokenizer)
+    assert t.counts == {
+        "gateway/first": 1, "gateway/clean": 1, "gateway/ignored/thinking": 2
+    }  # fmt: skip
+    assert len(t.segments) == 1 and t.final_text.endswith("It is 12.")
+    first, second = (r.content for r in t.turns[0].tool_results)
+    assert first == "12" and second.startswith("Error: ")
+
+
+def test_anthropics_client_edits_its_history(packages_python):
+    t = run(packages_python, "anthropic_client trim", [CALCULATE, CALCULATE, "It is 12."])
+    assert t.counts == {"gateway/first": 1, "gateway/clean": 1, "gateway/branch": 1}
+    assert len(t.segments) == 2
+    assert TOKENIZER.decode(t.segments[1].prompt_ids).count(CALCULATE) == 1
 
 
 def test_an_edited_history_begins_a_row(packages_python):
@@ -155,14 +198,36 @@ def test_sub_agents_at_the_same_time(packages_python):
     assert sorted(turn.thread for turn in t.turns) == [0, 0, 1, 1, 2, 2]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_mini_swe_agent(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mini")
+def python_with(folder: Path, requirements: str) -> str:
+    """Return the Python of a new environment with the packages of a file of `packages/`."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = str(folder / "bin/python")
     install = [python, "-m", "pip", "install", "-q", "--no-compile", "-r"]
-    subprocess.run([*install, HERE / "mini_swe_agent.txt"], check=True)
+    subprocess.run([*install, HERE / requirements], check=True)
+    return python
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_claude_code(tmp_path_factory):
+    python = python_with(tmp_path_factory.mktemp("claude"), "claude_agent_sdk.txt")
+    bash = call("Bash", command="echo $((3*4))", description="Multiply")
+    turns = [f"Hm.\n{bash}", "It is 12."]
+    engine = partial(Scripted, max_length=10**6)  # Its prompt has 71,000 bytes.
+    t = run(python, "claude_agent_sdk_agent", turns, engine, max_trajectory_tokens=10**6)
+    assert [r.content for r in t.turns[0].tool_results] == ["12"]
+    assert (t.counts["gateway/first"], t.counts["gateway/clean"]) == (1, 1)
+    assert len(t.segments) == 1 and t.final_text == "It is 12."
+    # This template refuses its system message; Claude Code sends the text in another one.
+    others = {"tokenizer": tokenizer_of_trl("qwen3_6"), "max_trajectory_tokens": 10**6}
+    t = run(python, "claude_agent_sdk_agent", ["It is 12."], engine, **others)
+    assert t.counts["gateway/first"] == 1 and t.final_text == "It is 12."
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_mini_swe_agent(tmp_path_factory):
+    python = python_with(tmp_path_factory.mktemp("mini"), "mini_swe_agent.txt")
     bash = [call("bash", command="echo $((3*4)) > x; cat x")]
     end = [call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat x")]
     t = run(python, "mini_swe_agent_agent", [*bash, *end])

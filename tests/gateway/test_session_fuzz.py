@@ -8,6 +8,7 @@ its row before it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 from array import array
@@ -18,20 +19,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.any_template import tokenizer_of_trl
+from support.wires import WIRES
 
 from agentrl.agent_loops import Episode, agent_loop
 from agentrl.agent_loops.attempt import Runtime, make_template
 from agentrl.agent_loops.play import play_episode
 from agentrl.config import Config, RolloutConfig
 from agentrl.engine.base import Sampler, Sampling
-from agentrl.gateway.dialects import ChatCompletions
 from agentrl.gateway.requests import Refusal
 from agentrl.gateway.session import Session
 from agentrl.testing import byte_tokenizer, call
 from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Generation, Message, Sample, Trajectory, float_array, token_array
 
-DIALECT = ChatCompletions()
 SAMPLE = Sample("s", (Message("user", "How much is 3*4?"),), agent_name="fuzzed_session")
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": "d", "parameters": {
@@ -98,8 +98,8 @@ class RandomEngine(Sampler):
 class Client:
     """An agent that keeps a history for each of its conversations, and misuses it."""
 
-    def __init__(self, session: Session, rng: random.Random):
-        self.session, self.rng = session, rng
+    def __init__(self, session: Session, rng: random.Random, dialect: str):
+        self.session, self.rng, self.wire = session, rng, WIRES[dialect]
         self.histories: list[list[dict]] = []
         self.answered: list[bytes] = []
         self.errors: Counter[str] = Counter()
@@ -113,14 +113,18 @@ class Client:
         return [*(system if rng.random() < 0.5 else []), user, *shots]
 
     def body(self, history: list[dict]) -> bytes:
-        tools = {"tools": TOOLS} if self.rng.random() < 0.9 else {}
+        tools = TOOLS if self.rng.random() < 0.9 else []
         limit = {"max_tokens": self.rng.randint(1, 8)} if self.rng.random() < 0.1 else {}
-        return json.dumps({"messages": history, **tools, **limit}).encode()
+        return self.wire.body(history, tools, **limit)
 
     async def ask(self, history: list[dict], *, is_retry: bool = False) -> None:
         """Send a history, and add the answer and results of its calls."""
         body = self.body(history)
-        request = DIALECT.read(body, {"x-stainless-retry-count": str(int(is_retry))})
+        dialect = self.wire.dialect
+        request = dialect.read(body, {"x-stainless-retry-count": str(int(is_retry))})
+        if dialect.count_path:  # It changes nothing: the rows are those of the other dialects.
+            with contextlib.suppress(Refusal):
+                assert self.session.count_tokens(request) > 0
         task = asyncio.create_task(self.session.answer(request))
         if self.rng.random() < 0.05:  # the client loses the connection and sends it again
             await asyncio.sleep(0)
@@ -133,7 +137,9 @@ class Client:
         except Refusal as e:
             self.errors[e.code] += 1
             return
-        message = json.loads(DIALECT.write(answer, request))["choices"][0]["message"]
+        message = self.wire.message(dialect.write(answer, request))
+        streamed = self.wire.streamed(dialect.events(answer, request))
+        assert streamed == {"role": "assistant", **message}
         history.append(self.rewritten(message))
         results = [
             {"role": "tool", "tool_call_id": c["id"], "content": self.rng.choice(["12", "error"])}
@@ -199,7 +205,15 @@ class Client:
         await self.ask(history)
 
 
-def play(tokenizer, seed: int, steps: int, *, is_concurrent: bool, strip: bool = False):
+def play(
+    tokenizer,
+    seed: int,
+    steps: int,
+    *,
+    is_concurrent: bool,
+    strip: bool = False,
+    dialect: str = "chat_completions",
+):
     """Play one session of a random client; return the trajectory, the engine and the client."""
     rng = random.Random(seed)
     engine = RandomEngine(tokenizer, rng, is_concurrent)
@@ -208,7 +222,7 @@ def play(tokenizer, seed: int, steps: int, *, is_concurrent: bool, strip: bool =
     @agent_loop("fuzzed_session", uses_tools=False, uses_interaction=False)
     async def fuzzed(ep: Episode) -> None:
         session = Session(ep)
-        client = Client(session, rng)
+        client = Client(session, rng, dialect)
         clients.append(client)
         for _ in range(steps):
             await asyncio.gather(*(client.step() for _ in range(rng.choice([1, 1, 2, 3]))))
@@ -259,11 +273,27 @@ def check(t: Trajectory, engine: RandomEngine) -> None:
 
 
 @pytest.mark.parametrize("is_concurrent", [False, True], ids=["in turn", "concurrent"])
+@pytest.mark.parametrize("dialect", WIRES)
 @given(seed=st.integers(0, 2**32))
-def test_each_sampled_token_trains_once(is_concurrent, seed):
+def test_each_sampled_token_trains_once(dialect, is_concurrent, seed):
     tokenizer = byte_tokenizer()
-    t, engine, _ = play(tokenizer, seed, 12, is_concurrent=is_concurrent)
+    t, engine, _ = play(tokenizer, seed, 12, is_concurrent=is_concurrent, dialect=dialect)
     check(t, engine)
+
+
+@pytest.mark.parametrize("dialect", [name for name in WIRES if name != "chat_completions"])
+@pytest.mark.parametrize("strip", [False, True], ids=["keep", "strip"])
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**32))
+def test_the_rows_of_all_dialects_are_the_same(dialect, strip, seed):
+    tokenizer = tokenizer_of_trl("qwen3")  # It has thinking.
+    a, b = (
+        play(tokenizer, seed, 12, is_concurrent=True, strip=strip, dialect=name)
+        for name in ("chat_completions", dialect)
+    )
+    assert a[0].segments == b[0].segments and a[2].errors == b[2].errors
+    assert [turn.thread for turn in a[0].turns] == [turn.thread for turn in b[0].turns]
+    check(b[0], b[1])
 
 
 @pytest.mark.parametrize("strip", [False, True], ids=["keep", "strip"])

@@ -1,0 +1,176 @@
+"""`Dialect`: an API of the gateway, and what the APIs share."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, cast
+
+import orjson
+
+from agentrl.gateway.requests import Answer, ChatRequest, Refusal
+
+RETRIES = "x-stainless-retry-count"
+"""The header in which OpenAI's and Anthropic's clients count how often they repeat a request."""
+
+
+class Dialect(ABC):
+    """An API for chats, as the JSON of its requests and responses."""
+
+    path: ClassVar[str]
+    """The path of its requests, below the base URL."""
+    count_path: ClassVar[str] = ""
+    """The path of requests that count the tokens of a prompt; "" if the API has none."""
+    ping: ClassVar[bytes] = b": ping\n\n"
+    """What keeps a stream open that waits for its answer."""
+
+    @abstractmethod
+    def read(self, body: bytes, headers: Mapping[str, str]) -> ChatRequest:
+        """Return a request.
+
+        Raises:
+            Refusal: the request is wrong, or asks for something that is not supported.
+        """
+
+    @abstractmethod
+    def write(self, answer: Answer, request: ChatRequest) -> bytes:
+        """Return an answer as the body of a response."""
+
+    @abstractmethod
+    def events(self, answer: Answer, request: ChatRequest) -> Iterator[bytes]:
+        """Yield an answer as server-sent events."""
+
+    @abstractmethod
+    def error(self, refusal: Refusal) -> bytes:
+        """Return an error as the body of a response."""
+
+    def error_event(self, refusal: Refusal) -> bytes:
+        """Return an error as an event, for a response whose headers are sent already."""
+        return event(self.error(refusal))
+
+    def write_count(self, tokens: int) -> bytes:
+        """Return the number of tokens of a prompt as the body of a response to `count_path`."""
+        raise NotImplementedError(f"{type(self).__name__} counts no tokens")
+
+
+def load(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a request's body.
+
+    Raises:
+        Refusal: it is none.
+    """
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as e:
+        raise Refusal(400, "not_json", f"the body is not JSON: {e}") from None
+    if not isinstance(data, dict):
+        raise wrong("body", data, "a JSON object", "")
+    if data.get("stream") not in (None, False, True):
+        raise wrong("stream", data["stream"], "true or false", "stream")
+    return data
+
+
+def refuse_fields(data: Mapping[str, Any], refused: Mapping[str, str]) -> None:
+    """Raise `Refusal` if a request has a field that is not supported.
+
+    Args:
+        data: the request.
+        refused: the reason for each of these fields. To ignore them would mislead the client.
+    """
+    for name, why in refused.items():
+        if data.get(name) not in (None, False, [], {}, ["text"]):
+            raise Refusal(400, "unsupported", f"{name} is not supported: {why}", name)
+
+
+def read_stops(stop: Any, field: str) -> tuple[str, ...]:
+    """Return the texts that end an answer: a text, or a list of texts."""
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
+        raise wrong(field, stop, "a text or a list of texts", field)
+    return tuple(stops)
+
+
+def read_limit(data: Mapping[str, Any], *names: str) -> int | None:
+    """Return the largest number of tokens of an answer, from the first of these fields."""
+    for name in names:
+        value = data.get(name)
+        if value is not None:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise wrong(name, value, "a whole number of at least 1", name)
+            return value
+    return None
+
+
+NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+"""The names of tools that are accepted."""
+
+
+def tool_schema(function: Any, where: str, parameters: str = "parameters") -> Mapping[str, Any]:
+    """Return a tool's schema in the form that chat templates expect.
+
+    Args:
+        function: an object with `name`, `description` and the JSON schema of its parameters.
+        where: the place of the object in the request.
+        parameters: the field of the JSON schema.
+    """
+    if not is_name(name := function.get("name")):
+        raise wrong(f"{where}.name", name, "a name", "tools")
+    description = function.get("description") or ""
+    if not isinstance(description, str):
+        raise wrong(f"{where}.description", description, "a text", "tools")
+    schema = function.get(parameters) or {"type": "object", "properties": {}}
+    if not isinstance(schema, dict):
+        raise wrong(f"{where}.{parameters}", schema, "a JSON schema", "tools")
+    checked = {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": schema},
+    }
+    write_json([checked], where, "tools")
+    return checked
+
+
+def is_name(name: Any) -> bool:
+    """Return whether a value is the name of a tool."""
+    return isinstance(name, str) and bool(NAME.fullmatch(name))
+
+
+def write_json(value: Any, where: str, field: str) -> str:
+    """Return a value as JSON.
+
+    Raises:
+        Refusal: it is nested more deeply than JSON is written here.
+    """
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError as e:
+        raise Refusal(400, "invalid", f"{where} cannot be written: {e}", field) from None
+
+
+def read_sampling(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters of a request."""
+    limits = {"temperature": (0, 10), "top_p": (0, 1), "top_k": (0, 2**31)}
+    sampling = {}
+    for name, (low, high) in limits.items():
+        value = data.get(name)
+        if value is None or (name == "top_k" and value == -1):
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or (name == "top_p" and value == 0):
+            raise wrong(name, value, f"a number from {low} to {high}", name)
+        sampling[name] = int(value) if name == "top_k" else float(value)
+    return sampling
+
+
+def wrong(where: str, value: Any, expected: str, field: str) -> Refusal:
+    """Return the refusal of a value that is not as expected."""
+    try:
+        shown = f"{value!r:.200}"
+    except RecursionError:
+        shown = "a deeply nested value"
+    return cast(Refusal, Refusal(400, "invalid", f"{where} must be {expected}, not {shown}", field))
+
+
+def event(data: bytes, name: str = "") -> bytes:
+    """Return data as a server-sent event."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"

@@ -1,0 +1,130 @@
+"""The dialects of the gateway, each with a client that keeps its history as chat completions do.
+
+So the same agent can be played in each dialect. To add one, add a class to `WIRES`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from agentrl.gateway.dialects import ChatCompletions, Dialect, Messages
+
+History = Sequence[dict[str, Any]]
+
+
+class ChatWire:
+    """Chat completions."""
+
+    dialect: ClassVar[Dialect] = ChatCompletions()
+
+    def body(self, history: History, tools: Sequence[Any] = (), **fields: Any) -> bytes:
+        """Return the body of a request. `fields`: max_tokens, stop, stream."""
+        tools_field = {"tools": tools} if tools else {}
+        return json.dumps({"messages": history, **tools_field, **fields}).encode()
+
+    def message(self, answer: bytes) -> dict[str, Any]:
+        """Return the message of an answer in the form of chat completions."""
+        return json.loads(answer)["choices"][0]["message"]
+
+    def streamed(self, events: Iterable[bytes]) -> dict[str, Any]:
+        """Return the message of a stream in the form of chat completions."""
+        message: dict[str, Any] = {"content": None}
+        for event in [*events][:-1]:
+            for choice in json.loads(event.removeprefix(b"data: "))["choices"]:
+                for name, value in choice["delta"].items():
+                    if name == "tool_calls":
+                        calls = [{k: v for k, v in c.items() if k != "index"} for c in value]
+                        message[name] = [*message.get(name, []), *calls]
+                    else:
+                        message[name] = (message.get(name) or "") + value
+        if not message["content"] and "tool_calls" in message:
+            message["content"] = None
+        return message
+
+
+class MessagesWire:
+    """Anthropic's Messages API."""
+
+    dialect: ClassVar[Dialect] = Messages()
+
+    def body(self, history: History, tools: Sequence[Any] = (), **fields: Any) -> bytes:
+        """Return the body of a request. `fields`: max_tokens, stop, stream."""
+        data: dict[str, Any] = {"max_tokens": 10**6, "thinking": {"type": "enabled"}, **fields}
+        if "stop" in data:
+            data["stop_sequences"] = data.pop("stop")
+        if tools:
+            data["tools"] = [
+                {"input_schema" if k == "parameters" else k: v for k, v in t["function"].items()}
+                for t in tools
+            ]
+        if len(history) > 1 and history[0]["role"] == "system" and history[0]["content"]:
+            data["system"] = [{"type": "text", "text": history[0]["content"]}]
+            history = history[1:]
+        data["messages"] = messages = []
+        for message in history:
+            role, blocks = message["role"], self._blocks(message)
+            has_results = messages and messages[-1]["content"][-1:] and (
+                messages[-1]["content"][-1]["type"] == "tool_result")  # fmt: skip
+            if role in ("user", "tool") and has_results:
+                messages[-1]["content"] += blocks
+            else:
+                messages.append({"role": "user" if role == "tool" else role, "content": blocks})
+        return json.dumps(data).encode()
+
+    def _blocks(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        text = message["content"]
+        if message["role"] == "tool":
+            return [{"type": "tool_result", "tool_use_id": message["tool_call_id"],
+                     "content": [{"type": "text", "text": text}]}]  # fmt: skip
+        blocks = []
+        if message.get("reasoning_content"):
+            thought = message["reasoning_content"]
+            blocks.append({"type": "thinking", "thinking": thought, "signature": "s"})
+        if text or (message["role"] != "assistant"):
+            blocks.append({"type": "text", "text": text or ""})
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"],
+                           "input": json.loads(function["arguments"])})  # fmt: skip
+        return blocks
+
+    def message(self, answer: bytes) -> dict[str, Any]:
+        """Return the message of an answer in the form of chat completions."""
+        content = json.loads(answer)["content"]
+        texts = [b["text"] for b in content if b["type"] == "text"]
+        calls = [
+            {"id": b["id"], "type": "function", "function": {
+                "name": b["name"], "arguments": json.dumps(b["input"], ensure_ascii=False)}}
+            for b in content if b["type"] == "tool_use"
+        ]  # fmt: skip
+        thoughts = [b["thinking"] for b in content if b["type"] == "thinking"]
+        message: dict[str, Any] = {"role": "assistant", "content": texts[0] if texts else None}
+        if thoughts:
+            message["reasoning_content"] = thoughts[0]
+        return message | ({"tool_calls": calls} if calls else {})
+
+    def streamed(self, events: Iterable[bytes]) -> dict[str, Any]:
+        """Return the message of a stream in the form of chat completions."""
+        content: list[dict[str, Any]] = []
+        for event in events:
+            kind, data = event.decode().split("\n")[:2]
+            fields = json.loads(data.removeprefix("data: "))
+            assert kind == f"event: {fields['type']}"
+            if fields["type"] == "content_block_start":
+                assert fields["index"] == len(content)
+                content.append(fields["content_block"])
+            elif fields["type"] == "content_block_delta":
+                delta = dict(fields["delta"])
+                delta.pop("type")
+                ((name, value),) = delta.items()
+                if name == "partial_json":
+                    assert content[-1]["input"] == {}
+                    content[-1]["input"] = json.loads(value)
+                else:
+                    content[-1][name] += value
+        return self.message(json.dumps({"content": content}).encode())
+
+
+WIRES = {"chat_completions": ChatWire(), "messages": MessagesWire()}
