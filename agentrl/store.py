@@ -104,6 +104,18 @@ TOKENS_SCHEMA = pa.schema(
 )
 """The columns of `TrajectoryStore.read_tokens`. `position` is the index among the response tokens
 of a segment."""
+TOKEN_SCHEMA = pa.schema(
+    [
+        ("token_ids", pa.list_(pa.int32())),
+        ("token_mask", pa.list_(pa.int8())),
+        ("episode", pa.string()),
+        ("step", pa.int32()),
+        ("reward", pa.float64()),
+    ]
+)
+"""The columns of a file of `agentrl show --sft`; `token_mask` is 1 for sampled tokens."""
+VOCABULARY = b"agentrl.vocabulary"
+"""The key of such a file's metadata that has the `hash_vocabulary` of its tokenizer."""
 LEARNED_STEPS = 50
 """The number of last steps whose `LEARNED` numbers are kept."""
 

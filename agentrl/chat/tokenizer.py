@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from agentrl.errors import UserError
 from agentrl.plural import plural
@@ -35,6 +38,15 @@ def end_of_turn_ids(path: str | Path) -> list[int]:
     except OSError:
         return []
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def hash_vocabulary(tokenizer_json: str) -> str:
+    """Return a hash of the tokens in the text of a tokenizer.json, and of their ids."""
+    data = orjson.loads(tokenizer_json)
+    vocabulary = data["model"].get("vocab")
+    added = [(token["id"], token["content"]) for token in data.get("added_tokens") or ()]
+    text = orjson.dumps([vocabulary, sorted(added)], option=orjson.OPT_SORT_KEYS)
+    return blake2b(text, digest_size=16).hexdigest()
 
 
 def load_tokenizer(path: str | Path, *, needs_template: bool = True) -> Any:

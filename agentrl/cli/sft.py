@@ -22,7 +22,12 @@ FEW_STEPS = 20
 
 
 def sft(
-    dataset: Annotated[str, typer.Option(help="Rows with conversations, .parquet or .jsonl.")],
+    dataset: Annotated[
+        str,
+        typer.Option(
+            help="Rows with conversations, .parquet or .jsonl, or of `agentrl show --sft`."
+        ),
+    ],
     model: Annotated[
         str, typer.Option(help="The model to train: a folder or hub name, or `tiny`.")
     ],
@@ -84,6 +89,8 @@ def sft(
 
         agentrl sft --dataset chats.jsonl --model models/base --output models/chat
         trainer.n_gpus_per_node=8 optim.recompute=true
+
+        agentrl sft --dataset best.parquet --model runs/demo/model --output models/best
     """
     from agentrl.errors import UserError
     from agentrl.registry import load_file
@@ -100,12 +107,15 @@ def sft(
     from agentrl.config import without_effect
     from agentrl.engine.local.load import load_model_config, max_row_length
     from agentrl.learner.sft import batches, make_sft_config
-    from agentrl.trainer.sft import load_examples
+    from agentrl.trainer.sft import has_tokens, load_examples, load_token_examples
 
     logging.disable_progress_bar()
     template = ChatTemplate.load(path)
     max_length = max_row_length(load_model_config(path))
-    examples = load_examples(dataset, column, template, max_length, prompt_key)
+    if has_tokens(dataset):
+        examples = load_token_examples(dataset, template, max_length)
+    else:
+        examples = load_examples(dataset, column, template, max_length, prompt_key)
     steps = steps or -(-len(examples) // batch_size)
     config = make_sft_config(
         path,

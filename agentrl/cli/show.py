@@ -30,6 +30,12 @@ def show(
     n: Annotated[int, typer.Option("-n", min=1, help="Print at most this many episodes.")] = 20,
     after: Annotated[int, typer.Option(min=0, help="Skip this many episodes.")] = 0,
     episode: Annotated[str | None, typer.Option(help="Print this episode in full: its id.")] = None,
+    sft: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the tokens of all found episodes for agentrl sft."
+        ),
+    ] = None,
 ) -> None:
     """Find the episodes of a run, and print them as a table, or one in full (--episode).
 
@@ -46,6 +52,8 @@ def show(
         agentrl show runs/demo 'group=7 calls=0' --step 12
 
         agentrl show runs/demo --episode train-11-96-0-4c5265d9-7
+
+        agentrl show runs/demo 'reward>=1' --sft best.parquet
     """
     from agentrl.report.run import load_run
     from agentrl.view.query import find_episodes, parse_query
@@ -53,6 +61,15 @@ def show(
     loaded = load_run(run, None if step is None else [step])
     if episode is not None:
         echo(_describe_episode(loaded, episode))
+        return
+    if sft is not None:
+        from agentrl.view.rejection import write_tokens
+
+        written = write_tokens(loaded, parse_query(query), sft)
+        echo(
+            f"{plural(written.episodes, 'episode')}: {plural(written.rows, 'row')} with"
+            f" {written.tokens:,} tokens, {written.sampled:,} of them sampled, in {sft}"
+        )
         return
     found = find_episodes(loaded, parse_query(query), after, n)
     if not loaded.store.all_steps():

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from agentrl.agent_loops import AgentLoop
 from agentrl.chat import ChatTemplate
+from agentrl.chat.tokenizer import hash_vocabulary
 from agentrl.data import ColumnNames, open_rows
 from agentrl.data.files import load_json
 from agentrl.data.rows import Mistakes, read_message
-from agentrl.errors import RegistryError
+from agentrl.errors import DataError, RegistryError
 from agentrl.learner.sft import Example
 from agentrl.registry import agent_loops, tools, where_to_load
+from agentrl.store import VOCABULARY
 from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Message, Sample
 
@@ -65,6 +73,45 @@ def load_examples(
             mistakes.add(sample.row, column, str(e))
     mistakes.raise_any()
     return examples
+
+
+def has_tokens(path: str) -> bool:
+    """Return whether a file is one of `agentrl show --sft`."""
+    file = Path(path).expanduser()
+    if file.suffix != ".parquet" or not file.is_file():
+        return False
+    with suppress(pa.ArrowInvalid, OSError):  # `load_examples` reports it.
+        return VOCABULARY in (pq.read_schema(file).metadata or {})
+    return False
+
+
+def load_token_examples(path: str, template: ChatTemplate, max_length: int) -> list[Example]:
+    """Return the rows of a file of `agentrl show --sft` as they are.
+
+    Args:
+        path: the file.
+        template: the chat template of the model to train, for its tokenizer.
+        max_length: most tokens of a row.
+
+    Raises:
+        DataError: the tokens are those of another tokenizer, or rows are too long.
+    """
+    table = pq.read_table(Path(path).expanduser())
+    rows = [*map(Example, *(_arrays(table[name]) for name in ("token_ids", "token_mask")))]
+    known = hash_vocabulary(template.tokenizer.backend_tokenizer.to_str()).encode()
+    if (table.schema.metadata or {})[VOCABULARY] != known:
+        raise DataError(f"{path}: the tokens are those of another tokenizer than the model's")
+    mistakes = Mistakes(path)
+    for row, example in enumerate(rows):
+        if (length := len(example.ids)) > max_length:
+            text = f"is {length:,} tokens long, more than the model's {max_length:,}"
+            mistakes.add(row, "token_ids", text)
+    mistakes.raise_any()
+    return rows
+
+
+def _arrays(column: pa.ChunkedArray) -> list[array[int]]:
+    return [array("i", items) for items in column.to_pylist()]
 
 
 def _parse_messages(cell: Any, column: str) -> tuple[list[Message], list[bool]]:
