@@ -73,10 +73,9 @@ def sft(
     agent loop shows it. A text is such a message, but in the column `messages` it is a conversation
     in JSON. Other conversations are complete. The tools of the row are shown too.
 
-    A tool call is text in the assistant's content, in the format of the model: for Qwen2.5
-    <tool_call>, {"name": "add", "arguments": {"a": 1}} and </tool_call>, on a line each. Structured
-    `tool_calls` are refused. `agentrl check template MODEL` prints the model's format. Assistant
-    messages with `weight` 0 or `train` false are not trained.
+    A tool call is text in the assistant's content, in the format of the model (`agentrl check
+    template MODEL` prints it), or in `tool_calls` as OpenAI writes it: then the model's template
+    writes the text. Assistant messages with `weight` 0 or `train` false are not trained.
 
     Examples:
         agentrl sft --dataset chats.jsonl --model models/base --output models/chat

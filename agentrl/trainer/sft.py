@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from agentrl.chat.tokenizer import hash_vocabulary
 from agentrl.data import ColumnNames, open_rows
 from agentrl.data.files import load_json
 from agentrl.data.rows import Mistakes, read_message
-from agentrl.errors import DataError, RegistryError
+from agentrl.errors import DataError, RegistryError, TemplateError
 from agentrl.learner.sft import Example
 from agentrl.registry import agent_loops, tools, where_to_load
 from agentrl.store import VOCABULARY
 from agentrl.tools import LocalToolbox
-from agentrl.trajectory import Message, Sample
+from agentrl.trajectory import Message, Sample, ToolCall
 
 LOSS_KEYS = ("weight", "train")
 """The keys of a message that exclude it from the loss: OpenAI's `weight`, and `train`."""
@@ -57,7 +58,7 @@ def load_examples(
     examples = []
     for sample in open_rows(path, names=ColumnNames(prompt=prompt_key)):
         try:
-            messages, trained = _parse_messages(sample.extra.get(column), column)
+            messages, trained = _parse_messages(sample.extra.get(column), column, template)
             opening, schemas = _build_opening(sample, messages, prompt_key)
             trained = [*[False] * len(opening), *trained]
             ids, mask = template.trace([*opening, *messages], schemas, trained=trained)
@@ -114,7 +115,9 @@ def _arrays(column: pa.ChunkedArray) -> list[array[int]]:
     return [array("i", items) for items in column.to_pylist()]
 
 
-def _parse_messages(cell: Any, column: str) -> tuple[list[Message], list[bool]]:
+def _parse_messages(
+    cell: Any, column: str, template: ChatTemplate
+) -> tuple[list[Message], list[bool]]:
     """Return the messages of a cell, and whether each is trained."""
     if cell is None:
         raise ValueError("is missing: name the column that holds the conversations with --column")
@@ -127,7 +130,12 @@ def _parse_messages(cell: Any, column: str) -> tuple[list[Message], list[bool]]:
     messages, trained = [], []
     for i, item in enumerate(cell):
         problems: list[str] = []
-        message = read_message(item, problems, LOSS_KEYS)
+        calls = item.get("tool_calls") if isinstance(item, dict) else None
+        if calls and item.get("content") is None:  # as OpenAI writes it
+            item = {**item, "content": ""}
+        message = read_message(item, problems, (*LOSS_KEYS, "tool_calls"))
+        if calls and not problems:
+            message = _with_calls(message, calls, template, problems)
         loss = [] if problems else [item[k] for k in LOSS_KEYS if item.get(k) is not None]
         is_trained = message.role == "assistant" and all(loss)
         if any(value not in (0, is_trained) for value in loss):
@@ -143,6 +151,39 @@ def _parse_messages(cell: Any, column: str) -> tuple[list[Message], list[bool]]:
     if not any(trained):
         raise ValueError("has no trained message: each has weight 0 or train false")
     return messages, trained
+
+
+def _with_calls(
+    message: Message, calls: Any, template: ChatTemplate, problems: list[str]
+) -> Message:
+    """Return an assistant message whose content has its structured calls in the model's format.
+
+    Args:
+        message: the message without its calls.
+        calls: a list of calls as OpenAI writes them; `arguments` is an object, or its JSON.
+        template: the model's chat template.
+        problems: gets a text if the calls cannot be written.
+    """
+    try:
+        if message.role != "assistant":
+            raise ValueError("only assistant messages have them")
+        read = []
+        for call in calls:
+            function = call["function"]
+            arguments = function.get("arguments") or {}
+            if isinstance(arguments, str):
+                arguments = load_json(arguments.encode(errors="surrogatepass"))
+            if not isinstance(arguments, dict) or not isinstance(function["name"], str):
+                raise ValueError(f"{call!r:.80} needs a name, and arguments as an object")
+            read.append(ToolCall(function["name"], arguments, id=str(call.get("id") or "")))
+        text = template.decode_turn(template.foreign_turn(message.content, read))
+    except (TypeError, KeyError, AttributeError):
+        problems.append(f'tool_calls: {calls!r:.80} is no list of {{"function": {{"name", ...}}}}')
+    except (ValueError, TemplateError) as e:
+        problems.append(f"tool_calls: {e}")
+    else:
+        return replace(message, content=text, tool_calls=tuple(read))
+    return message
 
 
 def _build_opening(

@@ -124,6 +124,20 @@ def test_the_loss_is_on_the_assistants_tokens_and_ends(template, tmp_path):
     assert list(e.mask) == [0] * len(prompt) + [1] * 5 + [0] * len(again) + [1] * 2
 
 
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
+def test_structured_calls_are_written_as_the_model_writes_them(template, tmp_path, arguments):
+    """Only messages without weight 0 are trained, with their calls."""
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+    result = {"role": "tool", "content": "2", "tool_call_id": "1"}
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    structured = {"role": "assistant", "content": None, "tool_calls": calls}
+    written = {"role": "assistant", "content": text}
+    rest = [result, {**TALK[3], "weight": 0}]
+    [made] = load(template, tmp_path, {"messages": [TALK[0], structured, *rest]})
+    assert [made] == load(template, tmp_path, {"messages": [TALK[0], written, *rest]})
+    assert own(template, made) == f"{text}|"
+
+
 def test_an_empty_list_of_calls_is_no_call(template, tmp_path):
     """A column of a Parquet file has the same keys in every row."""
     messages = [{**message, "tool_calls": []} for message in TALK]
@@ -266,8 +280,32 @@ def test_examples_have_the_prompt_of_the_rows_loop(template, tmp_path):
         ),
         ({"messages": [TALK[0], TALK[1] | {"weight": 0}]}, "has no trained message"),
         ({"messages": [*TALK[:3], TALK[3] | {"content": ""}]}, "message 3: has no content"),
-        ({"messages": [*TALK[:3], CALL]}, "message 3: write tool calls into the content"),
-        ({"messages": [CALL, *TALK]}, "message 0: write tool calls into the content"),
+        (
+            {"messages": [{**TALK[0], "tool_calls": CALL["tool_calls"]}, TALK[1]]},
+            "message 0: tool_calls: only assistant messages have them",
+        ),
+        (
+            {"messages": [TALK[0], {**CALL, "tool_calls": [{"name": "f"}]}]},
+            "message 1: tool_calls: .* is no list of",
+        ),
+        (
+            {
+                "messages": [
+                    TALK[0],
+                    {**CALL, "tool_calls": [{"function": {"name": "f", "arguments": 3}}]},
+                ]
+            },
+            "message 1: tool_calls: .* needs a name, and arguments as an object",
+        ),
+        (
+            {
+                "messages": [
+                    TALK[0],
+                    {**CALL, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+                ]
+            },
+            "message 1: tool_calls: is not JSON",
+        ),
         ({"messages": TALK[:3]}, "must end with an assistant message"),
         ({"messages": TALK, "tools": ["calculater"]}, "no tool named 'calculater'"),
         ({"messages": TALK[1:], "agent_name": "reakt"}, "no agent loop named 'reakt'"),
