@@ -116,6 +116,10 @@ CALL = {
 }
 
 
+def calling(call):
+    return {"messages": [TALK[0], {**CALL, "tool_calls": [call]}]}
+
+
 def test_the_loss_is_on_the_assistants_tokens_and_ends(template, tmp_path):
     (e,) = load(template, tmp_path, {"messages": TALK})
     prompt = [257, *b"user\nHi", END, *b"\n", 257, *b"assistant\n"]
