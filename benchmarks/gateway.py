@@ -5,11 +5,11 @@
     python benchmarks/gateway.py cpu_8k --profile   # where the time goes
 
 One JSON object per line: name, value, unit, context. The engine answers at once, so the figures are
-those of HTTP, JSON, matching, tokens and parsing. For `cpu_...` the agent is a process of its own,
-which is not included: the figure is the CPU time of the process that serves it, from one request
-that reaches the engine to the next. It includes what every agent loop does for a turn: encoding the
-tool's result, decoding and parsing the turn. Other processes on the same cores make it larger;
-`p10_ms` is the figure of the least disturbed tenth.
+those of HTTP, JSON, matching, tokens and parsing. For `cpu_...` and `responses_8k` the agent is a
+process of its own, which is not included: the figure is the CPU time of the process that serves it,
+from one request that reaches the engine to the next. It includes what every agent loop does for a
+turn: encoding the tool's result, decoding and parsing the turn. Other processes on the same cores
+make it larger; `p10_ms` is the figure of the least disturbed tenth.
 """
 
 from __future__ import annotations
@@ -66,14 +66,20 @@ class History:
         tokens: the tokens of the prompts that are measured.
         result_tokens: about the number of tokens of a tool's result.
         episodes: the number of episodes.
+        api: the API of the requests: chat or responses.
     """
 
     tokens: int
     result_tokens: int
     episodes: int
+    api: str = "chat"
 
 
-HISTORIES = {"cpu_8k": History(8_000, 300, 16), "cpu_128k": History(128_000, 900, 2)}
+HISTORIES = {
+    "cpu_8k": History(8_000, 300, 16),
+    "responses_8k": History(8_000, 300, 16, "responses"),
+    "cpu_128k": History(128_000, 900, 2),
+}
 AGENT = """
 import http.client, json, os, sys, urllib.parse
 
@@ -82,14 +88,26 @@ messages = json.loads(os.environ["AGENTRL_SAMPLE"])["prompt"]
 url = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
 connection = http.client.HTTPConnection(url.hostname, url.port)
 headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-for result in results:
-    body = {"model": "policy", "messages": messages, "tools": [tool]}
+def post(path, body):
     body = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-    connection.request("POST", url.path + "/chat/completions", body, headers)
-    message = json.load(connection.getresponse())["choices"][0]["message"]
+    connection.request("POST", url.path + path, body, headers)
+    return json.load(connection.getresponse())
+
+for result in results if sys.argv[2] == "chat" else ():
+    body = {"model": "policy", "messages": messages, "tools": [tool]}
+    message = post("/chat/completions", body)["choices"][0]["message"]
     messages.append(message)
     for call in message["tool_calls"]:
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+
+for result in results if sys.argv[2] == "responses" else ():
+    tools = [{"type": "function", **tool["function"]}]
+    output = post("/responses", {"model": "policy", "input": messages, "tools": tools})["output"]
+    messages += output
+    for item in output:
+        if item["type"] == "function_call":
+            messages.append({"type": "function_call_output", "call_id": item["call_id"],
+                             "output": result})
 """
 FUNCTION = """
 import asyncio, json
@@ -151,12 +169,12 @@ async def play(
     return time.perf_counter() - begin
 
 
-def write_agent(folder: Path, results: Sequence[str]) -> dict[str, str]:
+def write_agent(folder: Path, results: Sequence[str], api: str = "chat") -> dict[str, str]:
     """Write the agents, a process and a function; return `agent.command` and `agent.python`."""
     (folder / "talk.json").write_text(json.dumps([results, TOOL]))
     (folder / "agent.py").write_text(AGENT)
     (folder / "function.py").write_text(FUNCTION.format(file=str(folder / "talk.json")))
-    command = f"{sys.executable} {folder}/agent.py {folder}/talk.json"
+    command = f"{sys.executable} {folder}/agent.py {folder}/talk.json {api}"
     return {"processes": command, "functions": f"{folder}/function.py:run"}
 
 
@@ -171,7 +189,7 @@ async def measure_history(name: str, case: History, template: ChatTemplate, prof
         (talk,) = wide(template.tokenizer, turns, case.result_tokens, 1, texts)
         engine = Clocked(talk)
         with tempfile.TemporaryDirectory() as folder:
-            command = write_agent(Path(folder), talk.results)["processes"]
+            command = write_agent(Path(folder), talk.results, case.api)["processes"]
             if profile and episode:
                 profiler.enable()
             await play(engine, template, talk, 1, command=command)

@@ -1,6 +1,7 @@
 """The HTTP server of the gateway: an OpenAI-style API whose model is the policy.
 
     POST /v1/chat/completions     the policy's next message
+    POST /v1/responses            the same, in OpenAI's Responses API
     GET  /v1/models               the policy's name as a model
     POST /v1/reward               {"reward": number}: the outcome reward of the episode
 
@@ -91,7 +92,7 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
             session = None
             try:
                 session = find_session(request)
-                chat = dialect.read(await _body(request), request.headers)
+                chat = dialect.read_in(session.memory, await _body(request), request.headers)
                 answering = asyncio.create_task(session.answer(chat))
                 await _wait(request, answering, FIRST_WAIT_SECONDS if chat.stream else None)
                 if chat.stream:

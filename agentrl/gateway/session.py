@@ -40,6 +40,8 @@ import orjson
 from agentrl.agent_loops import Episode
 from agentrl.agent_loops.control import EpisodeControl
 from agentrl.errors import EpisodeOver, Infrastructure, TemplateError
+from agentrl.gateway.memory import AnswerMemory
+from agentrl.gateway.output_format import STATEMENT
 from agentrl.gateway.requests import Answer, ChatCall, ChatMessage, ChatRequest, Refusal
 from agentrl.trajectory import Message, Role, ToolCall, ToolResult
 
@@ -174,6 +176,7 @@ class Session:
         over: an event that is set when the episode has ended. Further requests are refused.
         is_over_budget: whether a budget has ended the episode.
         has_outcome: whether the agent has reported its reward.
+        memory: the answers that later requests may name by their ids.
         failure: the infrastructure error or the bug that ended the episode; None without one.
     """
 
@@ -185,6 +188,7 @@ class Session:
         self.failure: BaseException | None = None
         self.has_outcome = self.is_over_budget = False
         self.refusals: list[Refusal] = []
+        self.memory = AnswerMemory()
         self._episode = episode
         self._control = EpisodeControl(episode)
         self._attempt = self._control.attempt
@@ -193,6 +197,7 @@ class Session:
         self._by_call: dict[str, _SampledTurn] = {}
         self._by_text: dict[Any, list[_SampledTurn]] = {}
         self._sent: list[_Sent] = []
+        self._stated: dict[int, tuple[Message, Message]] = {}
         self._openings: Counter[str] = Counter()
         self._refused_before_answer = -1
         # A request runs in a task of the server. It needs the context of the episode's task, so
@@ -238,6 +243,7 @@ class Session:
             answer = await asyncio.shield(sent.task)
             sent.is_delivered = True
             self._refused_before_answer = self._count_refused()
+            self.memory.keep(request, answer)
             return answer
         except Refusal:
             if sent in self._sent:
@@ -361,6 +367,7 @@ class Session:
             for i in range(shared):
                 if keys[i].role != "assistant" and keys[i].written != best.keys[i].written:
                     messages[i] = Message(keys[i].role, request.messages[i].text)
+        self._state_format(request, messages)
         sampled = {id(s.message) for s in self._sampled}
         if event.kind != "branch" and any(id(m) in sampled for m in messages[shared:]):
             event = RequestMatch("branch", "a turn of another conversation was added", shared)
@@ -401,6 +408,7 @@ class Session:
             why = f"the first message must be of role system or user, not {keys[0].role!r}"
             raise Refusal(400, "first_message", why, "messages")
         messages = self._messages(None, request, keys, 0)
+        self._state_format(request, messages)
         if not self._conversations:
             self._episode.branch(messages, request.tools)
             conversation, event = _Conversation(self._episode), RequestMatch("first")
@@ -493,11 +501,32 @@ class Session:
                 messages.append(sampled.message if sampled else self._foreign(message))
                 used.add(id(messages[-1]))
             else:
-                own_id = self._own_id(message.call_id)
-                messages.append(Message(message.role, message.text, tool_call_id=own_id))
+                messages.append(self._received(message))
         self._sort_results(request, messages, shared)
         row = {(m.role, m.content): m for m in self._episode.sample.prompt if m.role != "assistant"}
         return [row.get((m.role, m.content), m) if m.role != "tool" else m for m in messages]
+
+    def _received(self, message: ChatMessage) -> Message:
+        """Return a message that is not an assistant's."""
+        return Message(message.role, message.text, tool_call_id=self._own_id(message.call_id))
+
+    def _state_format(self, request: ChatRequest, messages: list[Message]) -> None:
+        """State the form of the answer in the last message, if the conversation does not do so.
+
+        The client does not send this text, so `Key` does not contain it. Earlier messages keep it:
+        the row of tokens grows.
+        """
+        *earlier, last = messages
+        _, last = self._stated.get(id(last), (last, last))
+        if request.output_format:
+            statement = request.output_format.statement
+            told = (m.content for m in reversed(earlier) if m.role != "assistant")
+            stated = next((text for text in told if STATEMENT in text), "")
+            if not stated.endswith(statement):
+                changed = replace(last, content=last.content + statement)
+                self._stated[id(changed)] = changed, last
+                last = changed
+        messages[-1] = last
 
     def _find(
         self,
@@ -615,6 +644,9 @@ class Session:
         sampled.key = self._key(ChatMessage("assistant", answer.text, calls, reasoning=reasoning))
         self._sampled.append(sampled)
         self._by_text.setdefault(sampled.key[:3], []).append(sampled)
+        form = request.output_format
+        if form and not calls and not form.accepts(answer.text):
+            self._attempt.counts["gateway/invalid_output"] += 1
         conversation.keys.append(sampled.key)
         conversation.messages.append(message)
         conversation.turns += 1

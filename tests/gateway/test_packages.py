@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -49,6 +50,10 @@ def run(python: str, agent: str, turns, engine=Scripted) -> Trajectory:
         pytest.param("openai_client", "clean", marks=pytest.mark.slow),
         pytest.param("openai_agents", "clean", marks=pytest.mark.slow),
         pytest.param("langgraph_agent", "clean", marks=pytest.mark.slow),
+        ("openai_responses stream", "clean"),
+        ("openai_responses previous", "clean"),
+        ("openai_agents responses", "clean"),
+        pytest.param("openai_responses", "clean", marks=pytest.mark.slow),
     ],
 )
 def test_a_plain_run_is_one_row(packages_python, agent, matched):
@@ -113,8 +118,9 @@ class SlowOnce(Scripted):
         return generation
 
 
-def test_a_retry_gets_the_same_answer(packages_python):
-    t = run(packages_python, "openai_client retry", [CALCULATE, "It is 12."], SlowOnce)
+@pytest.mark.parametrize("agent", ["openai_client", "openai_responses"])
+def test_a_retry_gets_the_same_answer(packages_python, agent):
+    t = run(packages_python, f"{agent} retry", [CALCULATE, "It is 12."], SlowOnce)
     assert t.counts["gateway/retry"] >= 1 and len(t.turns) == 2 and len(t.segments) == 1
 
 
@@ -140,7 +146,25 @@ def test_a_compaction_begins_a_row(packages_python):
     assert "The user asked for 3*4." in TOKENIZER.decode(t.segments[-1].prompt_ids)
 
 
-def test_sub_agents_at_the_same_time(packages_python):
+def test_a_typed_answer(packages_python):
+    t = run(packages_python, "openai_responses parse", [CALCULATE, '{"value": 12}'])
+    assert t.counts == {"gateway/first": 1, "gateway/clean": 1} and len(t.segments) == 1
+    assert '"title":"Result"' in TOKENIZER.decode(t.segments[0].prompt_ids)
+
+
+def test_a_handoff_begins_a_row(packages_python):
+    """The other agent has other instructions and tools."""
+    turns = [CALCULATE + CALCULATE, call("transfer_to_checker"), '{"value": 12}']
+    t = run(packages_python, "openai_agents responses handoff", turns)
+    assert t.counts == {"gateway/first": 1, "gateway/clean": 1, "gateway/branch": 1}
+    assert [r.content for r in t.turns[0].tool_results] == ["12", "12"]
+    last = TOKENIZER.decode(t.segments[1].prompt_ids)
+    assert "You check the result." in last and CALCULATE + CALCULATE in last
+    assert '"title":"Result"' in last and t.final_text == '{"value": 12}'
+
+
+@pytest.mark.parametrize("api", ["", " responses"], ids=["chat", "responses"])
+def test_sub_agents_at_the_same_time(packages_python, api):
     def answer(prompt: str, turn: int) -> str:
         for name in ("ada", "bob"):
             if f"You are {name}." in prompt:
@@ -148,7 +172,7 @@ def test_sub_agents_at_the_same_time(packages_python):
         both = call("ada", input="3*4?") + "\n" + call("bob", input="4*3?")
         return both if "tool_response" not in prompt else "It is 12."
 
-    t = run(packages_python, "openai_agents two", answer)
+    t = run(packages_python, f"openai_agents two{api}", answer)
     assert t.counts == {"gateway/first": 1, "gateway/spawn": 2, "gateway/clean": 3}
     assert len(t.segments) == 3 and len(t.turns) == 6 and t.final_text == "It is 12."
     assert [r.content for r in t.turns[0].tool_results] == ["ada says 12", "bob says 12"]
@@ -167,3 +191,21 @@ def test_mini_swe_agent(tmp_path_factory):
     end = [call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat x")]
     t = run(python, "mini_swe_agent_agent", [*bash, *end])
     assert len(t.turns) == 2
+
+
+CODEX = "@openai/codex@0.171.0"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not shutil.which("npm"), reason="no npm")
+def test_codex(tmp_path):
+    install = ["npm", "install", "--silent", "--prefix", str(tmp_path), CODEX]
+    subprocess.run(install, check=True)
+    codex = tmp_path / "node_modules/.bin/codex"
+    commands = ["echo $((3*4))", "echo b"]
+    both = "".join(call("exec_command", cmd=command) for command in commands)
+    t = run(sys.executable, f"codex_agent {codex}", [f"Hm.\n{both}", "It is 12."])
+    assert t.counts == {"gateway/first": 1, "gateway/clean": 1} and len(t.segments) == 1
+    assert ["12\n" in r.content for r in t.turns[0].tool_results] == [True, False]
+    assert t.final_text == "It is 12."

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from agentrl.gateway.dialects.base import Dialect
 from agentrl.gateway.dialects.chat_completions import ChatCompletions
+from agentrl.gateway.dialects.responses import Responses
 
-__all__ = ["DIALECTS", "ChatCompletions", "Dialect"]
+__all__ = ["DIALECTS", "ChatCompletions", "Dialect", "Responses"]
 
-DIALECTS: tuple[Dialect, ...] = (ChatCompletions(),)
+DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Responses())

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, cast
 
 import orjson
 
+from agentrl.gateway.memory import AnswerMemory
+from agentrl.gateway.output_format import OutputFormat
 from agentrl.gateway.requests import Answer, ChatRequest, Refusal
 
 RETRIES = "x-stainless-retry-count"
@@ -28,6 +30,14 @@ class Dialect(ABC):
         Raises:
             Refusal: the request is wrong, or asks for something that is not supported.
         """
+
+    def read_in(self, memory: AnswerMemory, body: bytes, headers: Mapping[str, str]) -> ChatRequest:
+        """Return a request that may name earlier answers of its session. Most APIs have none.
+
+        Raises:
+            Refusal: as `read`, or such an answer is unknown.
+        """
+        return self.read(body, headers)
 
     @abstractmethod
     def write(self, answer: Answer, request: ChatRequest) -> bytes:
@@ -94,6 +104,46 @@ def read_limit(data: Mapping[str, Any], *names: str) -> int | None:
     return None
 
 
+def read_text(content: Any, where: str, field: str) -> str:
+    """Return the text of a content: a text, or a list of parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise wrong(where, content, "a text or a list of parts", field)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        kind = kind if isinstance(kind, str) else ""
+        name = "refusal" if kind == "refusal" else "text"  # input_text, output_text, ...
+        if not kind.endswith(name) or not isinstance(part.get(name), str):
+            expected = "parts of type text: the policy reads no images or files"
+            raise wrong(where, part, expected, field)
+        texts.append(part[name])
+    return "\n".join(texts)
+
+
+def read_output_format(form: Any, field: str) -> OutputFormat | None:
+    """Return the form that the text of an answer must have; None if it may have any.
+
+    Args:
+        form: an object of type text, json_object or json_schema. The schema is in it, or in its
+            `json_schema`.
+        field: its field in the request.
+    """
+    kind = form.get("type") if isinstance(form, dict) else None
+    if form is None or kind == "text":
+        return None
+    wanted = form.get("json_schema", form) if kind == "json_schema" else {"schema": JSON_OBJECT}
+    schema = wanted.get("schema") if isinstance(wanted, dict) else None
+    if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
+        raise wrong(field, form, "of type text, json_object, or json_schema with a schema", field)
+    try:
+        return OutputFormat(write_json(schema, field, field))
+    except (ValueError, RecursionError) as e:
+        raise Refusal(400, "invalid", f"{field}: the schema is refused: {e}", field) from None
+
+
+JSON_OBJECT = {"type": "object"}
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 """The names of tools that are accepted."""
 
@@ -163,6 +213,16 @@ def wrong(where: str, value: Any, expected: str, field: str) -> Refusal:
     return cast(Refusal, Refusal(400, "invalid", f"{where} must be {expected}, not {shown}", field))
 
 
-def event(data: bytes) -> bytes:
+def openai_error(refusal: Refusal) -> dict[str, Any]:
+    """Return an error as OpenAI's APIs describe it."""
+    return {
+        "message": str(refusal),
+        "type": "invalid_request_error" if refusal.status < 500 else "server_error",
+        "param": refusal.field or None,
+        "code": refusal.code,
+    }
+
+
+def event(data: bytes, name: str = "") -> bytes:
     """Return data as a server-sent event."""
-    return b"data: " + data + b"\n\n"
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"

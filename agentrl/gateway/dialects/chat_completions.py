@@ -14,9 +14,12 @@ from agentrl.gateway.dialects.base import (
     event,
     is_name,
     load,
+    openai_error,
     read_limit,
+    read_output_format,
     read_sampling,
     read_stops,
+    read_text,
     refuse_fields,
     tool_schema,
     write_json,
@@ -62,11 +65,6 @@ class ChatCompletions(Dialect):
         if data.get("n") not in (None, 1):
             why = f"n={data['n']!r} is not supported: send a request for each answer"
             raise Refusal(400, "unsupported", why, "n")
-        if (data.get("response_format") or {"type": "text"}) != {"type": "text"}:
-            why = "constrained sampling would train the policy on tokens of another distribution"
-            raise Refusal(
-                400, "unsupported", f"response_format is not supported: {why}", "response_format"
-            )
         messages = data.get("messages")
         if not isinstance(messages, list) or not messages:
             raise wrong("messages", messages, "a list with at least one message", "messages")
@@ -87,6 +85,7 @@ class ChatCompletions(Dialect):
             is_retry=headers.get(RETRIES, "0") not in ("", "0"),
             sampling=read_sampling(data),
             ignored=tuple(ignored),
+            output_format=read_output_format(data.get("response_format"), "response_format"),
             body=body,
         )
 
@@ -128,14 +127,7 @@ class ChatCompletions(Dialect):
         yield event(b"[DONE]")
 
     def error(self, refusal: Refusal) -> bytes:
-        kind = "invalid_request_error" if refusal.status < 500 else "server_error"
-        error = {
-            "message": str(refusal),
-            "type": kind,
-            "param": refusal.field or None,
-            "code": refusal.code,
-        }
-        return orjson.dumps({"error": error})
+        return orjson.dumps({"error": openai_error(refusal)})
 
     def _message(self, message: Any, i: int) -> ChatMessage:
         where = f"messages[{i}]"
@@ -152,7 +144,7 @@ class ChatCompletions(Dialect):
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
         return ChatMessage(
             role,
-            _text(message.get("content"), where),
+            read_text(message.get("content"), f"{where}.content", "messages"),
             tuple(_read_call(call, f"{where}.tool_calls[{j}]") for j, call in enumerate(calls)),
             call_id=str(message.get("tool_call_id") or ""),
             reasoning=reasoning if isinstance(reasoning, str) else "",
@@ -180,24 +172,6 @@ def _read_call(call: Any, where: str) -> ChatCall:
     if not isinstance(arguments, str):
         arguments = write_json(arguments, f"{where}.function.arguments", "messages")
     return ChatCall(str(call.get("id") or ""), function["name"], arguments)
-
-
-def _text(content: Any, where: str) -> str:
-    """Return the text of a message's content: a text, or a list of parts."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise wrong(f"{where}.content", content, "a text or a list of parts", "messages")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
-            raise wrong(f"{where}.content", part, "parts of type text: the policy reads no images"
-                         " or files", "messages")  # fmt: skip
-        texts.append(part[kind])
-    return "\n".join(texts)
 
 
 def _call(call: ChatCall) -> dict[str, Any]:
