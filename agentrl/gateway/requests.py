@@ -34,7 +34,7 @@ class ChatCall:
     arguments: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class ChatMessage:
     """A message as a client sends it.
 

@@ -29,7 +29,7 @@ KEPT_REFUSALS = 100
 KEPT_TURNS = 4096
 """The number of last answers whose tokens are kept."""
 SERVED_BYTES = 2**28
-"""The size of the requests whose conversations are kept for requests that continue them."""
+"""The size of the messages that are kept for requests that name an answer by its id."""
 UNLIMITED = {"max_turn_tokens": 2**20, "max_trajectory_tokens": 2**24, "timeout_s": 3600.0}
 """The budgets of an answer: only the model's context and the request's `max_tokens` limit it."""
 _OPENING = (Message("user", ""),)

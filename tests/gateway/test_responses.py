@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import httpx
 import pytest
@@ -416,16 +415,27 @@ def test_a_response_that_is_not_kept_is_not_found():
 
 
 def test_the_memory_of_a_session_is_bounded():
-    memory, request = AnswerMemory(limit=1000), read("Q")
-    request = replace(request, body=b"x" * 300)
+    memory, ids = AnswerMemory(limit=10_000), [f"chatcmpl-aaaaaaaa-{i}" for i in range(12)]
+
+    def known():
+        return [i for i, id in enumerate(ids) if memory.find(id)]
+
     for i in range(9):
-        memory.keep(
-            request, Answer(f"chatcmpl-aaaaaaaa-{i}", "a", calls=(ChatCall("c", "f", "{}"),))
-        )
-    known = [i for i in range(9) if memory.find(f"chatcmpl-aaaaaaaa-{i}")]
-    assert known == [7, 8] or known == [6, 7, 8]
-    memory.keep(replace(request, body=b"x" * 5000), Answer("chatcmpl-aaaaaaaa-9", "a"))
-    assert memory.find("chatcmpl-aaaaaaaa-9") and not memory.find("chatcmpl-aaaaaaaa-8")
+        memory.keep(read(f"{i}" * 1500), Answer(ids[i], "a", calls=(ChatCall("c", "f", "{}"),)))
+    assert known() == [4, 5, 6, 7, 8]
+    memory.keep(read("x" * 50_000), Answer(ids[9], "a"))
+    assert known() == [9]
+
+
+def test_a_growing_conversation_is_kept_once():
+    """Clients that send all items refer to old answers, too."""
+    memory, items = AnswerMemory(limit=100_000), [QUESTION]
+    for i in range(60):
+        items += [text(f"{i}" * 50), {"role": "user", "content": f"{i}" * 50}]
+        memory.keep(read(items), Answer(f"chatcmpl-aaaaaaaa-{i}", f"{i + 1}" * 50))
+    kept = [memory.find(f"chatcmpl-aaaaaaaa-{i}") for i in range(60)]
+    assert all(kept) and kept[59][:-2] == kept[58]
+    assert all(a is b for a, b in zip(kept[59], kept[58], strict=False))
 
 
 def test_a_retry_gets_the_same_response():
