@@ -92,7 +92,7 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
             session = None
             try:
                 session = find_session(request)
-                chat = dialect.read_in(session.memory, await _body(request), request.headers)
+                chat = dialect.read_in(await _body(request), request.headers, session.memory)
                 answering = asyncio.create_task(session.answer(chat))
                 await _wait(request, answering, FIRST_WAIT_SECONDS if chat.stream else None)
                 if chat.stream:

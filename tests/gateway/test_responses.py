@@ -79,7 +79,7 @@ async def events_of(client, **body):
 
 def read(items, memory=None, **fields):
     body = json.dumps({"input": items, **fields}).encode()
-    return DIALECT.read_in(memory or AnswerMemory(), body, {})
+    return DIALECT.read_in(body, {}, memory or AnswerMemory())
 
 
 def messages_of(items):
@@ -123,7 +123,7 @@ ONE, TWO = "aaaaaaaa_1", "aaaaaaaa_2"
         ([text("a"), text("b")], [("a",), ("b",)]),
         ([text("a"), made_call("x"), text("b")], [("a", "x"), ("b",)]),
         ([made_call("x"), thought(), made_call("y")], [("", "x"), ("", "y", "hm")]),
-        ([thought("one"), thought("two"), text("a")], [("", "one"), ("a", "two")]),
+        ([thought("one"), thought("two"), text("a")], [("a", "onetwo")]),
         (
             [text("a", id=f"msg_{ONE}"), made_call(f"call_{TWO}_0")],
             [("a",), ("", f"call_{TWO}_0")],
@@ -209,6 +209,12 @@ def test_what_is_not_supported_is_refused(fields, error):
             "input" not in fields
         ) else read(fields["input"])
     assert e.value.status == 400
+
+
+def test_a_deeply_nested_id_is_no_id():
+    deep = json.loads("[" * 900 + "]" * 900)
+    output = {"type": "function_call_output", "call_id": deep, "output": "a"}
+    assert read([QUESTION, output]).messages[1] == ChatMessage("tool", "a")
 
 
 def test_what_the_run_decides_is_counted():

@@ -561,6 +561,10 @@ def test_a_hostile_request_is_refused_and_the_episode_goes_on(fields, message):
 
 
 def test_a_deeply_nested_request_is_refused():
-    for body in (b"[" * 1000 + b"]" * 1000, b"[" * 10**6):
+    deep = b"[" * 1000 + b"]" * 1000
+    for body in (deep, b"[" * 10**6):
         with pytest.raises(Refusal):
             DIALECT.read(b'{"messages": [%b]}' % body, {})
+    message = b'{"role": "tool", "content": "", "tool_call_id": %b}' % deep
+    request = DIALECT.read(b'{"messages": [%b], "model": %b}' % (message, deep), {})
+    assert (request.model, request.messages[0].call_id) == ("policy", "")

@@ -31,7 +31,7 @@ class Dialect(ABC):
             Refusal: the request is wrong, or asks for something that is not supported.
         """
 
-    def read_in(self, memory: AnswerMemory, body: bytes, headers: Mapping[str, str]) -> ChatRequest:
+    def read_in(self, body: bytes, headers: Mapping[str, str], memory: AnswerMemory) -> ChatRequest:
         """Return a request that may name earlier answers of its session. Most APIs have none.
 
         Raises:
@@ -102,6 +102,11 @@ def read_limit(data: Mapping[str, Any], *names: str) -> int | None:
                 raise wrong(name, value, "a whole number of at least 1", name)
             return value
     return None
+
+
+def read_name(value: Any) -> str:
+    """Return a name or an id; "" if there is none."""
+    return str(value) if isinstance(value, str | int) else ""
 
 
 def read_text(content: Any, where: str, field: str) -> str:

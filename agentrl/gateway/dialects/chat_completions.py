@@ -16,6 +16,7 @@ from agentrl.gateway.dialects.base import (
     load,
     openai_error,
     read_limit,
+    read_name,
     read_output_format,
     read_sampling,
     read_stops,
@@ -77,7 +78,7 @@ class ChatCompletions(Dialect):
         return ChatRequest(
             messages=tuple(self._message(m, i) for i, m in enumerate(messages)),
             tools=self._tools(data.get("tools") or []),
-            model=str(data.get("model") or MODEL),
+            model=read_name(data.get("model")) or MODEL,
             max_tokens=read_limit(data, "max_completion_tokens", "max_tokens"),
             stop=read_stops(data.get("stop"), "stop"),
             stream=bool(data.get("stream")),
@@ -146,7 +147,7 @@ class ChatCompletions(Dialect):
             role,
             read_text(message.get("content"), f"{where}.content", "messages"),
             tuple(_read_call(call, f"{where}.tool_calls[{j}]") for j, call in enumerate(calls)),
-            call_id=str(message.get("tool_call_id") or ""),
+            call_id=read_name(message.get("tool_call_id")),
             reasoning=reasoning if isinstance(reasoning, str) else "",
         )
 
@@ -171,7 +172,7 @@ def _read_call(call: Any, where: str) -> ChatCall:
     arguments = function.get("arguments") or "{}"
     if not isinstance(arguments, str):
         arguments = write_json(arguments, f"{where}.function.arguments", "messages")
-    return ChatCall(str(call.get("id") or ""), function["name"], arguments)
+    return ChatCall(read_name(call.get("id")), function["name"], arguments)
 
 
 def _call(call: ChatCall) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from agentrl.gateway.dialects.base import (
     load,
     openai_error,
     read_limit,
+    read_name,
     read_output_format,
     read_sampling,
     read_text,
@@ -77,9 +78,9 @@ class Responses(Dialect):
     }  # fmt: skip
 
     def read(self, body: bytes, headers: Mapping[str, str]) -> ChatRequest:
-        return self.read_in(AnswerMemory(), body, headers)
+        return self.read_in(body, headers, AnswerMemory())
 
-    def read_in(self, memory: AnswerMemory, body: bytes, headers: Mapping[str, str]) -> ChatRequest:
+    def read_in(self, body: bytes, headers: Mapping[str, str], memory: AnswerMemory) -> ChatRequest:
         data = {name: value for name, value in load(body).items() if value is not None}
         refuse_fields(data, self.REFUSED)
         for name, kind in self.TYPES.items():
@@ -99,7 +100,7 @@ class Responses(Dialect):
         return ChatRequest(
             messages=(*system, *conversation),
             tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(data["tools"])],
-            model=str(data.get("model") or MODEL),
+            model=read_name(data.get("model")) or MODEL,
             max_tokens=read_limit(data, "max_output_tokens"),
             stream=bool(data.get("stream")),
             is_retry=headers.get(RETRIES, "0") not in ("", "0"),
@@ -187,7 +188,7 @@ def _join_items(items: Sequence[_Item]) -> list[ChatMessage]:
     for kind, id, message in items:
         if message.role == "assistant":
             source = _answer_id(id)
-            is_next = turn == len(messages) - 1 >= 0 and (kind > last or kind == last == CALL)
+            is_next = turn == len(messages) - 1 >= 0 and (kind > last or kind == last != TEXT)
             if turn >= 0 and (source == origin if source and origin else is_next):
                 known, origin = messages[turn], origin or source
                 messages[turn] = ChatMessage(
@@ -224,12 +225,12 @@ def _item(item: Any, where: str, memory: AnswerMemory) -> _Item:
         arguments = item.get("arguments") or "{}"
         if not isinstance(arguments, str):
             arguments = write_json(arguments, f"{where}.arguments", "input")
-        call = ChatCall(str(item.get("call_id") or ""), item["name"], arguments)
+        call = ChatCall(read_name(item.get("call_id")), item["name"], arguments)
         id = call.id if _answer_id(call.id) else item.get("id")
         return CALL, id, ChatMessage("assistant", "", (call,))
     if kind == "function_call_output":
         text = read_text(item.get("output"), f"{where}.output", "input")
-        return CALL, "", ChatMessage("tool", text, call_id=str(item.get("call_id") or ""))
+        return CALL, "", ChatMessage("tool", text, call_id=read_name(item.get("call_id")))
     name = item.get("role") if kind == "message" else None
     if not isinstance(name, str) or name not in ROLES:
         roles = ", ".join(ROLES)
