@@ -305,23 +305,41 @@ def python_with(folder: Path, requirements: str) -> str:
     return python
 
 
-@pytest.mark.proves("claude-agent-sdk/messages", "streaming", "tools", "parallel calls")
+@pytest.mark.proves(
+    "claude-agent-sdk/messages", "streaming", "tools", "parallel calls", "thinking", "sub-agents"
+)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_claude_code(tmp_path_factory):
     python = python_with(tmp_path_factory.mktemp("claude"), "claude_agent_sdk.txt")
     commands = ["echo $((3*4))", "echo b"]
     both = "\n".join(call("Bash", command=command, description="Print") for command in commands)
-    turns = [f"Hm.\n{both}", "It is 12."]
+    turns = [f"<think>\nhm\n</think>\n\n{both}", "It is 12."]
     engine = partial(Scripted, max_length=10**6)  # Its prompt has 71,000 bytes.
-    t = run(python, "claude_agent_sdk_agent", turns, engine, max_trajectory_tokens=10**6)
+    play_claude = partial(run, python, "claude_agent_sdk_agent", max_trajectory_tokens=10**6)
+    t = play_claude(turns, engine, tokenizer_of_trl("qwen3"))
     assert [r.content for r in t.turns[0].tool_results] == ["12", "b"]
     assert all(request.stream for request in REQUESTS)
+    assert [m.reasoning for m in REQUESTS[1].messages if m.role == "assistant"] == ["hm"]
     assert (t.counts["gateway/first"], t.counts["gateway/clean"]) == (1, 1)
-    assert len(t.segments) == 1 and t.final_text == "It is 12."
+    assert len(t.segments) == 1 and t.final_text.endswith("It is 12.")
+
+    def answer(prompt: str, turn: int) -> str:
+        if (
+            "HELPER"
+            in prompt.partition("<|im_start|>user")[2].partition("<|im_start|>assistant")[0]
+        ):
+            return "Twelve."
+        task = {"description": "Multiply", "prompt": "HELPER: 3*4?", "run_in_background": False}
+        helper = call("Agent", subagent_type="general-purpose", **task)
+        return "It is 12." if "tool_response" in prompt else helper
+
+    t = play_claude(answer, engine)
+    (result,) = t.turns[0].tool_results
+    assert "Twelve." in result.content and t.final_text == "It is 12."
+    assert t.counts["gateway/spawn"] == 1 and [turn.thread for turn in t.turns] == [0, 1, 0]
     # This template refuses its system message; Claude Code sends the text in another one.
-    others = {"tokenizer": tokenizer_of_trl("qwen3_6"), "max_trajectory_tokens": 10**6}
-    t = run(python, "claude_agent_sdk_agent", ["It is 12."], engine, **others)
+    t = play_claude(["It is 12."], engine, tokenizer_of_trl("qwen3_6"))
     assert t.counts["gateway/first"] == 1 and t.final_text == "It is 12."
 
 
@@ -336,7 +354,7 @@ def test_mini_swe_agent(tmp_path_factory):
     assert len(t.turns) == 2
 
 
-@pytest.mark.proves("codex/responses", "streaming", "tools", "parallel calls")
+@pytest.mark.proves("codex/responses", "streaming", "tools", "parallel calls", "thinking")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not shutil.which("npm"), reason="no npm")
@@ -347,11 +365,13 @@ def test_codex(tmp_path):
     codex = tmp_path / "node_modules/.bin/codex"
     commands = ["echo $((3*4))", "echo b"]
     both = "".join(call("exec_command", cmd=command) for command in commands)
-    t = run(sys.executable, f"codex_agent {codex}", [f"Hm.\n{both}", "It is 12."])
+    turns = [f"<think>\nhm\n</think>\n\n{both}", "It is 12."]
+    t = run(sys.executable, f"codex_agent {codex}", turns, tokenizer=tokenizer_of_trl("qwen3"))
+    assert [m.reasoning for m in REQUESTS[1].messages if m.role == "assistant"] == ["hm"]
     assert t.counts == {"gateway/first": 1, "gateway/clean": 1} and len(t.segments) == 1
     assert ["12\n" in r.content for r in t.turns[0].tool_results] == [True, False]
     assert all(request.stream for request in REQUESTS)
-    assert t.final_text == "It is 12."
+    assert t.final_text.endswith("It is 12.")
 
 
 def test_the_table_of_the_docs_is_that_of_the_tests():
