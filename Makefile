@@ -91,6 +91,7 @@ docs: $(VENV)/.installed-dev  ## the documentation that is written by a program
 	PYTHONPATH=tests $(BIN)/python -m support.tokens_page
 	PYTHONPATH=tests $(BIN)/python -m support.parsers_page
 	PYTHONPATH=tests $(BIN)/python -m support.doors_page
+	PYTHONPATH=tests $(BIN)/python -m support.agents_page
 
 models: $(VENV)/.installed-dev  ## the tables of benchmarks/models.md about rows and the local engine
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m support.models_page

@@ -5,11 +5,11 @@
     python benchmarks/gateway.py cpu_8k --profile   # where the time goes
 
 One JSON object per line: name, value, unit, context. The engine answers at once, so the figures are
-those of HTTP, JSON, matching, tokens and parsing. For `cpu_...` the agent is a process of its own,
-which is not included: the figure is the CPU time of the process that serves it, from one request
-that reaches the engine to the next. It includes what every agent loop does for a turn: encoding the
-tool's result, decoding and parsing the turn. Other processes on the same cores make it larger;
-`p10_ms` is the figure of the least disturbed tenth.
+those of HTTP, JSON, matching, tokens and parsing. For `cpu_...` and `responses_8k` the agent is a
+process of its own, which is not included: the figure is the CPU time of the process that serves it,
+from one request that reaches the engine to the next. It includes what every agent loop does for a
+turn: encoding the tool's result, decoding and parsing the turn. Other processes on the same cores
+make it larger; `p10_ms` is the figure of the least disturbed tenth.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class History:
 HISTORIES = {
     "cpu_8k": History(8_000, 300, 16),
     "cpu_8k_messages": History(8_000, 300, 16, "messages"),
+    "cpu_8k_responses": History(8_000, 300, 16, "responses"),
     "cpu_128k": History(128_000, 900, 2),
     "cpu_128k_messages": History(128_000, 900, 2, "messages"),
 }
@@ -89,34 +90,48 @@ messages = json.loads(os.environ["AGENTRL_SAMPLE"])["prompt"]
 url = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
 connection = http.client.HTTPConnection(url.hostname, url.port)
 headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+function = tool["function"]
+
+def post(path, **body):
+    body = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    connection.request("POST", url.path + path, body, headers)
+    return json.load(connection.getresponse())
 """
 CHAT_AGENT = """
 for result in results:
-    body = {"model": "policy", "messages": messages, "tools": [tool]}
-    body = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-    connection.request("POST", url.path + "/chat/completions", body, headers)
-    message = json.load(connection.getresponse())["choices"][0]["message"]
+    answer = post("/chat/completions", model="policy", messages=messages, tools=[tool])
+    message = answer["choices"][0]["message"]
     messages.append(message)
     for call in message["tool_calls"]:
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
 """
+RESPONSES_AGENT = """
+tool = {"type": "function", **function}
+for result in results:
+    output = post("/responses", model="policy", input=messages, tools=[tool])["output"]
+    messages += output
+    for item in output:
+        if item["type"] == "function_call":
+            call = {"call_id": item["call_id"], "output": result}
+            messages.append({"type": "function_call_output", **call})
+"""
 MESSAGES_AGENT = """
-function = tool["function"]
 tool = {"name": function["name"], "description": function["description"],
         "input_schema": function["parameters"]}
-system = messages.pop(0)["content"]
+system = [{"type": "text", "text": messages.pop(0)["content"]}]
 for result in results:
-    body = {"model": "policy", "max_tokens": 10000, "system": [{"type": "text", "text": system}],
-            "messages": messages, "tools": [tool]}
-    body = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-    connection.request("POST", url.path + "/messages", body, headers)
-    blocks = json.load(connection.getresponse())["content"]
-    messages.append({"role": "assistant", "content": blocks})
+    answer = post("/messages", model="policy", max_tokens=10000, system=system, tools=[tool],
+                  messages=messages)
+    messages.append({"role": "assistant", "content": answer["content"]})
     messages.append({"role": "user", "content": [
         {"type": "tool_result", "tool_use_id": block["id"], "content": result}
-        for block in blocks if block["type"] == "tool_use"]})
+        for block in answer["content"] if block["type"] == "tool_use"]})
 """
-AGENTS = {"chat_completions": HEAD + CHAT_AGENT, "messages": HEAD + MESSAGES_AGENT}
+AGENTS = {
+    "chat_completions": HEAD + CHAT_AGENT,
+    "responses": HEAD + RESPONSES_AGENT,
+    "messages": HEAD + MESSAGES_AGENT,
+}
 FUNCTION = """
 import asyncio, json
 import httpx

@@ -377,7 +377,7 @@ class AgentConfig(Section):
 
     command: str = ""
     """The command that starts an agent for an episode. Its environment has OPENAI_BASE_URL,
-    OPENAI_API_KEY and AGENTRL_SAMPLE (docs/agents.md)."""
+    OPENAI_API_KEY, the same of ANTHROPIC, and AGENTRL_SAMPLE (docs/agents.md)."""
     python: LocalPath = key("", allowed="path.py:function")
     """Instead of a command: a function with any of the parameters sample, base_url, api_key and
     model."""

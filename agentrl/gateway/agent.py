@@ -1,6 +1,6 @@
 """The agent loop `external`: the user's own agent plays the episode, as a process or a function.
 
-The agent gets the address of an OpenAI-style API whose model is the policy:
+The agent gets the address of APIs whose model is the policy, in variables that clients read:
 
     OPENAI_BASE_URL     the gateway
     OPENAI_API_KEY      a random key that names the episode's session
@@ -57,6 +57,8 @@ OVER_SECONDS = 5.0
 """The time that an agent has to end after its episode is over. Then its process is killed."""
 STOP_SECONDS = 10.0
 """The time to kill all processes of an agent."""
+BASE_URLS = "OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
+"""The variables with the address of the gateway. An agent may use either."""
 WARDEN = INSIDE / "warden.py"
 ALLOWED_VARIABLES = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX",
@@ -313,7 +315,7 @@ async def play_agent(
             if control.attempt.deadline <= time.monotonic() and not session.has_requests:
                 seconds = control.attempt.runtime.config.rollout.timeout_s
                 raise UserCodeError(
-                    "the agent sent no request to OPENAI_BASE_URL within"
+                    f"the agent sent no request to {BASE_URLS} within"
                     f" rollout.timeout_s={seconds:g}{_last_lines(agent)}"
                 ) from None
             raise
@@ -391,9 +393,9 @@ def _finish(
         known = "a request" if not session.has_requests else "an answer"
         keys = plural(unknown_keys, "request")
         raise UserCodeError(
-            f"the agent ended without {known} to OPENAI_BASE_URL"
+            f"the agent ended without {known} to {BASE_URLS}"
             + _refusal(session)
-            + (f"; {keys} had another key than OPENAI_API_KEY" if unknown_keys else "")
+            + (f"; {keys} had another key than the agent's" if unknown_keys else "")
             + _last_lines(agent)
         )
     if config.reward == "exit":

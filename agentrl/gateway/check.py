@@ -16,6 +16,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from agentrl.agent_loops import Episode
 from agentrl.agent_loops.attempt import Runtime, make_template
 from agentrl.agent_loops.play import play_episode
@@ -327,7 +329,8 @@ def next_turn(request: ChatRequest, mistake: str = "") -> tuple[str, list[ToolCa
         functions = [UNKNOWN_TOOL]
     uncalled = [f for f in functions[:MAX_TOOLS] if f["name"] not in called][:CALLS_PER_TURN]
     if not uncalled:
-        return ANSWER, []
+        form = request.output_format
+        return orjson.dumps(example_of(orjson.loads(form.schema))).decode() if form else ANSWER, []
     leaves = {"text": "1/0 (", "number": 0} if mistake == "a tool that raises" else {}
     calls = [ToolCall(f["name"], example_of(f["parameters"], **leaves)) for f in uncalled]
     if mistake == "bad arguments":
@@ -340,6 +343,7 @@ def example_of(
     text: str = "1+1",
     number: float = 1.5,
     choose: Callable[[Sequence[Any]], Any] = lambda choices: choices[0],
+    types: Mapping[str, Any] | None = None,
 ) -> Any:
     """Return a value that a JSON schema accepts, if the schema uses common keywords only.
 
@@ -348,7 +352,14 @@ def example_of(
         text: the value of a text.
         number: the value of a number; an integer is at most that.
         choose: chooses one of several values or schemas.
+        types: the schemas that a `$ref` may name; None: those in `$defs`.
     """
+    types = dict(schema.get("$defs", {}) if types is None else types)
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        # A type in itself has no example: only an optional value contains it.
+        rest = {other: inner for other, inner in types.items() if other != name}
+        return example_of(types.get(name, {"const": None}), text, number, choose, rest)
     if "const" in schema:
         return schema["const"]
     for key in ("enum", "examples"):
@@ -358,17 +369,19 @@ def example_of(
         return schema["default"]
     for key in ("anyOf", "oneOf", "allOf"):
         if schema.get(key):
-            return example_of(choose(schema[key]), text, number, choose)
+            return example_of(choose(schema[key]), text, number, choose, types)
     kind = schema.get("type", "object" if "properties" in schema else "string")
     kind = kind[0] if isinstance(kind, list) else kind
     if kind == "object":
         properties = schema.get("properties", {})
         required = schema.get("required", properties)
         return {
-            name: example_of(properties.get(name, {}), text, number, choose) for name in required
+            name: example_of(properties.get(name, {}), text, number, choose, types)
+            for name in required
         }
     if kind == "array":
-        return [example_of(schema["items"], text, number, choose)] if schema.get("items") else []
+        items = schema.get("items")
+        return [example_of(items, text, number, choose, types)] if items else []
     integer = min(
         max(int(number), schema.get("minimum", int(number))), schema.get("maximum", 10**9)
     )

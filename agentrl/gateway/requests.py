@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from agentrl.errors import AgentRLError
+from agentrl.gateway.output_format import OutputFormat
 from agentrl.trajectory import Role
 
 MODEL = "policy"
@@ -33,7 +34,7 @@ class ChatCall:
     arguments: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class ChatMessage:
     """A message as a client sends it.
 
@@ -70,6 +71,9 @@ class ChatRequest:
             run decides them.
         ignored: the names of the fields that are ignored because the run decides them, such as
             `temperature`.
+        output_format: the form that the client wants the text of the answer to have; None: any.
+        kept: the messages that a later request may continue by the answer's id; None: none may.
+        fields: fields of the request's JSON that the JSON of the answer depends on.
         body: the bytes of the request. Equal requests have equal bytes.
     """
 
@@ -84,6 +88,9 @@ class ChatRequest:
     is_retry: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    output_format: OutputFormat | None = None
+    kept: tuple[ChatMessage, ...] | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
     body: bytes = b""
 
 

@@ -1,6 +1,7 @@
-"""The HTTP server of the gateway: an OpenAI-style API whose model is the policy.
+"""The HTTP server of the gateway: APIs of OpenAI's and Anthropic's kind whose model is the policy.
 
     POST /v1/chat/completions       the policy's next message
+    POST /v1/responses              the same, in OpenAI's Responses API
     POST /v1/messages               the same, in Anthropic's API
     POST /v1/messages/count_tokens  the number of tokens of the prompt
     GET  /v1/models                 the policy's name as a model
@@ -93,7 +94,7 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
             session = None
             try:
                 session = find_session(request)
-                chat = dialect.read(await _body(request), request.headers)
+                chat = dialect.read(await _body(request), request.headers, session.memory)
                 if counts:
                     counted = dialect.write_count(session.count_tokens(chat))
                     return Response(counted, media_type="application/json")

@@ -23,12 +23,13 @@ request with the same contents gets a new sample, so that best-of-n works.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import time
 from calendar import day_abbr, day_name, month_abbr, month_name
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -40,6 +41,8 @@ import orjson
 from agentrl.agent_loops import Episode
 from agentrl.agent_loops.control import EpisodeControl
 from agentrl.errors import EpisodeOver, Infrastructure, TemplateError
+from agentrl.gateway.memory import AnswerMemory
+from agentrl.gateway.output_format import STATEMENT
 from agentrl.gateway.requests import Answer, ChatCall, ChatMessage, ChatRequest, Refusal
 from agentrl.trajectory import Message, Role, ToolCall, ToolResult
 
@@ -174,6 +177,7 @@ class Session:
         over: an event that is set when the episode has ended. Further requests are refused.
         is_over_budget: whether a budget has ended the episode.
         has_outcome: whether the agent has reported its reward.
+        memory: the answers that later requests may name by their ids.
         failure: the infrastructure error or the bug that ended the episode; None without one.
     """
 
@@ -185,6 +189,7 @@ class Session:
         self.failure: BaseException | None = None
         self.has_outcome = self.is_over_budget = False
         self.refusals: list[Refusal] = []
+        self.memory = AnswerMemory()
         self._episode = episode
         self._control = EpisodeControl(episode)
         self._attempt = self._control.attempt
@@ -193,6 +198,7 @@ class Session:
         self._by_call: dict[str, _SampledTurn] = {}
         self._by_text: dict[Any, list[_SampledTurn]] = {}
         self._sent: list[_Sent] = []
+        self._stated: dict[int, tuple[Message, Message]] = {}
         self._openings: Counter[str] = Counter()
         self._refused_before_answer = -1
         # A request runs in a task of the server. It needs the context of the episode's task, so
@@ -238,6 +244,7 @@ class Session:
             answer = await asyncio.shield(sent.task)
             sent.is_delivered = True
             self._refused_before_answer = self._count_refused()
+            self.memory.keep(request, answer)
             return answer
         except Refusal:
             if sent in self._sent:
@@ -263,15 +270,15 @@ class Session:
         Raises:
             Refusal: the conversation cannot be continued.
         """
-        _refuse_prefill(request)
-        keys = [self._key(message) for message in request.messages]
-        known, shared = self._find_conversation(keys, orjson.dumps(request.tools))
-        try:
+        with self._refuse_errors():
+            _refuse_prefill(request)
+            keys = [self._key(message) for message in request.messages]
+            known, shared = self._find_conversation(keys, orjson.dumps(request.tools))
             messages = self._messages(known, request, keys, shared)
+            self._state_format(request, messages)
+            self._stated.pop(id(messages[-1]), None)  # The message is not kept.
             control = EpisodeControl(known.episode if known else self._episode)
             return control.count_tokens(messages, request.tools)
-        except TemplateError as e:
-            raise Refusal(400, "template", str(e), "messages") from e
 
     def set_outcome(self, reward: float) -> None:
         """Set the outcome reward of the episode. A second call replaces the first.
@@ -313,21 +320,35 @@ class Session:
         _refuse_prefill(request)
         conversation = None
         try:
-            conversation = self._match(request)
-            conversation.is_busy = True
-            turns = len(self._attempt.turns)
-            try:
-                message = await conversation.episode.generate(
-                    stop=request.stop, max_tokens=request.max_tokens
-                )
-            except EpisodeOver:
-                # If the turn was sampled before the budget ended the episode, it is answered.
-                if not self._control.turns_of(conversation.episode, turns):
-                    raise
-                self.is_over_budget = True
-                self.over.set()
-                message = conversation.episode.messages[-1]
-            return self._record(conversation, message, request)
+            with self._refuse_errors():
+                conversation = self._match(request)
+                conversation.is_busy = True
+                message = await self._generate(conversation, request)
+                return self._record(conversation, message, request)
+        finally:
+            if conversation is not None:
+                conversation.is_busy = False
+
+    async def _generate(self, conversation: _Conversation, request: ChatRequest) -> Message:
+        """Return the next turn of a conversation, even if a budget ends the episode right after."""
+        turns = len(self._attempt.turns)
+        try:
+            return await conversation.episode.generate(
+                stop=request.stop, max_tokens=request.max_tokens
+            )
+        except EpisodeOver:
+            # If the turn was sampled before the budget ended the episode, it is answered.
+            if not self._control.turns_of(conversation.episode, turns):
+                raise
+            self.is_over_budget = True
+            self.over.set()
+            return conversation.episode.messages[-1]
+
+    @contextlib.contextmanager
+    def _refuse_errors(self) -> Iterator[None]:
+        """Raise errors as refusals, and end the episode if it cannot go on."""
+        try:
+            yield
         except EpisodeOver as over:
             self.is_over_budget = True
             self.over.set()
@@ -342,9 +363,6 @@ class Session:
         except Exception as e:
             self._fail(e)
             raise Refusal(500, "bug", f"{type(e).__name__}: {e}") from e
-        finally:
-            if conversation is not None:
-                conversation.is_busy = False
 
     def _fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
@@ -375,6 +393,7 @@ class Session:
             for i in range(shared):
                 if keys[i].role != "assistant" and keys[i].written != best.keys[i].written:
                     messages[i] = Message(keys[i].role, request.messages[i].text)
+        self._state_format(request, messages)
         sampled = {id(s.message) for s in self._sampled}
         if event.kind != "branch" and any(id(m) in sampled for m in messages[shared:]):
             event = RequestMatch("branch", "a turn of another conversation was added", shared)
@@ -415,6 +434,7 @@ class Session:
             why = f"the first message must be of role system or user, not {keys[0].role!r}"
             raise Refusal(400, "first_message", why, "messages")
         messages = self._messages(None, request, keys, 0)
+        self._state_format(request, messages)
         if not self._conversations:
             self._episode.branch(messages, request.tools)
             conversation, event = _Conversation(self._episode), RequestMatch("first")
@@ -507,11 +527,32 @@ class Session:
                 messages.append(sampled.message if sampled else self._foreign(message))
                 used.add(id(messages[-1]))
             else:
-                own_id = self._own_id(message.call_id)
-                messages.append(Message(message.role, message.text, tool_call_id=own_id))
+                messages.append(self._received(message))
         self._sort_results(request, messages, shared)
         row = {(m.role, m.content): m for m in self._episode.sample.prompt if m.role != "assistant"}
         return [row.get((m.role, m.content), m) if m.role != "tool" else m for m in messages]
+
+    def _received(self, message: ChatMessage) -> Message:
+        """Return a message that is not an assistant's."""
+        return Message(message.role, message.text, tool_call_id=self._own_id(message.call_id))
+
+    def _state_format(self, request: ChatRequest, messages: list[Message]) -> None:
+        """State the form of the answer in the last message, if the conversation does not do so.
+
+        The client does not send this text, so `Key` does not contain it. Earlier messages keep it:
+        the row of tokens grows.
+        """
+        *earlier, last = messages
+        _, last = self._stated.get(id(last), (last, last))
+        if request.output_format:
+            statement = request.output_format.statement
+            told = (m.content for m in reversed(earlier) if m.role != "assistant")
+            stated = next((text for text in told if STATEMENT in text), "")
+            if not stated.endswith(statement):
+                changed = replace(last, content=last.content + statement)
+                self._stated[id(changed)] = changed, last
+                last = changed
+        messages[-1] = last
 
     def _find(
         self,
@@ -629,6 +670,9 @@ class Session:
         sampled.key = self._key(ChatMessage("assistant", answer.text, calls, reasoning=reasoning))
         self._sampled.append(sampled)
         self._by_text.setdefault(sampled.key[:3], []).append(sampled)
+        form = request.output_format
+        if form and not calls and not form.accepts(answer.text):
+            self._attempt.counts["gateway/invalid_output"] += 1
         conversation.keys.append(sampled.key)
         conversation.messages.append(message)
         conversation.turns += 1

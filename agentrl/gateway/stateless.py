@@ -19,21 +19,24 @@ from agentrl.agent_loops import Episode
 from agentrl.agent_loops.attempt import Attempt, Runtime
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
+from agentrl.gateway.memory import AnswerMemory
 from agentrl.gateway.requests import Answer, ChatMessage, ChatRequest, Refusal
 from agentrl.gateway.session import Session, canonical
-from agentrl.trajectory import Message, Sample
+from agentrl.trajectory import Message, Sample, token_array
 
 KEPT_REFUSALS = 100
 """The number of last refusals that are kept."""
 KEPT_TURNS = 4096
 """The number of last answers whose tokens are kept."""
+SERVED_BYTES = 2**28
+"""The size of the messages that are kept for requests that name an answer by its id."""
 UNLIMITED = {"max_turn_tokens": 2**20, "max_trajectory_tokens": 2**24, "timeout_s": 3600.0}
 """The budgets of an answer: only the model's context and the request's `max_tokens` limit it."""
 _OPENING = (Message("user", ""),)
 
 
 class _Turn(NamedTuple):
-    """A message that the policy sampled, and its tokens."""
+    """A message that the policy sampled, and its tokens; or one that states an output format."""
 
     message: Message
     ids: array[int]
@@ -54,6 +57,7 @@ class StatelessSession:
 
     def __init__(self, runtime: Runtime, temperature: float):
         self.refusals: deque[Refusal] = deque(maxlen=KEPT_REFUSALS)
+        self.memory = AnswerMemory(SERVED_BYTES)
         self._runtime = runtime
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
         self._default = Sampling(temperature=temperature)
@@ -69,8 +73,8 @@ class StatelessSession:
         sampler.begin(episode_id, awaited=False)
         try:
             answer = await session.answer(request)
-            message = episode.messages[-1]
-            self._keep(request, answer, _Turn(message, attempt.turn_ids[id(message)]))
+            prompt, message = episode.messages[-2:]
+            self._keep(request, answer, _Turn(message, attempt.turn_ids[id(message)]), prompt)
             return answer
         finally:
             await session.close()
@@ -92,23 +96,27 @@ class StatelessSession:
         episode_id, seed = f"serve-{secrets.token_hex(8)}", secrets.randbits(62)
         attempt = Attempt(self._runtime, Sample("serve", _OPENING), episode_id, 0, sampling, seed)
         episode = Episode(attempt, _OPENING, ())
-        return attempt, episode, _RecallingSession(episode, self._known_turns(request.messages))
+        known = self._known_turns(request.messages[:-1])
+        return attempt, episode, _RecallingSession(episode, known)
 
     def _known_turns(self, messages: Sequence[ChatMessage]) -> dict[int, _Turn]:
-        """Return the messages that are answers of this server, by `id(message)`."""
+        """Return answers of this server, and prompts with an output format, by `id(message)`."""
         known = {}
         for message, digest in zip(messages, _digests(messages), strict=True):
-            if message.role == "assistant" and digest in self._turns:
+            if digest in self._turns:
                 self._turns.move_to_end(digest)
                 known[id(message)] = self._turns[digest]
         return known
 
-    def _keep(self, request: ChatRequest, answer: Answer, turn: _Turn) -> None:
-        """Keep an answer for requests that contain it."""
+    def _keep(self, request: ChatRequest, answer: Answer, turn: _Turn, prompt: Message) -> None:
+        """Keep an answer for requests that contain it, and what its prompt ends with."""
+        self.memory.keep(request, answer)
         answered = ChatMessage("assistant", answer.text, answer.calls)
-        *_, digest = _digests([*request.messages, answered])
+        *_, before, digest = _digests([*request.messages, answered])
         self._turns[digest] = turn
-        if len(self._turns) > KEPT_TURNS:
+        if request.output_format:
+            self._turns[before] = _Turn(prompt, token_array())
+        while len(self._turns) > KEPT_TURNS:
             self._turns.popitem(last=False)
 
     def set_outcome(self, reward: float) -> None:
@@ -138,6 +146,10 @@ class _RecallingSession(Session):
         sampled, ids = self._known[id(message)]
         self._control.recall(sampled, ids)
         return sampled
+
+    def _received(self, message: ChatMessage) -> Message:
+        known = self._known.get(id(message))
+        return known.message if known else super()._received(message)
 
 
 def _digests(messages: Sequence[ChatMessage]) -> Iterator[bytes]:

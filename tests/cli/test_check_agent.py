@@ -100,7 +100,36 @@ for worker in workers: worker.start()
 for worker in workers: worker.join()
 os._exit(0)
 """
-FORMAT = "MORE = lambda: {'response_format': {'type': 'json_object'}}"
+FORMAT = "MORE = lambda: {'response_format': {'type': 'xml'}}"
+TYPED = """
+STEP = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+SCHEMA = {"type": "object", "$defs": {"Step": STEP}, "properties": {
+    "steps": {"type": "array", "items": {"$ref": "#/$defs/Step"}}}, "required": ["steps"]}
+MORE = lambda: {"response_format": {
+    "type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}
+def kept(message):
+    return message if message.get("tool_calls") else json.loads(message["content"])["steps"][0]["n"]
+"""
+# The agent with the Responses API.
+RESPONSES = """
+items, seen = [], 1
+edit, more = lambda item: item, lambda: {}
+def ask(messages):
+    global seen
+    for message in messages[seen:]:
+        is_result = message["role"] == "tool"
+        items.append({"type": "function_call_output", "call_id": message["tool_call_id"],
+                      "output": message["content"]} if is_result else message)
+    seen = len(messages) + 1
+    headers = {"authorization": "Bearer " + environ["OPENAI_API_KEY"]}
+    tools = [{"type": "function", **TOOL["function"]}]
+    body = {"input": items, "instructions": SYSTEM(), "tools": tools, **more()}
+    request = urllib.request.Request(URL + "/responses", json.dumps(body).encode(), headers)
+    output = json.load(urllib.request.urlopen(request, timeout=30))["output"]
+    items.extend(map(edit, output))
+    calls = [item for item in output if item["type"] == "function_call"]
+    return {"tool_calls": [{"id": call["call_id"]} for call in calls]}
+"""
 
 
 # The same in Anthropic's Messages API.
@@ -174,9 +203,9 @@ def test_sub_agents_may_each_have_a_request_on_its_way_when_the_episode_ends(che
         (DROPS, ["messages were removed", "Keep the history"]),
         (TOOLS, ["the tools changed"]),
         (TWO, ["2 requests refused (400): n=2", "2 episodes lost: agent.python raised HTTPError"]),
-        (FORMAT, ["response_format is not supported"]),
+        (FORMAT, ["response_format must be of type text, json_object"]),
         ("URL = 'http://127.0.0.1:9'", ["2 episodes lost", "Connection refused"]),
-        ("sys.exit()", ["without a request to OPENAI_BASE_URL"]),
+        ("sys.exit()", ["without a request to OPENAI_BASE_URL or ANTHROPIC_BASE_URL"]),
         ("kept = lambda message: 1 / 0", ["ZeroDivisionError"]),
         (IGNORES, ["2 requests after the episode was over"]),
     ],
@@ -200,6 +229,32 @@ def test_a_fault_of_an_agent_is_named(check, change, problems):
     assert code == 1 and "problem: " in text
     for problem in problems:
         assert problem in text, text
+
+
+def test_an_agent_with_typed_answers_trains_cleanly(check):
+    code, text = check(TYPED)
+    assert code == 0, text
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("", ""),
+        ("SYSTEM = lambda: f'You calculate. {uuid.uuid4()}'", "system message changed"),
+        (
+            "edit = lambda item: item | ({'content': 'x'} if item['type'] == 'message' else {})",
+            "assistant message changed",
+        ),
+        ("edit = lambda item: item | {'arguments': '{}', 'call_id': 'x'}", "message changed"),
+        ("more = lambda: {'tools': [{'type': 'web_search'}]}", "not 'web_search'"),
+        ("more = lambda: {'previous_response_id': 'resp_x'}", "an answer that this session keeps"),
+    ],
+    ids=["clean", "system", "edit", "call", "tool", "previous"],
+)
+def test_an_agent_of_the_responses_api(check, change, problem):
+    code, text = check(RESPONSES + change)
+    assert code == bool(problem) and problem in text, text
+    assert bool(problem) or "2 first = 50%, 2 clean = 50%" in text
 
 
 def test_an_agent_that_hangs(check):

@@ -32,7 +32,7 @@ from agentrl.errors import (
     UserError,
 )
 from agentrl.gateway import agent as agent_module
-from agentrl.gateway.agent import check_agent, describe_sample
+from agentrl.gateway.agent import BASE_URLS, check_agent, describe_sample
 from agentrl.metrics import rollout_metrics
 from agentrl.preflight import describe_run, make_plan
 from agentrl.rewards import Scorer
@@ -261,7 +261,7 @@ def test_a_function_returns_its_reward(function):
         ("solve()", {"reward": "post"}, "without its reward"),
         ("solve(); sys.exit(2)", {"reward": "exit"}, "exited with code 2"),
         ("print('no key'); sys.exit(1)", {}, r"exited with code 1(.|\n)*no key"),
-        ("print('hello')", {}, r"without a request to OPENAI_BASE_URL(.|\n)*hello"),
+        ("print('hello')", {}, rf"without a request to {BASE_URLS}(.|\n)*hello"),
         ("sys.stdin.read(); os.abort()", {}, "exited with code -6, and printed nothing"),
         ("raise OSError('boom')", {}, "^the agent exited with code 1: OSError: boom;"),
         ("solve(); sys.exit(75)", {}, "exited with code 75"),
@@ -276,7 +276,7 @@ def test_a_function_returns_its_reward(function):
         (
             "os.environ['OPENAI_API_KEY'] = 'mine'\ntry: solve()\nexcept OSError: pass",
             {},
-            "without a request to OPENAI_BASE_URL; [1-9] requests? had another key than",
+            f"without a request to {BASE_URLS}; [1-9] requests? had another key than",
         ),
         (
             "solve()\ntry: post(os.environ['AGENTRL_REWARD_URL'], {'reward': 'high'})\n"
@@ -459,7 +459,7 @@ def test_the_time_of_an_agent_is_limited(script):
 
 
 def test_an_agent_that_sends_nothing_until_its_time_is_over_gets_no_reward(script, function):
-    message = r"sent no request to OPENAI_BASE_URL within rollout.timeout_s=1; .*\n  hello"
+    message = rf"sent no request to {BASE_URLS} within rollout.timeout_s=1; .*\n  hello"
     with pytest.raises(UserCodeError, match=message):
         run(script("print('hello', flush=True); time.sleep(60)"), timeout_s=1.0)
     with pytest.raises(UserCodeError, match="sent no request"):

@@ -20,6 +20,7 @@ from agentrl.agent_loops.play import play
 from agentrl.config import Config, RolloutConfig
 from agentrl.engine.scripted import Scripted
 from agentrl.gateway.dialects import ChatCompletions
+from agentrl.gateway.memory import AnswerMemory
 from agentrl.gateway.serve import create_app
 from agentrl.gateway.session import Key, Session
 from agentrl.gateway.stateless import StatelessSession, without_budgets
@@ -118,7 +119,9 @@ def test_the_cost_of_a_long_conversation_is_linear(name, shape):
         tokenizer = byte_tokenizer() if name == "byte" else tokenizer_of_trl(name)
         engine = Scripted(["ok"], tokenizer, max_length=2**24)
         runtime = Runtime(engine, make_template(tokenizer, config), LocalToolbox(), config)
-        request = ChatCompletions().read(json.dumps({"messages": messages(n, shape)}).encode(), {})
+        request = ChatCompletions().read(
+            json.dumps({"messages": messages(n, shape)}).encode(), {}, AnswerMemory()
+        )
         start = time.thread_time()
         asyncio.run(StatelessSession(runtime, 1.0).answer(request))
         return time.thread_time() - start
@@ -140,11 +143,11 @@ def test_each_sampled_turn_is_compared_once_per_request(monkeypatch):
         session, history = Session(ep), [{"role": "user", "content": "a"}]
         for _ in range(200):
             body = json.dumps({"messages": history}).encode()
-            await session.answer(ChatCompletions().read(body, {}))
+            await session.answer(ChatCompletions().read(body, {}, AnswerMemory()))
             history += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "a"}]
         compared.clear()
         body = json.dumps({"messages": [*history, *messages(4000, "turns")[1:]]}).encode()
-        await session.answer(ChatCompletions().read(body, {}))
+        await session.answer(ChatCompletions().read(body, {}, AnswerMemory()))
         await session.close()
 
     rollout = RolloutConfig(max_turns=999, max_trajectory_tokens=2**20)

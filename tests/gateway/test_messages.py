@@ -13,12 +13,14 @@ from support.wires import WIRES
 
 from agentrl.agent_loops import agent_loop
 from agentrl.agent_loops.attempt import Runtime, make_template
+from agentrl.agent_loops.control import EpisodeControl
 from agentrl.agent_loops.play import play
 from agentrl.config import Config
 from agentrl.engine.scripted import Scripted
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, UserCodeError
 from agentrl.gateway import serve
 from agentrl.gateway.dialects import ChatCompletions, Messages
+from agentrl.gateway.memory import AnswerMemory
 from agentrl.gateway.requests import Answer, ChatCall, ChatMessage, ChatRequest, Refusal
 from agentrl.gateway.session import Session
 from agentrl.gateway.stateless import StatelessSession, without_budgets
@@ -38,7 +40,7 @@ THOUGHT = "<think>\nhm\n</think>\n\n"
 
 def read(*messages, **fields) -> ChatRequest:
     data = BODY | {"messages": messages or [QUESTION], **fields}
-    return DIALECT.read(json.dumps(data).encode(), {})
+    return DIALECT.read(json.dumps(data).encode(), {}, AnswerMemory())
 
 
 def text(text, **fields):
@@ -128,7 +130,6 @@ def test_fields_that_the_run_decides_are_counted(fields, ignored):
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A"}}
-FORMAT = {"format": {"type": "json_schema", "schema": {}}}
 
 
 @pytest.mark.parametrize(
@@ -138,14 +139,14 @@ FORMAT = {"format": {"type": "json_schema", "schema": {}}}
         ({"messages": [{"role": "tool", "content": "x"}]}, "one of user, assistant, system"),
         ({"messages": ["x"]}, "messages[0].role must be"),
         ({"messages": [{"role": "user"}]}, "messages[0].content must be a text or a list"),
-        ({"messages": [{"role": "user", "content": [text(5)]}]}, "blocks of type text"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "no images, documents or results of"
+        ({"messages": [{"role": "user", "content": [text(5)]}]}, "parts of type text"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "no images, files or results of"
          " server tools, not 'image'"),
         ({"messages": [{"role": "user", "content": [result("c", [IMAGE])]}]}, "not 'image'"),
         ({"messages": [{"role": "assistant", "content": [result("c", "")]}]}, "not 'tool_result'"),
         ({"messages": [{"role": "assistant", "content": [
             {"type": "tool_use", "id": "c", "name": "calc", "input": "{}"}]}]}, "object as input"),
-        ({"system": 5}, "system must be a text or a list of blocks, not 5"),
+        ({"system": 5}, "system must be a text or a list of parts, not 5"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
          "tools[0] must be a tool that the agent runs, with name and input_schema, not"
          " 'web_search_20250305'"),
@@ -155,7 +156,6 @@ FORMAT = {"format": {"type": "json_schema", "schema": {}}}
         ({"messages": [{"role": "user", "content": ["text"]}]}, "not 'text'"),
         ({"tools": {}, "max_tokens": 0}, "max_tokens must be a whole number of at least 1"),
         ({"thinking": 5}, "thinking must be an object, not 5"),
-        ({"output_config": FORMAT}, "output_config.format is not supported: constrained"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported: let the agent"),
         ({"stop_sequences": [""]}, "stop_sequences must be"),
     ],
@@ -494,6 +494,23 @@ def test_errors_have_the_shape_of_the_api():
     played(agent, Scripted(["a"], TOKENIZER))
 
 
+def test_a_bug_of_count_tokens_is_an_error_of_the_api_and_ends_the_episode(monkeypatch):
+    monkeypatch.setattr(EpisodeControl, "count_tokens", lambda *_: 1 // 0)
+
+    async def agent(client, session):
+        answer = await client.post("/messages/count_tokens", json=BODY)
+        assert answer.status_code == 500 and answer.headers["x-should-retry"] == "false"
+        assert answer.json()["type"] == "error" and answer.json()["error"] == {
+            "type": "api_error",
+            "message": "ZeroDivisionError: integer division or modulo by zero",
+            "details": {"error_code": "bug"},
+        }
+        assert session.over.is_set()
+
+    with pytest.raises(UserCodeError, match="ZeroDivisionError"):
+        played(agent, Scripted([], TOKENIZER))
+
+
 class Slow(Scripted):
     """Each turn takes longer than a stream waits before its first byte."""
 
@@ -568,5 +585,5 @@ def test_a_request_that_is_sent_again_gets_the_same_answer():
 def test_a_tools_schema_is_that_of_chat_completions():
     function = {"name": "calc", "description": "d", "parameters": {"type": "object"}}
     data = {"messages": [QUESTION], "tools": [{"type": "function", "function": function}]}
-    chat = ChatCompletions().read(json.dumps(data).encode(), {})
+    chat = ChatCompletions().read(json.dumps(data).encode(), {}, AnswerMemory())
     assert [*read().tools] == [*chat.tools] and read().messages == chat.messages

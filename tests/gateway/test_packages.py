@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support import agents_page
 from support.any_template import tokenizer_of_trl
 
 from agentrl import registry
@@ -18,6 +20,9 @@ from agentrl.agent_loops.play import play
 from agentrl.config import AgentConfig, Config, RolloutConfig
 from agentrl.data import load_samples
 from agentrl.engine.scripted import Scripted
+from agentrl.gateway.agent import open_session
+from agentrl.gateway.requests import ChatRequest
+from agentrl.gateway.session import Session
 from agentrl.testing import byte_tokenizer, call
 from agentrl.trajectory import Message, Sample, Trajectory
 
@@ -25,6 +30,18 @@ HERE = Path(__file__).parent / "packages"
 TOKENIZER = byte_tokenizer()
 SAMPLE = Sample("r0", (Message("user", "How much is 3*4?"),), agent_name="external")
 CALCULATE = call("calculator", expression="3*4")
+
+
+REQUESTS: list[ChatRequest] = []
+"""The requests of the agent that played last."""
+
+
+class Watched(Session):
+    """A session whose requests a test reads."""
+
+    async def answer(self, request):
+        REQUESTS.append(request)
+        return await super().answer(request)
 
 
 def run(
@@ -40,6 +57,8 @@ def run(
     command = " ".join([python, str(HERE / f"{script}.py"), *arguments])
     played = engine(turns, tokenizer)
     config = Config(agent=AgentConfig(command=command), rollout=RolloutConfig(**rollout))
+    REQUESTS.clear()
+    open_session.set(Watched)
     t = play(SAMPLE, played, tokenizer, config=config)
     assert len(t.turns) == len(played.requests) and t.stop_reason == "done"
     for turn in t.turns:
@@ -55,20 +74,97 @@ def run(
 @pytest.mark.parametrize(
     ("agent", "matched"),
     [
-        ("openai_client stream", "clean"),
-        ("pydantic_ai_agent", "realigned"),  # It writes arguments without spaces.
-        ("anthropic_client stream", "clean"),
+        pytest.param(
+            "openai_client stream", "clean",
+            marks=pytest.mark.proves("openai/chat", "streaming", "tools"),
+        ),
+        pytest.param(  # It writes arguments without spaces.
+            "pydantic_ai_agent", "realigned", marks=pytest.mark.proves("pydantic-ai/chat", "tools")
+        ),
+        pytest.param(
+            "anthropic_client stream", "clean",
+            marks=pytest.mark.proves("anthropic/messages", "streaming", "tools"),
+        ),
+        pytest.param(
+            "openai_responses stream", "clean",
+            marks=pytest.mark.proves("openai/responses", "streaming", "tools"),
+        ),
+        ("openai_responses previous", "clean"),
+        pytest.param(
+            "openai_agents responses", "clean",
+            marks=pytest.mark.proves("openai-agents/responses", "tools"),
+        ),
+        pytest.param(
+            "langgraph_agent", "clean",
+            marks=[pytest.mark.slow, pytest.mark.proves("langgraph/chat", "tools")],
+        ),
+        pytest.param(
+            "openai_agents", "clean",
+            marks=[pytest.mark.slow, pytest.mark.proves("openai-agents/chat", "tools")],
+        ),
         pytest.param("anthropic_client", "clean", marks=pytest.mark.slow),
         pytest.param("openai_client", "clean", marks=pytest.mark.slow),
-        pytest.param("openai_agents", "clean", marks=pytest.mark.slow),
-        pytest.param("langgraph_agent", "clean", marks=pytest.mark.slow),
+        pytest.param("openai_responses", "clean", marks=pytest.mark.slow),
     ],
-)
+)  # fmt: skip
 def test_a_plain_run_is_one_row(packages_python, agent, matched):
     t = run(packages_python, agent, ["Hm.\n" + CALCULATE, "It is 12."])
     assert t.counts == {"gateway/first": 1, f"gateway/{matched}": 1}
     assert len(t.segments) == 1 and t.final_text == "It is 12."
     assert [r.content for r in t.turns[0].tool_results] == ["12"]
+    assert [request.stream for request in REQUESTS] == ["stream" in agent] * 2
+
+
+CLIENTS = ["openai_client", "openai_responses", "anthropic_client"]
+"""The agents with a client and no framework."""
+
+
+@pytest.mark.proves("openai/chat openai/responses anthropic/messages", "thinking", "parallel calls")
+@pytest.mark.parametrize("mode", [pytest.param("", marks=pytest.mark.slow), " stream"])
+@pytest.mark.parametrize("agent", CLIENTS)
+def test_a_client_keeps_thinking_and_parallel_calls(packages_python, agent, mode):
+    both = f"<think>\nhm\n</think>\n\n{CALCULATE}\n" + call("calculator", expression="4 +")
+    turns = [both, "<think>\nso\n</think>\n\nIt is 12."]
+    t = run(packages_python, f"{agent} think{mode}", turns, tokenizer=tokenizer_of_trl("qwen3"))
+    t.counts.pop("gateway/ignored/thinking", None)
+    assert t.counts == {"gateway/first": 1, "gateway/clean": 1}
+    assert [m.reasoning for m in REQUESTS[1].messages if m.role == "assistant"] == ["hm"]
+    assert len(t.segments) == 1 and t.final_text.endswith("It is 12.")
+    first, second = (r.content for r in t.turns[0].tool_results)
+    assert first == "12" and second.startswith("Error: ")
+
+
+@pytest.mark.proves("openai/chat openai/responses anthropic/messages", "compaction")
+@pytest.mark.parametrize("agent", CLIENTS)
+def test_a_client_goes_on_from_a_summary(packages_python, agent):
+    t = run(packages_python, f"{agent} summarize", [CALCULATE, "I know that it is 12.", "12."])
+    assert t.counts == {"gateway/first": 1, "gateway/clean": 1, "gateway/spawn": 1}
+    assert len(t.segments) == 2 and t.final_text == "12."
+    assert "Summary: I know that it is 12." in TOKENIZER.decode(t.segments[1].prompt_ids)
+
+
+def test_anthropics_client_edits_its_history(packages_python):
+    t = run(packages_python, "anthropic_client trim", [CALCULATE, CALCULATE, "It is 12."])
+    assert t.counts == {"gateway/first": 1, "gateway/clean": 1, "gateway/branch": 1}
+    assert len(t.segments) == 2
+    assert TOKENIZER.decode(t.segments[1].prompt_ids).count(CALCULATE) == 1
+
+
+@pytest.mark.proves("openai/chat openai/responses anthropic/messages", "sub-agents")
+@pytest.mark.parametrize("agent", CLIENTS)
+def test_a_client_has_helpers_at_the_same_time(packages_python, agent):
+    def answer(prompt: str, turn: int) -> str:
+        has_result = "tool_response" in prompt
+        if "You are a helper" in prompt:
+            return "Twelve." if has_result else CALCULATE
+        both = CALCULATE + "\n" + call("calculator", expression="4*3")
+        return "It is 12." if has_result else both
+
+    t = run(packages_python, f"{agent} helpers", answer)
+    assert t.counts == {"gateway/first": 1, "gateway/spawn": 2, "gateway/clean": 3}
+    assert len(t.segments) == 3 and len(t.turns) == 6 and t.final_text == "It is 12."
+    assert [r.content for r in t.turns[0].tool_results] == ["Twelve."] * 2
+    assert sorted(turn.thread for turn in t.turns) == [0, 0, 1, 1, 2, 2]
 
 
 MISTAKES = {"openai_agents": call("no_such_tool"), "langgraph_agent": call("divide", a=1, b=0)}
@@ -86,6 +182,7 @@ def test_a_mistake_that_a_package_raises(packages_python, agent):
     assert t.final_text == "It is 12." and t.scores is None
 
 
+@pytest.mark.proves("smolagents/chat", "tools")
 def test_smolagents_rewrites_its_history(packages_python):
     """It sends the policy's calls as text in its own words, so each turn begins a row."""
     t = run(packages_python, "smolagents_agent", [CALCULATE, call("final_answer", answer="12")])
@@ -126,9 +223,10 @@ class SlowOnce(Scripted):
         return generation
 
 
-@pytest.mark.parametrize("client", ["openai_client", "anthropic_client"])
-def test_a_retry_gets_the_same_answer(packages_python, client):
-    t = run(packages_python, f"{client} retry", [CALCULATE, "It is 12."], SlowOnce)
+@pytest.mark.proves("openai/chat openai/responses anthropic/messages", "retry")
+@pytest.mark.parametrize("agent", CLIENTS)
+def test_a_retry_gets_the_same_answer(packages_python, agent):
+    t = run(packages_python, f"{agent} retry", [CALCULATE, "It is 12."], SlowOnce)
     assert t.counts["gateway/retry"] >= 1 and len(t.turns) == 2 and len(t.segments) == 1
 
 
@@ -140,27 +238,7 @@ def test_a_lost_answer_is_sent_again(packages_python):
     assert len(t.turns) == 2 and len(t.segments) == 1 and t.final_text == "It is 12."
 
 
-@pytest.mark.parametrize("mode", ["", " stream"])
-def test_anthropics_client_keeps_thinking_and_parallel_calls(packages_python, mode):
-    both = f"<think>\nhm\n</think>\n\n{CALCULATE}\n" + call("calculator", expression="4 +")
-    turns = [both, "<think>\nso\n</think>\n\nIt is 12."]
-    tokenizer = tokenizer_of_trl("qwen3")
-    t = run(packages_python, f"anthropic_client think{mode}", turns, tokenizer=tokenizer)
-    assert t.counts == {
-        "gateway/first": 1, "gateway/clean": 1, "gateway/ignored/thinking": 2
-    }  # fmt: skip
-    assert len(t.segments) == 1 and t.final_text.endswith("It is 12.")
-    first, second = (r.content for r in t.turns[0].tool_results)
-    assert first == "12" and second.startswith("Error: ")
-
-
-def test_anthropics_client_edits_its_history(packages_python):
-    t = run(packages_python, "anthropic_client trim", [CALCULATE, CALCULATE, "It is 12."])
-    assert t.counts == {"gateway/first": 1, "gateway/clean": 1, "gateway/branch": 1}
-    assert len(t.segments) == 2
-    assert TOKENIZER.decode(t.segments[1].prompt_ids).count(CALCULATE) == 1
-
-
+@pytest.mark.proves("pydantic-ai/chat", "compaction")
 def test_an_edited_history_begins_a_row(packages_python):
     """pydantic-ai drops the first turns. The tokens of those that stay are as they were sampled."""
     t = run(packages_python, "pydantic_ai_agent trim", [CALCULATE, CALCULATE, CALCULATE, "12."])
@@ -170,6 +248,7 @@ def test_an_edited_history_begins_a_row(packages_python):
     assert t.final_text == "12." and {turn.thread for turn in t.turns} == {0}
 
 
+@pytest.mark.proves("langgraph/chat", "compaction")
 def test_a_compaction_begins_a_row(packages_python):
     """langgraph asks for a summary in a conversation of its own, and goes on from it."""
 
@@ -183,7 +262,26 @@ def test_a_compaction_begins_a_row(packages_python):
     assert "The user asked for 3*4." in TOKENIZER.decode(t.segments[-1].prompt_ids)
 
 
-def test_sub_agents_at_the_same_time(packages_python):
+def test_a_typed_answer(packages_python):
+    t = run(packages_python, "openai_responses parse", [CALCULATE, '{"value": 12}'])
+    assert t.counts == {"gateway/first": 1, "gateway/clean": 1} and len(t.segments) == 1
+    assert '"title":"Result"' in TOKENIZER.decode(t.segments[0].prompt_ids)
+
+
+def test_a_handoff_begins_a_row(packages_python):
+    """The other agent has other instructions and tools."""
+    turns = [CALCULATE + CALCULATE, call("transfer_to_checker"), '{"value": 12}']
+    t = run(packages_python, "openai_agents responses handoff", turns)
+    assert t.counts == {"gateway/first": 1, "gateway/clean": 1, "gateway/branch": 1}
+    assert [r.content for r in t.turns[0].tool_results] == ["12", "12"]
+    last = TOKENIZER.decode(t.segments[1].prompt_ids)
+    assert "You check the result." in last and CALCULATE + CALCULATE in last
+    assert '"title":"Result"' in last and t.final_text == '{"value": 12}'
+
+
+@pytest.mark.proves("openai-agents/chat openai-agents/responses", "parallel calls", "sub-agents")
+@pytest.mark.parametrize("api", ["", " responses"], ids=["chat", "responses"])
+def test_sub_agents_at_the_same_time(packages_python, api):
     def answer(prompt: str, turn: int) -> str:
         for name in ("ada", "bob"):
             if f"You are {name}." in prompt:
@@ -191,7 +289,7 @@ def test_sub_agents_at_the_same_time(packages_python):
         both = call("ada", input="3*4?") + "\n" + call("bob", input="4*3?")
         return both if "tool_response" not in prompt else "It is 12."
 
-    t = run(packages_python, "openai_agents two", answer)
+    t = run(packages_python, f"openai_agents two{api}", answer)
     assert t.counts == {"gateway/first": 1, "gateway/spawn": 2, "gateway/clean": 3}
     assert len(t.segments) == 3 and len(t.turns) == 6 and t.final_text == "It is 12."
     assert [r.content for r in t.turns[0].tool_results] == ["ada says 12", "bob says 12"]
@@ -207,23 +305,45 @@ def python_with(folder: Path, requirements: str) -> str:
     return python
 
 
+@pytest.mark.proves(
+    "claude-agent-sdk/messages", "streaming", "tools", "parallel calls", "thinking", "sub-agents"
+)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_claude_code(tmp_path_factory):
     python = python_with(tmp_path_factory.mktemp("claude"), "claude_agent_sdk.txt")
-    bash = call("Bash", command="echo $((3*4))", description="Multiply")
-    turns = [f"Hm.\n{bash}", "It is 12."]
+    commands = ["echo $((3*4))", "echo b"]
+    both = "\n".join(call("Bash", command=command, description="Print") for command in commands)
+    turns = [f"<think>\nhm\n</think>\n\n{both}", "It is 12."]
     engine = partial(Scripted, max_length=10**6)  # Its prompt has 71,000 bytes.
-    t = run(python, "claude_agent_sdk_agent", turns, engine, max_trajectory_tokens=10**6)
-    assert [r.content for r in t.turns[0].tool_results] == ["12"]
+    play_claude = partial(run, python, "claude_agent_sdk_agent", max_trajectory_tokens=10**6)
+    t = play_claude(turns, engine, tokenizer_of_trl("qwen3"))
+    assert [r.content for r in t.turns[0].tool_results] == ["12", "b"]
+    assert all(request.stream for request in REQUESTS)
+    assert [m.reasoning for m in REQUESTS[1].messages if m.role == "assistant"] == ["hm"]
     assert (t.counts["gateway/first"], t.counts["gateway/clean"]) == (1, 1)
-    assert len(t.segments) == 1 and t.final_text == "It is 12."
+    assert len(t.segments) == 1 and t.final_text.endswith("It is 12.")
+
+    def answer(prompt: str, turn: int) -> str:
+        if (
+            "HELPER"
+            in prompt.partition("<|im_start|>user")[2].partition("<|im_start|>assistant")[0]
+        ):
+            return "Twelve."
+        task = {"description": "Multiply", "prompt": "HELPER: 3*4?", "run_in_background": False}
+        helper = call("Agent", subagent_type="general-purpose", **task)
+        return "It is 12." if "tool_response" in prompt else helper
+
+    t = play_claude(answer, engine)
+    (result,) = t.turns[0].tool_results
+    assert "Twelve." in result.content and t.final_text == "It is 12."
+    assert t.counts["gateway/spawn"] == 1 and [turn.thread for turn in t.turns] == [0, 1, 0]
     # This template refuses its system message; Claude Code sends the text in another one.
-    others = {"tokenizer": tokenizer_of_trl("qwen3_6"), "max_trajectory_tokens": 10**6}
-    t = run(python, "claude_agent_sdk_agent", ["It is 12."], engine, **others)
+    t = play_claude(["It is 12."], engine, tokenizer_of_trl("qwen3_6"))
     assert t.counts["gateway/first"] == 1 and t.final_text == "It is 12."
 
 
+@pytest.mark.proves("mini-swe-agent/chat", "tools")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_mini_swe_agent(tmp_path_factory):
@@ -232,3 +352,27 @@ def test_mini_swe_agent(tmp_path_factory):
     end = [call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat x")]
     t = run(python, "mini_swe_agent_agent", [*bash, *end])
     assert len(t.turns) == 2
+
+
+@pytest.mark.proves("codex/responses", "streaming", "tools", "parallel calls", "thinking")
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not shutil.which("npm"), reason="no npm")
+def test_codex(tmp_path):
+    package = (HERE / "npm.txt").read_text().strip()
+    install = ["npm", "install", "--silent", "--prefix", str(tmp_path), package]
+    subprocess.run(install, check=True)
+    codex = tmp_path / "node_modules/.bin/codex"
+    commands = ["echo $((3*4))", "echo b"]
+    both = "".join(call("exec_command", cmd=command) for command in commands)
+    turns = [f"<think>\nhm\n</think>\n\n{both}", "It is 12."]
+    t = run(sys.executable, f"codex_agent {codex}", turns, tokenizer=tokenizer_of_trl("qwen3"))
+    assert [m.reasoning for m in REQUESTS[1].messages if m.role == "assistant"] == ["hm"]
+    assert t.counts == {"gateway/first": 1, "gateway/clean": 1} and len(t.segments) == 1
+    assert ["12\n" in r.content for r in t.turns[0].tool_results] == [True, False]
+    assert all(request.stream for request in REQUESTS)
+    assert t.final_text.endswith("It is 12.")
+
+
+def test_the_table_of_the_docs_is_that_of_the_tests():
+    assert agents_page.PAGE.read_text() == agents_page.page(), "run `make docs`"

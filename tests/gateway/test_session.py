@@ -19,6 +19,7 @@ from agentrl.engine.scripted import Scripted
 from agentrl.errors import EngineError
 from agentrl.gateway.check import CheckedEpisode, CheckReport
 from agentrl.gateway.dialects import ChatCompletions
+from agentrl.gateway.memory import AnswerMemory
 from agentrl.gateway.requests import Refusal
 from agentrl.gateway.session import VOLATILE, Session
 from agentrl.registry import load_file, tools
@@ -43,7 +44,7 @@ class Client:
     async def ask(self, messages, *, retry=0, **fields):
         """Return the assistant's message."""
         body = json.dumps({"messages": messages, "tools": [TOOL], **fields}).encode()
-        request = DIALECT.read(body, {"x-stainless-retry-count": str(retry)})
+        request = DIALECT.read(body, {"x-stainless-retry-count": str(retry)}, AnswerMemory())
         answer = await self.session.answer(request)
         choice = json.loads(DIALECT.write(answer, request))["choices"][0]
         return choice["message"] | {"finish_reason": choice["finish_reason"]}
@@ -494,7 +495,7 @@ def test_the_same_script_gives_the_same_rows_as_our_own_loop(tiny_model):
         messages = [m.as_dict() for m in ep.sample.prompt]
         while True:
             body = json.dumps({"messages": messages, "tools": schemas}).encode()
-            request = DIALECT.read(body, {})
+            request = DIALECT.read(body, {}, AnswerMemory())
             try:
                 answer = await session.answer(request)
             except Refusal:
@@ -561,6 +562,10 @@ def test_a_hostile_request_is_refused_and_the_episode_goes_on(fields, message):
 
 
 def test_a_deeply_nested_request_is_refused():
-    for body in (b"[" * 1000 + b"]" * 1000, b"[" * 10**6):
+    deep = b"[" * 1000 + b"]" * 1000
+    for body in (deep, b"[" * 10**6):
         with pytest.raises(Refusal):
-            DIALECT.read(b'{"messages": [%b]}' % body, {})
+            DIALECT.read(b'{"messages": [%b]}' % body, {}, AnswerMemory())
+    message = b'{"role": "tool", "content": "", "tool_call_id": %b}' % deep
+    request = DIALECT.read(b'{"messages": [%b], "model": %b}' % (message, deep), {}, AnswerMemory())
+    assert (request.model, request.messages[0].call_id) == ("policy", "")

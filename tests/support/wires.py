@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-from agentrl.gateway.dialects import ChatCompletions, Dialect, Messages
+from agentrl.gateway.dialects import ChatCompletions, Dialect, Messages, Responses
 
 History = Sequence[dict[str, Any]]
 
@@ -18,6 +18,11 @@ class ChatWire:
     """Chat completions."""
 
     dialect: ClassVar[Dialect] = ChatCompletions()
+
+    def output_format(self, schema: Any) -> dict[str, Any]:
+        """Return the field of a request that states the schema of the answer."""
+        schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        return {"response_format": schema}
 
     def body(self, history: History, tools: Sequence[Any] = (), **fields: Any) -> bytes:
         """Return the body of a request. `fields`: max_tokens, stop, stream."""
@@ -48,6 +53,10 @@ class MessagesWire:
     """Anthropic's Messages API."""
 
     dialect: ClassVar[Dialect] = Messages()
+
+    def output_format(self, schema: Any) -> dict[str, Any]:
+        """Return the field of a request that states the schema of the answer."""
+        return {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
 
     def body(self, history: History, tools: Sequence[Any] = (), **fields: Any) -> bytes:
         """Return the body of a request. `fields`: max_tokens, stop, stream."""
@@ -127,4 +136,93 @@ class MessagesWire:
         return self.message(json.dumps({"content": content}).encode())
 
 
-WIRES = {"chat_completions": ChatWire(), "messages": MessagesWire()}
+class ResponsesWire:
+    """OpenAI's Responses API.
+
+    Args:
+        has_ids: False for a client that does not repeat the ids of items.
+    """
+
+    dialect: ClassVar[Dialect] = Responses()
+
+    def __init__(self, has_ids: bool = True):
+        self._has_ids = has_ids
+
+    def output_format(self, schema: Any) -> dict[str, Any]:
+        """Return the field of a request that states the schema of the answer."""
+        return {"text": {"format": {"type": "json_schema", "name": "answer", "schema": schema}}}
+
+    def body(self, history: History, tools: Sequence[Any] = (), **fields: Any) -> bytes:
+        """Return the body of a request. An assistant message may have the `id` of its answer."""
+        if "max_tokens" in fields:
+            fields["max_output_tokens"] = fields.pop("max_tokens")
+        if tools:
+            fields["tools"] = [{"type": "function", **tool["function"]} for tool in tools]
+        items = [item for message in history for item in self._items(message)]
+        return json.dumps({"input": items, **fields}).encode()
+
+    def _items(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        role, content = message["role"], message.get("content")
+        if role == "tool":
+            output = {"call_id": message.get("tool_call_id", ""), "output": content}
+            return [{"type": "function_call_output", **output}]
+        if role != "assistant":
+            return [{"role": role, "content": content}]
+        items: list[dict[str, Any]] = []
+        calls = message.get("tool_calls") or ()
+        if message.get("reasoning_content"):
+            summary = [{"type": "summary_text", "text": message["reasoning_content"]}]
+            items.append({"type": "reasoning", "id": "rs_", "summary": summary})
+        if content or not calls:
+            items.append({"type": "message", "id": "msg_", "role": role, "content": content or ""})
+        for call in calls:
+            function = {name: call["function"][name] for name in ("name", "arguments")}
+            items.append({"type": "function_call", "call_id": call["id"], **function})
+        for item in items:
+            prefix = item.pop("id", "fc_")
+            if self._has_ids and message.get("id"):
+                item["id"] = prefix + message["id"]
+        return items
+
+    def message(self, answer: bytes) -> dict[str, Any]:
+        """Return the message of an answer in the form of chat completions, with its `id`."""
+        response = json.loads(answer)
+        message: dict[str, Any] = {"role": "assistant", "content": None}
+        message["id"] = response["id"].removeprefix("resp_")
+        for item in response["output"]:
+            if item["type"] == "reasoning":
+                message["reasoning_content"] = item["summary"][0]["text"]
+            elif item["type"] == "message":
+                message["content"] = item["content"][0]["text"]
+            else:
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                message.setdefault("tool_calls", []).append(call)
+        return message
+
+    def streamed(self, events: Iterable[bytes]) -> dict[str, Any]:
+        """Return the message of a stream in the form of chat completions."""
+        items, texts, fields = [], [], {}
+        for event in events:
+            kind, data = event.decode().split("\n")[:2]
+            fields = json.loads(data.removeprefix("data: "))
+            assert kind == f"event: {fields['type']}"
+            if fields["type"] == "response.output_item.added":
+                assert fields["output_index"] == len(texts)
+                texts.append("")
+            elif fields["type"].endswith(".delta"):
+                texts[fields["output_index"]] += fields["delta"]
+            elif fields["type"] == "response.output_item.done":
+                items.append(fields["item"])
+        assert items == fields["response"]["output"]
+        for item, text in zip(items, texts, strict=True):
+            parts = item.get("summary") or item.get("content") or [{"text": item["arguments"]}]
+            assert [part["text"] for part in parts] == [text]
+        return self.message(json.dumps(fields["response"]).encode())
+
+
+WIRES = {
+    "chat_completions": ChatWire(),
+    "messages": MessagesWire(),
+    "responses": ResponsesWire(),
+}

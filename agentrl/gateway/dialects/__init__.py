@@ -8,7 +8,8 @@ from __future__ import annotations
 from agentrl.gateway.dialects.base import Dialect
 from agentrl.gateway.dialects.chat_completions import ChatCompletions
 from agentrl.gateway.dialects.messages import Messages
+from agentrl.gateway.dialects.responses import Responses
 
-__all__ = ["DIALECTS", "ChatCompletions", "Dialect", "Messages"]
+__all__ = ["DIALECTS", "ChatCompletions", "Dialect", "Messages", "Responses"]
 
-DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Messages())
+DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Responses(), Messages())

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import orjson
 
-from agentrl.gateway.requests import Answer, ChatRequest, Refusal
+from agentrl.gateway.memory import AnswerMemory
+from agentrl.gateway.output_format import OutputFormat
+from agentrl.gateway.requests import MODEL, Answer, ChatRequest, Refusal
+from agentrl.trajectory import Role
 
 RETRIES = "x-stainless-retry-count"
 """The header in which OpenAI's and Anthropic's clients count how often they repeat a request."""
+ROLES: Mapping[str, Role] = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
+}  # fmt: skip
+"""The roles of messages in OpenAI's APIs."""
 
 
 class Dialect(ABC):
@@ -24,13 +32,53 @@ class Dialect(ABC):
     """The path of requests that count the tokens of a prompt; "" if the API has none."""
     ping: ClassVar[bytes] = b": ping\n\n"
     """What keeps a stream open that waits for its answer."""
+    REFUSED: ClassVar[Mapping[str, str]]
+    """Fields that are refused, with the reason. To ignore them would mislead the client."""
+    IGNORED: ClassVar[Sequence[str]]
+    """Fields that are ignored and counted, because the run decides their values."""
 
-    @abstractmethod
-    def read(self, body: bytes, headers: Mapping[str, str]) -> ChatRequest:
+    def read(self, body: bytes, headers: Mapping[str, str], memory: AnswerMemory) -> ChatRequest:
         """Return a request.
+
+        Args:
+            body: the body of the HTTP request.
+            headers: its headers.
+            memory: the answers that it may name by their ids.
 
         Raises:
             Refusal: the request is wrong, or asks for something that is not supported.
+        """
+        data = load(body)
+        for name, why in self.REFUSED.items():
+            if data.get(name) not in (None, False, [], {}, ["text"]):
+                raise Refusal(400, "unsupported", f"{name} is not supported: {why}", name)
+        tools = data.get("tools") or []
+        if not isinstance(tools, list):
+            raise wrong("tools", tools, "a list", "tools")
+        request = self._read(data, memory)
+        ignored = [name for name in self.IGNORED if data.get(name) is not None]
+        return replace(
+            request,
+            tools=[self._read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)],
+            model=read_name(data.get("model")) or MODEL,
+            stream=bool(data.get("stream")),
+            is_retry=headers.get(RETRIES, "0") not in ("", "0"),
+            sampling=read_sampling(data),
+            ignored=(*ignored, *request.ignored),
+            body=body,
+        )
+
+    @abstractmethod
+    def _read(self, data: dict[str, Any], memory: AnswerMemory) -> ChatRequest:
+        """Return the parts of a request that each API names differently."""
+
+    @abstractmethod
+    def _read_tool(self, tool: Any, where: str) -> Mapping[str, Any]:
+        """Return a tool's schema in the form that chat templates expect.
+
+        Args:
+            tool: an element of the field `tools`.
+            where: its place in the request.
         """
 
     @abstractmethod
@@ -41,9 +89,9 @@ class Dialect(ABC):
     def events(self, answer: Answer, request: ChatRequest) -> Iterator[bytes]:
         """Yield an answer as server-sent events."""
 
-    @abstractmethod
     def error(self, refusal: Refusal) -> bytes:
-        """Return an error as the body of a response."""
+        """Return an error as the body of a response; OpenAI's APIs have the same form."""
+        return orjson.dumps({"error": openai_error(refusal)})
 
     def error_event(self, refusal: Refusal) -> bytes:
         """Return an error as an event, for a response whose headers are sent already."""
@@ -71,16 +119,20 @@ def load(body: bytes) -> dict[str, Any]:
     return data
 
 
-def refuse_fields(data: Mapping[str, Any], refused: Mapping[str, str]) -> None:
-    """Raise `Refusal` if a request has a field that is not supported.
+def read_list(data: Mapping[str, Any], field: str, element: str) -> list[Any]:
+    """Return a list of at least one element."""
+    value = data.get(field)
+    if not isinstance(value, list) or not value:
+        raise wrong(field, value, f"a list with at least one {element}", field)
+    return value
 
-    Args:
-        data: the request.
-        refused: the reason for each of these fields. To ignore them would mislead the client.
-    """
-    for name, why in refused.items():
-        if data.get(name) not in (None, False, [], {}, ["text"]):
-            raise Refusal(400, "unsupported", f"{name} is not supported: {why}", name)
+
+def read_object(data: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """Return an object; an empty one if there is none."""
+    value = data.get(field) or {}
+    if not isinstance(value, dict):
+        raise wrong(field, value, "an object", field)
+    return value
 
 
 def read_stops(stop: Any, field: str) -> tuple[str, ...]:
@@ -102,6 +154,57 @@ def read_limit(data: Mapping[str, Any], *names: str) -> int | None:
     return None
 
 
+def read_name(value: Any) -> str:
+    """Return a name or an id; "" if there is none."""
+    return str(value) if isinstance(value, str | int) else ""
+
+
+def read_text(content: Any, where: str, field: str) -> str:
+    """Return a text, or the texts of a list of parts, joined with newlines."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise wrong(where, content, "a text or a list of parts", field)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(TEXTS[kind]) if isinstance(kind, str) and kind in TEXTS else None
+        if not isinstance(text, str):
+            expected = "parts of type text: the policy reads no images, files or results of"
+            raise wrong(where, kind or part, f"{expected} server tools", field)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+TEXTS = {
+    "text": "text", "input_text": "text", "output_text": "text", "summary_text": "text",
+    "reasoning_text": "text", "refusal": "refusal", "tool_reference": "tool_name",
+}  # fmt: skip
+"""The types of parts that are texts, and the fields of the texts."""
+
+
+def read_output_format(form: Any, field: str) -> OutputFormat | None:
+    """Return the form that the text of an answer must have; None if it may have any.
+
+    Args:
+        form: an object of type text, json_object or json_schema. The schema is in it, or in its
+            `json_schema`.
+        field: its field in the request.
+    """
+    kind = form.get("type") if isinstance(form, dict) else None
+    if form is None or kind == "text":
+        return None
+    wanted = form.get("json_schema", form) if kind == "json_schema" else {"schema": JSON_OBJECT}
+    schema = wanted.get("schema") if isinstance(wanted, dict) else None
+    if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
+        raise wrong(field, form, "of type text, json_object, or json_schema with a schema", field)
+    try:
+        return OutputFormat(write_json(schema, field, field))
+    except (ValueError, RecursionError) as e:
+        raise Refusal(400, "invalid", f"{field}: the schema is refused: {e}", field) from None
+
+
+JSON_OBJECT = {"type": "object"}
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 """The names of tools that are accepted."""
 
@@ -169,6 +272,16 @@ def wrong(where: str, value: Any, expected: str, field: str) -> Refusal:
     except RecursionError:
         shown = "a deeply nested value"
     return cast(Refusal, Refusal(400, "invalid", f"{where} must be {expected}, not {shown}", field))
+
+
+def openai_error(refusal: Refusal) -> dict[str, Any]:
+    """Return an error as OpenAI's APIs describe it."""
+    return {
+        "message": str(refusal),
+        "type": "invalid_request_error" if refusal.status < 500 else "server_error",
+        "param": refusal.field or None,
+        "code": refusal.code,
+    }
 
 
 def event(data: bytes, name: str = "") -> bytes:

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import orjson
 
 from agentrl.gateway.dialects.base import (
-    RETRIES,
+    ROLES,
     Dialect,
     event,
     is_name,
-    load,
     read_limit,
-    read_sampling,
+    read_list,
+    read_name,
+    read_output_format,
     read_stops,
-    refuse_fields,
+    read_text,
     tool_schema,
     write_json,
     wrong,
 )
-from agentrl.gateway.requests import MODEL, Answer, ChatCall, ChatMessage, ChatRequest, Refusal
+from agentrl.gateway.memory import AnswerMemory
+from agentrl.gateway.requests import Answer, ChatCall, ChatMessage, ChatRequest, Refusal
 from agentrl.trajectory import Role
 
 
@@ -31,13 +33,7 @@ class ChatCompletions(Dialect):
 
     path = "/chat/completions"
 
-    ROLES: ClassVar[Mapping[str, Role]] = {
-        "system": "system",
-        "developer": "system",
-        "user": "user",
-        "assistant": "assistant",
-        "tool": "tool",
-    }
+    ROLES: ClassVar[Mapping[str, Role]] = {**ROLES, "tool": "tool"}
     REFUSED: ClassVar[Mapping[str, str]] = {
         "logit_bias": "it would train the policy on tokens of another distribution",
         "functions": "use `tools`",
@@ -49,28 +45,17 @@ class ChatCompletions(Dialect):
         "top_logprobs": "answers contain no logprobs; the trajectory does",
         "prediction": "predicted outputs are not supported",
     }
-    """Fields that are refused, with the reason."""
-    IGNORED: ClassVar[tuple[str, ...]] = (
+    IGNORED = (
         "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
         "repetition_penalty", "seed", "reasoning_effort", "verbosity", "chat_template_kwargs",
     )  # fmt: skip
-    """Fields that are ignored and counted, because the run decides their values."""
 
-    def read(self, body: bytes, headers: Mapping[str, str]) -> ChatRequest:
-        data = load(body)
-        refuse_fields(data, self.REFUSED)
+    def _read(self, data: dict[str, Any], memory: AnswerMemory) -> ChatRequest:
         if data.get("n") not in (None, 1):
             why = f"n={data['n']!r} is not supported: send a request for each answer"
             raise Refusal(400, "unsupported", why, "n")
-        if (data.get("response_format") or {"type": "text"}) != {"type": "text"}:
-            why = "constrained sampling would train the policy on tokens of another distribution"
-            raise Refusal(
-                400, "unsupported", f"response_format is not supported: {why}", "response_format"
-            )
-        messages = data.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise wrong("messages", messages, "a list with at least one message", "messages")
-        ignored = [name for name in self.IGNORED if data.get(name) is not None]
+        messages = read_list(data, "messages", "message")
+        ignored = []
         if data.get("tool_choice") not in (None, "auto"):
             ignored.append("tool_choice")
         if data.get("parallel_tool_calls") is False:
@@ -78,17 +63,19 @@ class ChatCompletions(Dialect):
         options = data.get("stream_options") or {}
         return ChatRequest(
             messages=tuple(self._message(m, i) for i, m in enumerate(messages)),
-            tools=self._tools(data.get("tools") or []),
-            model=str(data.get("model") or MODEL),
             max_tokens=read_limit(data, "max_completion_tokens", "max_tokens"),
             stop=read_stops(data.get("stop"), "stop"),
-            stream=bool(data.get("stream")),
             stream_usage=bool(isinstance(options, dict) and options.get("include_usage")),
-            is_retry=headers.get(RETRIES, "0") not in ("", "0"),
-            sampling=read_sampling(data),
             ignored=tuple(ignored),
-            body=body,
+            output_format=read_output_format(data.get("response_format"), "response_format"),
         )
+
+    def _read_tool(self, tool: Any, where: str) -> Mapping[str, Any]:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type", "function") != "function":
+            expected = '{"type": "function", "function": {...}}; other types are not supported'
+            raise wrong(where, tool, expected, "tools")
+        return tool_schema(function, f"{where}.function")
 
     def write(self, answer: Answer, request: ChatRequest) -> bytes:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
@@ -127,16 +114,6 @@ class ChatCompletions(Dialect):
             yield event(orjson.dumps(head | {"choices": [], "usage": _usage(answer)}))
         yield event(b"[DONE]")
 
-    def error(self, refusal: Refusal) -> bytes:
-        kind = "invalid_request_error" if refusal.status < 500 else "server_error"
-        error = {
-            "message": str(refusal),
-            "type": kind,
-            "param": refusal.field or None,
-            "code": refusal.code,
-        }
-        return orjson.dumps({"error": error})
-
     def _message(self, message: Any, i: int) -> ChatMessage:
         where = f"messages[{i}]"
         if not isinstance(message, dict):
@@ -152,24 +129,11 @@ class ChatCompletions(Dialect):
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
         return ChatMessage(
             role,
-            _text(message.get("content"), where),
+            read_text(message.get("content") or "", f"{where}.content", "messages"),
             tuple(_read_call(call, f"{where}.tool_calls[{j}]") for j, call in enumerate(calls)),
-            call_id=str(message.get("tool_call_id") or ""),
+            call_id=read_name(message.get("tool_call_id")),
             reasoning=reasoning if isinstance(reasoning, str) else "",
         )
-
-    def _tools(self, tools: Any) -> Sequence[Mapping[str, Any]]:
-        if not isinstance(tools, list):
-            raise wrong("tools", tools, "a list", "tools")
-        return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
-
-
-def _tool(tool: Any, where: str) -> Mapping[str, Any]:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or tool.get("type", "function") != "function":
-        expected = '{"type": "function", "function": {...}}; other types are not supported'
-        raise wrong(where, tool, expected, "tools")
-    return tool_schema(function, f"{where}.function")
 
 
 def _read_call(call: Any, where: str) -> ChatCall:
@@ -179,25 +143,7 @@ def _read_call(call: Any, where: str) -> ChatCall:
     arguments = function.get("arguments") or "{}"
     if not isinstance(arguments, str):
         arguments = write_json(arguments, f"{where}.function.arguments", "messages")
-    return ChatCall(str(call.get("id") or ""), function["name"], arguments)
-
-
-def _text(content: Any, where: str) -> str:
-    """Return the text of a message's content: a text, or a list of parts."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise wrong(f"{where}.content", content, "a text or a list of parts", "messages")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
-            raise wrong(f"{where}.content", part, "parts of type text: the policy reads no images"
-                         " or files", "messages")  # fmt: skip
-        texts.append(part[kind])
-    return "\n".join(texts)
+    return ChatCall(read_name(call.get("id")), function["name"], arguments)
 
 
 def _call(call: ChatCall) -> dict[str, Any]:

@@ -9,20 +9,22 @@ from typing import Any, ClassVar
 import orjson
 
 from agentrl.gateway.dialects.base import (
-    RETRIES,
     Dialect,
     event,
     is_name,
-    load,
     read_limit,
-    read_sampling,
+    read_list,
+    read_name,
+    read_object,
+    read_output_format,
     read_stops,
-    refuse_fields,
+    read_text,
     tool_schema,
     write_json,
     wrong,
 )
-from agentrl.gateway.requests import MODEL, Answer, ChatCall, ChatMessage, ChatRequest, Refusal
+from agentrl.gateway.memory import AnswerMemory
+from agentrl.gateway.requests import Answer, ChatCall, ChatMessage, ChatRequest, Refusal
 
 
 class Messages(Dialect):
@@ -32,15 +34,11 @@ class Messages(Dialect):
     count_path = "/messages/count_tokens"
     ping = event(b'{"type":"ping"}', "ping")
 
-    CONSTRAINED = "constrained sampling would train the policy on tokens of another distribution"
     REFUSED: ClassVar[Mapping[str, str]] = {
         "mcp_servers": "let the agent connect to them, and send their tools in `tools`",
         "container": "the policy has no container",
-        "output_format": CONSTRAINED,
     }
-    """Fields that are refused, with the reason."""
-    IGNORED: ClassVar = ("temperature", "top_p", "top_k", "thinking", "context_management")
-    """Fields that are ignored and counted, because the run decides their values."""
+    IGNORED = ("temperature", "top_p", "top_k", "thinking", "context_management")
     ERRORS: ClassVar[Mapping[int, str]] = {
         401: "authentication_error",
         403: "permission_error",
@@ -51,37 +49,33 @@ class Messages(Dialect):
     }
     """The types of errors, by their status."""
 
-    def read(self, body: bytes, headers: Mapping[str, str]) -> ChatRequest:
-        data = load(body)
-        refuse_fields(data, self.REFUSED)
+    def _read(self, data: dict[str, Any], memory: AnswerMemory) -> ChatRequest:
         names = ("output_config", "tool_choice", "thinking")
-        output, choice, thinking = (_object(data, name) for name in names)
-        if output.get("format") is not None:
-            why = f"output_config.format is not supported: {self.CONSTRAINED}"
-            raise Refusal(400, "unsupported", why, "output_config")
-        ignored = [name for name in self.IGNORED if data.get(name) is not None]
+        output, choice, thinking = (read_object(data, name) for name in names)
+        ignored = []
         if output.get("effort") is not None:
             ignored.append("effort")
         if choice.get("type", "auto") != "auto":
             ignored.append("tool_choice")
         if choice.get("disable_parallel_tool_use"):
             ignored.append("parallel_tool_calls")
-        tools = data.get("tools") or []
-        if not isinstance(tools, list):
-            raise wrong("tools", tools, "a list", "tools")
+        # `output_format` is the older name.
+        form = data.get("output_format") or output.get("format")
         return ChatRequest(
             messages=tuple(_read_messages(data)),
-            tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)],
-            model=str(data.get("model") or MODEL),
             max_tokens=read_limit(data, "max_tokens"),
             stop=read_stops(data.get("stop_sequences"), "stop_sequences"),
-            stream=bool(data.get("stream")),
             shows_thinking=thinking.get("type", "disabled") != "disabled",
-            is_retry=headers.get(RETRIES, "0") not in ("", "0"),
-            sampling=read_sampling(data),
             ignored=tuple(ignored),
-            body=body,
+            output_format=read_output_format(form, "output_config.format"),
         )
+
+    def _read_tool(self, tool: Any, where: str) -> Mapping[str, Any]:
+        kind = (tool.get("type") or "custom") if isinstance(tool, dict) else None
+        if kind != "custom":
+            expected = "a tool that the agent runs, with name and input_schema"
+            raise wrong(where, kind or tool, expected, "tools")
+        return tool_schema(tool, where, "input_schema")
 
     def write(self, answer: Answer, request: ChatRequest) -> bytes:
         content: list[dict[str, Any]] = [*_blocks(answer, request)]
@@ -123,27 +117,14 @@ class Messages(Dialect):
         return orjson.dumps({"input_tokens": tokens})
 
 
-def _object(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = data.get(name) or {}
-    if not isinstance(value, dict):
-        raise wrong(name, value, "an object", name)
-    return value
-
-
-TEXTS = {"text": "text", "tool_reference": "tool_name"}
-"""The blocks that are texts, and the fields of the texts."""
-
 # -- requests -------------------------------------------------------------------------------------
 
 
 def _read_messages(data: Mapping[str, Any]) -> Iterator[ChatMessage]:
     """Yield the system prompt and the messages of a request."""
-    messages = data.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise wrong("messages", messages, "a list with at least one message", "messages")
     if data.get("system"):
-        yield ChatMessage("system", _text(data["system"], "system"))
-    for i, message in enumerate(messages):
+        yield ChatMessage("system", read_text(data["system"], "system", "system"))
+    for i, message in enumerate(read_list(data, "messages", "message")):
         yield from _read_message(message, f"messages[{i}]")
 
 
@@ -158,8 +139,9 @@ def _read_message(message: Any, where: str) -> Iterator[ChatMessage]:
     for block in blocks:
         match role, block.get("type") if isinstance(block, dict) else None:
             case "user", "tool_result":
-                text, call_id = _text(block.get("content") or "", where), block.get("tool_use_id")
-                results.append(ChatMessage("tool", text, call_id=str(call_id or "")))
+                text = read_text(block.get("content") or "", where, "messages")
+                call_id = read_name(block.get("tool_use_id"))
+                results.append(ChatMessage("tool", text, call_id=call_id))
             case "assistant", "tool_use":
                 calls.append(_read_call(block, where))
             case "assistant", "thinking" | "redacted_thinking":
@@ -168,7 +150,7 @@ def _read_message(message: Any, where: str) -> Iterator[ChatMessage]:
                 texts.append(block)
     yield from results
     if texts or not results:
-        text = _text(texts if blocks else content, where)
+        text = read_text(texts if blocks else content, where, "messages")
         yield ChatMessage(role, text, tuple(calls), reasoning="\n".join(filter(None, thoughts)))
 
 
@@ -179,32 +161,7 @@ def _read_call(block: Mapping[str, Any], where: str) -> ChatCall:
     write_json(arguments, where, "messages")  # It may be nested too deeply.
     # In the form of the session, so that a turn that comes back is the same.
     written = json.dumps(arguments, ensure_ascii=False)
-    return ChatCall(str(block.get("id") or ""), block["name"], written)
-
-
-def _text(content: Any, where: str) -> str:
-    """Return a text, or the joined texts of a list of text blocks."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise wrong(where, content, "a text or a list of blocks", "messages")
-    texts = []
-    for block in content:
-        kind = block.get("type") if isinstance(block, dict) else None
-        text = block.get(TEXTS[kind]) if kind in ("text", "tool_reference") else None
-        if not isinstance(text, str):
-            only = "blocks of type text here: the policy reads no images, documents or results of"
-            raise wrong(where, kind or block, f"{only} server tools", "messages")
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _tool(tool: Any, where: str) -> Mapping[str, Any]:
-    kind = (tool.get("type") or "custom") if isinstance(tool, dict) else None
-    if kind != "custom":
-        expected = "a tool that the agent runs, with name and input_schema"
-        raise wrong(where, kind or tool, expected, "tools")
-    return tool_schema(tool, where, "input_schema")
+    return ChatCall(read_name(block.get("id")), block["name"], written)
 
 
 # -- answers --------------------------------------------------------------------------------------

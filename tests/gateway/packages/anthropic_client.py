@@ -1,7 +1,7 @@
-"""An agent of Anthropic's client alone. Arguments: stream, retry, broken, think, trim.
+"""An agent of Anthropic's client alone.
 
-It may call several tools in one turn. With `trim` it removes its first turn from the history. With
-`broken` its first connection breaks when the answer arrives.
+Arguments: stream, retry, broken, think, and those of plain_agent. With `broken` its first
+connection breaks when the answer arrives.
 """
 
 import itertools
@@ -12,7 +12,7 @@ import threading
 from urllib.parse import urlsplit
 
 import anthropic
-from calculator import PROMPT, evaluate
+from plain_agent import play
 
 TOOL = {
     "name": "calculator",
@@ -51,11 +51,10 @@ if "broken" in sys.argv:
     threading.Thread(target=serve_proxy, args=arguments, daemon=True).start()
 # With `retry` the first request takes longer than the client waits: it sends it again.
 client = anthropic.Anthropic(timeout=0.5 if "retry" in sys.argv else 30.0, max_retries=3)
-messages = [{"role": "user", "content": PROMPT}]
 thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024}} if "think" in sys.argv else {}
 
 
-def ask():
+def ask(messages):
     options = {
         "model": "claude-sonnet-4-5",
         "max_tokens": 2048,
@@ -73,30 +72,21 @@ def ask():
                     text += event.text
         message = stream.get_final_message()
         assert text == "".join(b.text for b in message.content if b.type == "text")
-    if "broken" in sys.argv:
-        return message
-    counted = client.messages.count_tokens(
-        **{k: v for k, v in options.items() if k != "max_tokens"}
-    )
-    usage = message.usage
-    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
-    return message
-
-
-while True:
-    message = ask()
+    if "broken" not in sys.argv:
+        del options["max_tokens"]
+        counted, usage = client.messages.count_tokens(**options), message.usage
+        assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
     assert message.role == "assistant" and message.id.startswith("msg_")
     assert any(block.type == "thinking" for block in message.content) == bool(thinking)
-    messages.append({"role": "assistant", "content": message.content})
-    calls = [block for block in message.content if block.type == "tool_use"]
+    calls = [(b.id, b.input["expression"]) for b in message.content if b.type == "tool_use"]
     assert message.stop_reason == ("tool_use" if calls else "end_turn")
-    if not calls:
-        break
-    results = [
-        {"type": "tool_result", "tool_use_id": c.id, "content": evaluate(c.input["expression"])}
-        for c in calls
-    ]
-    messages.append({"role": "user", "content": results})
-    if "trim" in sys.argv and len(messages) > 3:
-        del messages[1:3]
-print(message.content[-1].text)
+    text = "" if calls else message.content[-1].text
+    return [{"role": "assistant", "content": message.content}], calls, text
+
+
+def write_results(results):
+    blocks = [{"type": "tool_result", "tool_use_id": id, "content": text} for id, text in results]
+    return [{"role": "user", "content": blocks}]
+
+
+print(play(ask, write_results))

@@ -1,7 +1,8 @@
 """openai-agents. It uses the Responses API by default; one line chooses chat completions.
 
-With the argument `two`, the agent has two further agents as tools, which run at the same time. With
-`returns`, the policy reads that a tool does not exist.
+With the argument `responses` it uses the Responses API. With `handoff`, it hands the conversation
+over to another agent, whose answer has a type. With `two`, the agent has two further agents as
+tools, which run at the same time. With `returns`, the policy reads that a tool does not exist.
 """
 
 import asyncio
@@ -16,8 +17,15 @@ from agents import (
     set_tracing_disabled,
 )
 from calculator import MODEL, PROMPT, evaluate
+from pydantic import BaseModel
 
-set_default_openai_api("chat_completions")
+
+class Result(BaseModel):
+    value: int
+
+
+if "responses" not in sys.argv:
+    set_default_openai_api("chat_completions")
 set_tracing_disabled(True)
 calculator = function_tool(evaluate, name_override="calculator")
 tools = [calculator]
@@ -28,7 +36,13 @@ if "two" in sys.argv:
         )
         for name in ("ada", "bob")
     ]
-agent = Agent(name="solver", instructions="You calculate.", tools=tools, model=MODEL)
+handoffs = []
+if "handoff" in sys.argv:
+    instructions = "You check the result."
+    handoffs = [Agent(name="checker", instructions=instructions, model=MODEL, output_type=Result)]
+agent = Agent(
+    name="solver", instructions="You calculate.", tools=tools, model=MODEL, handoffs=handoffs
+)
 behaviour = "return_error_to_model" if "returns" in sys.argv else "raise_error"
 config = RunConfig(tool_not_found_behavior=behaviour)
 print(asyncio.run(Runner.run(agent, PROMPT, run_config=config)).final_output)
