@@ -393,7 +393,13 @@ async def agent(
         if (folder := str(Path(file).parent)) not in sys.path:
             sys.path.insert(0, folder)
         agent = f"{Path(file).stem}:{name}"
-    variables = {"OPENAI_BASE_URL": url, "OPENAI_API_BASE": url, "OPENAI_API_KEY": key}
+    variables = {
+        "OPENAI_BASE_URL": url,
+        "OPENAI_API_BASE": url,
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": key,
+    }
     config = AgentConfig(name=agent, model_name=f"openai/{model}", env=variables)
     try:
         return await _rewards(_open(episode, config, settings))
