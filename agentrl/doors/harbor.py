@@ -14,7 +14,6 @@ from typing import Any
 from agentrl.agent_loops import Episode
 from agentrl.agent_loops.control import EpisodeControl
 from agentrl.config import Config, SandboxConfig
-from agentrl.config.sections import file_list
 from agentrl.doors.door import Door, read_address
 from agentrl.doors.episodes import PackageEnvironment, package_loop, play_in_package
 from agentrl.doors.program import call_once
@@ -124,7 +123,7 @@ def rows(address: str) -> list[Mapping[str, Any]]:
 
 
 def _player(task: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns that say what plays a task."""
+    """Return the columns with the environment, or with the agent, that plays a task."""
     if not options["agent"]:
         return {"environment": NAME, "environment_kwargs": task}
     chosen = {key: options[key] for key in ("agent", "gateway")}
@@ -142,8 +141,7 @@ def load(alias: str, address: str) -> None:
 def check(config: Config) -> None:
     """Raise `UserError` if Harbor cannot use the backend here."""
     backend, options = _backend(config.sandbox)
-    names = [*file_list(config.data.train), *file_list(config.data.val)]
-    folders = [_read(name)[0] for name in names if door_of(name) == NAME]
+    folders = [_read(name)[0] for name in config.data.files if door_of(name) == NAME]
     try:
         call_once(NAME, "check", backend=backend, options=options, folders=folders)
     except UserError as e:

@@ -61,8 +61,8 @@ class OpenEnv(PackageEnvironment):
     ) -> str:
         """Take an action."""
         fixed = self._fixed[name]
-        own = {"arguments": arguments} if MCP in fixed else arguments
-        text = await self._step({**fixed, **own})
+        chosen = {"arguments": arguments} if MCP in fixed else arguments
+        text = await self._step({**fixed, **chosen})
         return f"{text}\n{IS_OVER}" if self._done else text
 
     async def respond(self, messages: Sequence[Message]) -> Reply:
