@@ -14,7 +14,7 @@ from typing import Any
 file_loaders: dict[str, Callable[[], Any]] = {}
 
 SHIPPED_DOORS = ("harbor", "nemo-gym", "openenv", "reasoning-gym", "textarena", "verifiers")
-"""The doors (`agentrl.doors`) that agentrl has."""
+"""The doors (`agentrl.doors`) of agentrl itself."""
 _ADDRESS = re.compile(r"([a-z][a-z0-9-]+):.*", re.DOTALL)
 
 

@@ -33,16 +33,17 @@ def install(
     name: Name,
     packages: Annotated[
         list[str] | None,
-        typer.Argument(help="Other packages to install beside it, as pip takes them."),
+        typer.Argument(help="More packages to install with it, as arguments of pip."),
     ] = None,
     python: Annotated[
-        str, typer.Option(help="The Python of its virtual environment; default: a new enough one.")
+        str,
+        typer.Option(help="The Python of its virtual environment. Default: one that fits."),
     ] = "",
 ) -> None:
     """Install a door's package into a virtual environment that only this door uses.
 
-    Packages of other projects pin what agentrl needs in other versions, so they run in processes of
-    their own Python.
+    Packages of other projects need other versions of agentrl's own dependencies, so each door runs
+    in a process of its own Python.
 
     Examples:
         agentrl doors install reasoning-gym

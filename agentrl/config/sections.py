@@ -57,15 +57,14 @@ def row_files(value: str | Sequence[str | RowFile]) -> str | list[str | dict[str
     return [item if isinstance(item, str) else item.model_dump() for item in value]
 
 
-def file_list(value: str | Sequence[str | RowFile]) -> list[str]:
-    """Return the files of `data.train` or `data.val`, without their weights."""
-    items = [value] if isinstance(value, str) else value
-    return [item if isinstance(item, str) else item.path for item in items]
-
-
 def file_names(value: str | Sequence[str | RowFile]) -> str:
     """Return the files of `data.train` or `data.val` as a text for messages."""
-    return ", ".join(file_list(value))
+    return ", ".join(_file_list(value))
+
+
+def _file_list(value: str | Sequence[str | RowFile]) -> list[str]:
+    items = [value] if isinstance(value, str) else value
+    return [item if isinstance(item, str) else item.path for item in items]
 
 
 class DataConfig(Section):
@@ -97,6 +96,11 @@ class DataConfig(Section):
     untrusted: bool = False
     """Encode prompts without any control tokens. Otherwise tags such as `<think>` in a prompt
     become control tokens."""
+
+    @property
+    def files(self) -> list[str]:
+        """The names in `train` and `val`, without weights."""
+        return [*_file_list(self.train), *_file_list(self.val)]
 
     @field_validator("train", "val", mode="before")
     @classmethod
@@ -665,8 +669,8 @@ class Config(Section):
     @property
     def all_files(self) -> list[str]:
         """`files`, and environments and doors in the form that `load_file` reads."""
-        rows = [*file_list(self.data.train), *file_list(self.data.val)]
-        named = [*((door_of(r), r) for r in rows if door_of(r)), *self.environments.items()]
+        rows = [(door_of(name), name) for name in self.data.files]
+        named = [*(row for row in rows if row[0]), *self.environments.items()]
         return [*self.files, *(f"environment+{address}#{name}" for name, address in named)]
 
     @property

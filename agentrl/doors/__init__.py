@@ -2,6 +2,7 @@
 
 door.py      `Door`, one adapter; where it is found, and the Python of its package
 program.py   the process in which a door's package runs
+episodes.py  environments and agent loops of such a process
 programs/    what runs in that process. These files import nothing of agentrl
 
 The other modules are the doors, one each. A package may bring others by the entry-point group

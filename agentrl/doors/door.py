@@ -22,7 +22,6 @@ from urllib.parse import parse_qsl
 import orjson
 
 from agentrl.config import Config
-from agentrl.config.sections import file_list
 from agentrl.data.files import write_rows
 from agentrl.errors import ConfigError, DataError
 from agentrl.file_loaders import SHIPPED_DOORS, door_names, door_of
@@ -37,8 +36,8 @@ class Door:
     Attributes:
         name: the beginning of its addresses.
         description: what it brings, in a few words.
-        load: registers an environment or an agent loop, given the name that rows use and the
-            address. It checks the address, and raises `UserError` if nothing is there.
+        load: registers an environment or an agent loop. Its arguments are the name that rows use
+            and the address. It raises `UserError` if nothing is at the address.
         rows: returns the rows of an address of `data.train`, in the columns of docs/data.md; None
             if the project has no rows.
         check: raises `UserError` if the project cannot be used with a config; None if there is
@@ -62,7 +61,7 @@ def find_door(name: str) -> Door:
     """Return the door with a name.
 
     Raises:
-        ConfigError: there is none, or the entry point of a package has another object.
+        ConfigError: there is no such door, or the object of the entry point is not a `Door`.
     """
     if name in SHIPPED_DOORS:
         return importlib.import_module(f"agentrl.doors.{name.replace('-', '_')}").DOOR
@@ -81,7 +80,9 @@ _loaded: set[str] = set()
 
 
 def load(address: str) -> None:
-    """Register what rows refer to, for an address `environment+DOOR:REST#ALIAS`.
+    """Register the environment or the loop at an address `environment+DOOR:REST#ALIAS`.
+
+    `agentrl.registry.load_file` calls it, once for each file of a config.
 
     Raises:
         UserError: nothing is at the address. The message says what to start or to install.
@@ -94,8 +95,7 @@ def load(address: str) -> None:
 
 def check_doors(config: Config) -> None:
     """Raise `UserError` if a door whose rows a config names cannot be used with it."""
-    names = [*file_list(config.data.train), *file_list(config.data.val)]
-    for name in sorted({door_of(name) for name in names} - {""}):
+    for name in sorted({door_of(name) for name in config.data.files} - {""}):
         if check := find_door(name).check:
             check(config)
 
@@ -105,22 +105,22 @@ def rows_file(address: str) -> str:
     """Write the rows of an address of `data.train`, and return the file.
 
     Raises:
-        DataError: the door has no rows.
-        UserError: the address is wrong.
+        DataError: the door has no rows, or the address has none.
+        UserError: the address is wrong, or the door's package failed.
     """
-    door = find_door(address.partition(":")[0])
+    name = address.partition(":")[0]
+    door = find_door(name)
     if door.rows is None:
-        raise DataError(f"{address}: {door.name} has no rows. Name it in environments instead")
-    rows = door.rows(address)
+        raise DataError(f"{address}: the door {name} has no rows. Name its servers in environments")
+    rows = [dict(row) for row in door.rows(address)]
     if not rows:
-        raise DataError(f"{address}: has no rows")
-    # By content, so that a run keeps its file if another one gets other rows at the address.
-    lines = orjson.dumps([dict(row) for row in rows], default=str)
-    digest = hashlib.blake2b(lines, digest_size=6).hexdigest()
-    name = f"{re.sub(r'[^A-Za-z0-9.=-]+', '_', address)[-80:]}-{digest}.jsonl"
-    file = home() / "rows" / name
+        raise DataError(f"{address} has no rows")
+    # The name depends on the content: a run keeps its file if the address has other rows later.
+    digest = hashlib.blake2b(orjson.dumps(rows, default=str), digest_size=6).hexdigest()
+    stem = re.sub(r"[^A-Za-z0-9.=-]+", "_", address)[-80:]
+    file = home() / "rows" / f"{stem}-{digest}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_rows(str(file), [dict(row) for row in rows])
+    write_rows(str(file), rows)
     return str(file)
 
 
@@ -129,13 +129,13 @@ def read_address(
 ) -> tuple[str, dict[str, Any]]:
     """Return the part of an address between `DOOR:` and `?`, and the options after it.
 
-    Options have the type of their default; those with other names are texts, or numbers and
-    booleans as in YAML.
+    An option has the type of its default. One without a default is a text, or a number or boolean
+    as in YAML.
 
     Args:
         address: `DOOR:PART?OPTION=VALUE&OPTION=VALUE`.
         defaults: the door's own options.
-        only: whether there are no other options.
+        only: whether an option that is not the door's own is an error.
 
     Raises:
         ConfigError: an option is unknown, has the wrong type, or occurs twice.

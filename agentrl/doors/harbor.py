@@ -7,24 +7,20 @@ tool loop, with the policy behind our gateway as its model (loop `harbor_agent`)
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentrl.agent_loops import Episode, agent_loop
+from agentrl.agent_loops import Episode
 from agentrl.agent_loops.control import EpisodeControl
 from agentrl.config import Config, SandboxConfig
-from agentrl.config.sections import file_list
 from agentrl.doors.door import Door, read_address
-from agentrl.doors.program import call_once, program
+from agentrl.doors.episodes import PackageEnvironment, package_loop, play_in_package
+from agentrl.doors.program import call_once
 from agentrl.errors import UserCodeError, UserError
 from agentrl.file_loaders import door_of
-from agentrl.gateway.agent import Agent, play_agent
-from agentrl.gateway.requests import MODEL
 from agentrl.sandbox import current_config
-from agentrl.tools.environment import Environment, environment
+from agentrl.tools.environment import environment
 from agentrl.trajectory import Sample, Scores, ToolCall
 
 NAME = "harbor"
@@ -38,16 +34,17 @@ _allowed: set[tuple[str, str]] = set()
 """The folders that the config names, with their agents. Rows cannot name others."""
 
 
-class HarborTask(Environment):
+class HarborTask(PackageEnvironment):
     """A task in a sandbox."""
+
+    _door = NAME
 
     def __init__(self, task: str, multiplier: float = 1.0):
         self._task = _settings({"task": task, "multiplier": multiplier}, current_config())
-        self._episode = uuid.uuid4().hex
 
     async def start(self) -> None:
         """Start the sandbox."""
-        await program(NAME).call("start", episode=self._episode, **self._task)
+        await self._call("start", **self._task)
 
     async def bash(self, command: str, timeout_s: int = 120) -> str:
         """Run a bash command.
@@ -58,18 +55,11 @@ class HarborTask(Environment):
             timeout_s: its time limit in seconds.
         """
         seconds = min(max(timeout_s, 1), MAX_SECONDS)
-        return await program(NAME).call(
-            "bash", episode=self._episode, command=command, timeout_s=seconds
-        )
+        return await self._call("bash", command=command, timeout_s=seconds)
 
     async def reward(self) -> Scores:
         """Return the verifier's reward."""
-        answer = await program(NAME).call("reward", episode=self._episode)
-        return Scores(answer["reward"], metrics=answer["metrics"])
-
-    async def close(self) -> None:
-        """Stop the sandbox."""
-        await program(NAME).call("end", episode=self._episode)
+        return Scores(**await self._call("reward"))
 
     @classmethod
     def gold(cls, sample: Sample) -> list[str | ToolCall] | None:
@@ -78,32 +68,12 @@ class HarborTask(Environment):
         return solution and [ToolCall("bash", {"command": solution, "timeout_s": MAX_SECONDS}), ""]
 
 
-class _Trial(Agent):
-    """An episode that an agent of Harbor's plays."""
-
-    def __init__(self, task: Mapping[str, Any], url: str, key: str):
-        self._arguments = {**task, "url": url, "key": key, "model": MODEL}
-        self._scores = Scores(0.0)  # of an episode that a budget ends
-
-    async def run(self) -> None:
-        answer = await program(NAME).call("agent", episode=uuid.uuid4().hex, **self._arguments)
-        self._scores = Scores(answer["reward"], metrics=answer["metrics"])
-
-    def outcome(self) -> Scores:
-        return self._scores
-
-
 async def harbor_agent(ep: Episode) -> None:
     """Let an agent of Harbor's play the task."""
-    config = EpisodeControl(ep).attempt.runtime.config
-    task = _settings(ep.sample.extra.get(NAME) or {}, config.sandbox)
+    config = EpisodeControl(ep).attempt.runtime.config.sandbox
+    task = _settings(ep.sample.extra.get(NAME) or {}, config)
     address = task.pop("gateway", "127.0.0.1")
-    await play_agent(
-        ep,
-        partial(_Trial, task),
-        config.agent.model_copy(update={"reward": "post", "on_error": "drop"}),
-        address,
-    )
+    await play_in_package(ep, NAME, "agent", task, address)
 
 
 def _settings(task: Mapping[str, Any], config: SandboxConfig) -> dict[str, Any]:
@@ -153,7 +123,7 @@ def rows(address: str) -> list[Mapping[str, Any]]:
 
 
 def _player(task: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns that say what plays a task."""
+    """Return the columns with the environment, or with the agent, that plays a task."""
     if not options["agent"]:
         return {"environment": NAME, "environment_kwargs": task}
     chosen = {key: options[key] for key in ("agent", "gateway")}
@@ -163,9 +133,7 @@ def _player(task: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
 def load(alias: str, address: str) -> None:
     """Register the environment and the loop, and allow rows to name the tasks of this folder."""
     environment(alias, timeout=TIMEOUT)(HarborTask)
-    agent_loop(
-        AGENT_LOOP, uses_tools=False, uses_interaction=False, awaited=False, reports_outcome=True
-    )(harbor_agent)
+    package_loop(AGENT_LOOP)(harbor_agent)
     folder, options = _read(address)
     _allowed.add((folder, options["agent"]))
 
@@ -173,8 +141,7 @@ def load(alias: str, address: str) -> None:
 def check(config: Config) -> None:
     """Raise `UserError` if Harbor cannot use the backend here."""
     backend, options = _backend(config.sandbox)
-    names = [*file_list(config.data.train), *file_list(config.data.val)]
-    folders = [_read(name)[0] for name in names if door_of(name) == NAME]
+    folders = [_read(name)[0] for name in config.data.files if door_of(name) == NAME]
     try:
         call_once(NAME, "check", backend=backend, options=options, folders=folders)
     except UserError as e:

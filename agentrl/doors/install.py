@@ -40,7 +40,8 @@ def use(door: Door, folder: Path) -> str:
     """Let a door use an existing virtual environment; return the version of its package.
 
     Raises:
-        UserError: the folder is none, or the package is not in it.
+        UserError: the folder is not a virtual environment, or it does not have the package; or the
+            door has an environment already.
     """
     if not (folder / "bin" / "python").exists():
         raise UserError(f"{folder} is no virtual environment: it has no bin/python")
@@ -58,7 +59,7 @@ def use(door: Door, folder: Path) -> str:
 
 
 def installed_version(door: Door) -> str:
-    """Return the version of a door's package in its environment; "" if there is none."""
+    """Return the version of a door's package in its virtual environment; "" without a package."""
     python = environment_folder(door.name) / "bin" / "python"
     if not python.exists():
         return ""

@@ -178,8 +178,9 @@ def prompt_of(params: Mapping[str, Any], where: str) -> list[dict[str, str]]:
     others += [] if params.get("input") else ["an empty input"]
     if others:
         raise _unsupported(where, ", ".join(others))
-    given = params["input"]
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    items = params["input"]
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
     messages = [_message(item, f"{where}: input[{i}]") for i, item in enumerate(items)]
     if instructions := params.get("instructions"):
         if messages and messages[0]["role"] == "system":  # Many models have only one.

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import math
 import re
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
 from agentrl.doors.door import Door
-from agentrl.doors.program import call_once, find_python, program
+from agentrl.doors.episodes import PackageEnvironment
+from agentrl.doors.program import call_once, find_python
 from agentrl.errors import ConfigError, Infrastructure, ToolError, UserError
 from agentrl.registry import tools
 from agentrl.replies import Reply
-from agentrl.tools.environment import Environment, environment_of_schemas
+from agentrl.tools.environment import environment_of_schemas
 from agentrl.tools.schema import clean_schema
 from agentrl.trajectory import Message, Scores
 
@@ -36,9 +36,10 @@ MCP = "tool_name"
 IS_OVER = "The episode is over."
 
 
-class OpenEnv(Environment):
+class OpenEnv(PackageEnvironment):
     """One session of a server."""
 
+    _door = NAME
     _url: ClassVar[str]
     _fixed: ClassVar[Mapping[str, Json]]
     """For each tool, the part of its actions that the model does not choose."""
@@ -46,14 +47,12 @@ class OpenEnv(Environment):
     """The field of an action that is the assistant's text; "" if the model calls tools."""
 
     def __init__(self, **arguments: Any):
-        self._arguments, self._episode = arguments, uuid.uuid4().hex
+        self._arguments = arguments
         self._rewards, self._done = [0.0], False
 
     async def start(self) -> str | None:
         """Return the observation of `reset`."""
-        answer = await program(NAME).call(
-            "start", episode=self._episode, url=self._url, arguments=self._arguments
-        )
+        answer = await self._call("start", url=self._url, arguments=self._arguments)
         self._done = answer["done"]
         return answer["text"] or None
 
@@ -62,8 +61,8 @@ class OpenEnv(Environment):
     ) -> str:
         """Take an action."""
         fixed = self._fixed[name]
-        own = {"arguments": arguments} if MCP in fixed else arguments
-        text = await self._step({**fixed, **own})
+        chosen = {"arguments": arguments} if MCP in fixed else arguments
+        text = await self._step({**fixed, **chosen})
         return f"{text}\n{IS_OVER}" if self._done else text
 
     async def respond(self, messages: Sequence[Message]) -> Reply:
@@ -77,7 +76,7 @@ class OpenEnv(Environment):
     async def _step(self, action: Mapping[str, Any]) -> str:
         if self._done:
             raise ToolError(IS_OVER)
-        answer = await program(NAME).call("step", episode=self._episode, action=action)
+        answer = await self._call("step", action=action)
         self._rewards.append(answer["reward"])
         self._done = answer["done"]
         if answer["refused"]:
@@ -88,13 +87,9 @@ class OpenEnv(Environment):
         """Return the sum of the rewards of all actions."""
         metrics = {"last_reward": self._rewards[-1]}
         with suppress(Infrastructure):  # A budget of the run may have interrupted an action.
-            state = await program(NAME).call("state", episode=self._episode)
+            state = await self._call("state")
             metrics["step_count"] = float(state.get("step_count", 0))
         return Scores(math.fsum(self._rewards), metrics=metrics)
-
-    async def close(self) -> None:
-        """Close the session."""
-        await program(NAME).call("end", episode=self._episode)
 
 
 def load(alias: str, address: str) -> None:

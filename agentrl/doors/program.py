@@ -1,8 +1,8 @@
 """The process in which a door's package runs, with the Python of that package.
 
-Packages of other projects pin what agentrl needs in other versions. So `agentrl doors install NAME`
-makes a virtual environment for each door, and a process of its Python runs a file of `programs/`.
-If this process ends, so does that one.
+Packages of other projects need other versions of agentrl's own dependencies. So `agentrl doors
+install NAME` makes a virtual environment for each door, and a process of its Python runs a file of
+`programs/`. It ends with the process of agentrl.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def find_python(door: Door) -> str:
     """Return the Python that has a door's packages: its own environment, else this Python.
 
     Raises:
-        UserError: neither has them. The message has the command that installs them.
+        UserError: neither has them. The message contains the command that installs them.
     """
     own = environment_folder(door.name) / "bin" / "python"
     if own.exists():
@@ -80,14 +80,12 @@ def _read(door: Door, answer: dict[str, Any]) -> Any:
     """
     if "error" not in answer:
         return answer["result"]
-    error = {"infrastructure": Infrastructure, "refused": ToolError}.get(
-        answer["kind"], UserCodeError
-    )
-    text = answer["error"]
-    if error is not UserCodeError:
-        text = text.partition(": ")[2]  # the name of the program's own exception
-    # A refusal is a text for the model, which does not know the package.
-    raise error(text if error is ToolError else f"{door.name}: {text}")
+    text = answer["error"].partition(": ")[2]  # without the name of the program's own exception
+    if answer["kind"] == "refused":  # The model reads this text, and does not know the package.
+        raise ToolError(text)
+    if answer["kind"] == "infrastructure":
+        raise Infrastructure(f"{door.name}: {text}")
+    raise UserCodeError(f"{door.name}: {answer['error']}")
 
 
 def call_once(name: str, function: str, **arguments: Any) -> Any:
@@ -180,7 +178,7 @@ class Program:
                     child.kill()
 
     def _receive(self, child: ChildProcess, loop: asyncio.AbstractEventLoop) -> None:
-        """Deliver the answers of a process, and fail what waits for it when it ends."""
+        """Deliver the answers of a process. When it ends, fail the calls that wait for it."""
         with suppress(RuntimeError):  # The loop was closed.
             try:
                 while True:

@@ -10,15 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.doors.door import Door, read_address
+from agentrl.doors.episodes import SEEDS, TIMEOUT
 from agentrl.doors.program import call_once, program
 from agentrl.tools.environment import Environment, environment
 from agentrl.trajectory import Message, Sample
 
 NAME = "reasoning-gym"
-TIMEOUT = 300.0
-"""How long a method may take, in seconds. The first one waits until the package is imported."""
-SEEDS = 1_000_000
-"""The package makes entry i of a task from seed + i. So a seed of agentrl stands for a million."""
 
 
 class ReasoningTask(Environment):

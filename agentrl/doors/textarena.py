@@ -7,41 +7,35 @@ move has ended the game: GuessTheNumber gives 0.47 after a guess and two invalid
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.doors.door import Door, read_address
-from agentrl.doors.program import call_once, program
+from agentrl.doors.episodes import SEEDS, TIMEOUT, PackageEnvironment
+from agentrl.doors.program import call_once
 from agentrl.replies import Reply
-from agentrl.tools.environment import Environment, environment
+from agentrl.tools.environment import environment
 from agentrl.trajectory import Message, Scores
 
 NAME = "textarena"
-TIMEOUT = 300.0
-"""How long a method may take, in seconds. The first one waits until the package is imported."""
-SEEDS = 1_000_000
-"""The rows of a seed have the games' seeds from seed * SEEDS on."""
 
 
-class TextGame(Environment):
+class TextGame(PackageEnvironment):
     """A game for one player."""
 
+    _door = NAME
+
     def __init__(self, game: str, seed: int):
-        self._game, self._seed = game, seed
-        self._episode, self._outcome = uuid.uuid4().hex, 0.0
+        self._game, self._seed, self._outcome = game, seed, 0.0
 
     async def start(self) -> list[Message]:
         """Return the rules and the first observation."""
-        seen = await program(NAME).call(
-            "start", episode=self._episode, game=self._game, seed=self._seed
-        )
-        return [Message("user", seen)]
+        return [Message("user", await self._call("start", game=self._game, seed=self._seed))]
 
     async def respond(self, messages: Sequence[Message]) -> Reply:
         """Make a move."""
         text = messages[-1].content
-        answer = await program(NAME).call("move", episode=self._episode, text=text)
+        answer = await self._call("move", text=text)
         if answer["reward"] is not None:
             self._outcome = answer["reward"]
         return Reply(answer["seen"], done=answer["reward"] is not None)
@@ -49,10 +43,6 @@ class TextGame(Environment):
     async def reward(self) -> Scores:
         """Return the package's reward; a game that is not over has none."""
         return Scores(self._outcome, metrics={"won": float(self._outcome == 1)})
-
-    async def close(self) -> None:
-        """Forget the game."""
-        await program(NAME).call("end", episode=self._episode)
 
 
 def rows(address: str) -> list[Mapping[str, Any]]:

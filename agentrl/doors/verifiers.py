@@ -11,34 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.agent_loops import Episode, agent_loop
-from agentrl.agent_loops.control import EpisodeControl
+from agentrl.agent_loops import Episode
 from agentrl.doors.door import Door, read_address
-from agentrl.doors.program import call_once, program
+from agentrl.doors.episodes import package_loop, play_in_package
+from agentrl.doors.program import call_once
 from agentrl.errors import UserCodeError
-from agentrl.gateway.agent import Agent, play_agent
-from agentrl.gateway.requests import MODEL
-from agentrl.trajectory import Scores
 
 NAME = "verifiers"
 
 _allowed: set[str] = set()
 """The environments that the config names. Rows cannot name others."""
-
-
-class _Rollout(Agent):
-    """An episode that an environment of the package drives."""
-
-    def __init__(self, task: Mapping[str, Any], url: str, key: str):
-        self._arguments = {**task, "url": url, "key": key, "model": MODEL}
-        self._scores = Scores(0.0)  # of an episode that a budget ends
-
-    async def run(self) -> None:
-        answer = await program(NAME).call("play", **self._arguments)
-        self._scores = Scores(answer["reward"], metrics=answer["metrics"])
-
-    def outcome(self) -> Scores:
-        return self._scores
 
 
 async def verifiers(ep: Episode) -> None:
@@ -49,12 +31,7 @@ async def verifiers(ep: Episode) -> None:
             f"row {ep.sample.row}: no environment {task.get('env')!r} of verifiers in the config."
             f" It names: {', '.join(sorted(_allowed)) or 'none'}"
         )
-    config = EpisodeControl(ep).attempt.runtime.config.agent
-    await play_agent(
-        ep,
-        lambda url, key: _Rollout(task, url, key),
-        config.model_copy(update={"reward": "post", "on_error": "drop"}),
-    )
+    await play_in_package(ep, NAME, "play", task)
 
 
 def rows(address: str) -> list[Mapping[str, Any]]:
@@ -75,10 +52,7 @@ def rows(address: str) -> list[Mapping[str, Any]]:
 
 def load(alias: str, address: str) -> None:
     """Register the loop, and allow rows to name this environment."""
-    register = agent_loop(
-        alias, uses_tools=False, uses_interaction=False, awaited=False, reports_outcome=True
-    )
-    register(verifiers)
+    package_loop(alias)(verifiers)
     _allowed.add(_read(address)[0])
 
 

@@ -57,7 +57,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 class Kind(NamedTuple):
-    """What is fixed when a container starts. Other limits are set when it is used."""
+    """The properties that a container keeps. Its other limits are set when it is used."""
 
     image: str
     memory_mb: int
@@ -163,14 +163,13 @@ class Container(LocalSandbox):
     async def _launch(self, kind: Kind) -> DriverConnection:
         """Start a container, and wait until its driver answers."""
         async with self._starts:
-            limits = Limits(
-                memory_mb=kind.memory_mb, disk_mb=kind.disk_mb, processes=kind.processes
-            )
-            driver = self._start({}, limits, self._slot, kind.image)
+            image, memory, disk, processes = kind
+            limits = Limits(memory_mb=memory, disk_mb=disk, processes=processes)
+            driver = self._start({}, limits, self._slot, image)
             try:
                 return await self._begin(driver)
             except SandboxError as e:
-                raise SandboxError(self._explain(driver.output, kind.image)) from e
+                raise SandboxError(self._explain(driver.output, image)) from e
 
     def _kind(self, limits: Limits, image: str) -> Kind:
         image = image or self._config.images[0]
@@ -200,9 +199,7 @@ class Container(LocalSandbox):
         output = output.strip() or "it printed nothing"
         fix = next((fix for words, fix in _FIXES if words in output.lower()), "")
         fix = fix.format(engine=self.name, image=image)
-        return f"{self.name} cannot start a container of {image}: {output}" + (
-            f"\n{fix}" if fix else ""
-        )
+        return f"{self.name} cannot start a container of {image}: {output}\n{fix}".rstrip()
 
 
 def _options(engine: str, name: str, limits: Limits) -> list[str]:
@@ -226,10 +223,8 @@ def _options(engine: str, name: str, limits: Limits) -> list[str]:
         "--ulimit", f"nofile={files}:{files}", "--ulimit", f"nproc={processes}:{processes}",
         "--ulimit", "core=0:0",
     ]  # fmt: skip
-    if engine == "podman":  # Docker does none of this by itself
-        options += [
-            "--read-only-tmpfs=false", "--image-volume", "ignore", "--http-proxy=false",
-        ]  # fmt: skip
+    if engine == "podman":  # Docker has no such options.
+        options += ["--read-only-tmpfs=false", "--image-volume", "ignore", "--http-proxy=false"]
     return options
 
 

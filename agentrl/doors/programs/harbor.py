@@ -372,19 +372,16 @@ async def _rewards(state: _Episode) -> dict[str, Any]:
     assert state.result.verifier_result
     rewards = {k: float(v) for k, v in (state.result.verifier_result.rewards or {}).items()}
     outcome = rewards.pop("reward" if "reward" in rewards else next(iter(rewards)))
-    return {"reward": outcome, "metrics": rewards}
+    return {"outcome": outcome, "metrics": rewards}
 
 
-async def agent(
-    episode: str, agent: str, url: str, key: str, model: str, **settings: Any
-) -> dict[str, Any]:
+async def agent(agent: str, url: str, key: str, model: str, **settings: Any) -> dict[str, Any]:
     """Let an agent of Harbor's play a task, and return the rewards of the verifier.
 
     Args:
-        episode: the episode.
         agent: an agent's name, or `file.py:Class` or `module:Class` of one.
         url: the API of the policy.
-        key: its key.
+        key: its key, which only this episode has.
         model: its model.
         settings: those of `_config`.
     """
@@ -402,9 +399,9 @@ async def agent(
     }
     config = AgentConfig(name=agent, model_name=f"openai/{model}", env=variables)
     try:
-        return await _rewards(_open(episode, config, settings))
+        return await _rewards(_open(key, config, settings))
     finally:
-        await end(episode)
+        await end(key)
 
 
 def _find(episode: str) -> _Episode:

@@ -43,7 +43,7 @@ async def rows(env: str, n: int, options: dict[str, Any]) -> list[dict[str, Any]
 async def play(
     env: str, options: dict[str, Any], index: int, url: str, key: str, model: str
 ) -> dict[str, Any]:
-    """Play a task, and return the reward and the metrics of the rubric.
+    """Play a task, and return the outcome and the metrics of the rubric.
 
     Args:
         env: the environment.
@@ -129,7 +129,7 @@ class _Classic:
         error = output.get("error")
         if error and error["error"] not in POLICY_ERRORS:
             raise Unavailable(json.dumps(error, default=str)[:2000])
-        return {"reward": output["reward"], "metrics": output["metrics"]}
+        return {"outcome": output["reward"], "metrics": output["metrics"]}
 
 
 class _Taskset:
@@ -209,7 +209,7 @@ class _Taskset:
             errors = [*episode.errors, *(e for t in episode.traces for e in t.errors)]
             raise Unavailable("; ".join(f"{e.type}: {e.message}" for e in errors)[:2000])
         [trace] = episode.traces
-        return {"reward": trace.reward, "metrics": {}}
+        return {"outcome": trace.reward, "metrics": {}}
 
     async def _serve(self) -> None:
         stack = contextlib.AsyncExitStack()
