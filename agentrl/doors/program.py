@@ -1,8 +1,8 @@
 """The process in which a door's package runs, with the Python of that package.
 
-Packages of other projects need other versions of agentrl's own dependencies. So `agentrl doors
-install NAME` makes a virtual environment for each door, and a process of its Python runs a file of
-`programs/`. It ends with the process of agentrl.
+Packages of other projects pin what agentrl needs in other versions. So `agentrl doors install NAME`
+makes a virtual environment for each door, and a process of its Python runs a file of `programs/`.
+If this process ends, so does that one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import os
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -48,7 +50,7 @@ def find_python(door: Door) -> str:
     """Return the Python that has a door's packages: its own environment, else this Python.
 
     Raises:
-        UserError: neither has them. The message contains the command that installs them.
+        UserError: neither has them. The message has the command that installs them.
     """
     own = environment_folder(door.name) / "bin" / "python"
     if own.exists():
@@ -67,6 +69,8 @@ def _start(door: Door) -> ChildProcess:
         [python, "-P", str(PROGRAMS / "serve.py"), str(program)],
         stops_at_eof=True,
         environment={"PATH": path, "PYTHONUNBUFFERED": "1"},
+        # A fork of it may live on and hold its end of the socket, which gives no EOF then.
+        on_end=ChildProcess.close_input,
     )
 
 
@@ -80,12 +84,14 @@ def _read(door: Door, answer: dict[str, Any]) -> Any:
     """
     if "error" not in answer:
         return answer["result"]
-    text = answer["error"].partition(": ")[2]  # without the name of the program's own exception
-    if answer["kind"] == "refused":  # The model reads this text, and does not know the package.
-        raise ToolError(text)
-    if answer["kind"] == "infrastructure":
-        raise Infrastructure(f"{door.name}: {text}")
-    raise UserCodeError(f"{door.name}: {answer['error']}")
+    error = {"infrastructure": Infrastructure, "refused": ToolError}.get(
+        answer["kind"], UserCodeError
+    )
+    text = answer["error"]
+    if error is not UserCodeError:
+        text = text.partition(": ")[2]  # the name of the program's own exception
+    # A refusal is a text for the model, which does not know the package.
+    raise error(text if error is ToolError else f"{door.name}: {text}")
 
 
 def call_once(name: str, function: str, **arguments: Any) -> Any:
@@ -114,6 +120,10 @@ def _tail(child: ChildProcess) -> str:
     return "\n".join(f"  {line}" for line in [*child.tail][-8:])
 
 
+Waiting = dict[int, asyncio.Future[dict[str, Any]]]
+"""The calls that wait for a process, by their numbers."""
+
+
 class Program:
     """A door's process for one event loop. It starts with the first call, and again if it dies."""
 
@@ -122,7 +132,7 @@ class Program:
         self._numbers = itertools.count()
         self._child: ChildProcess | None = None
         self._outbox: SimpleQueue[bytes] = SimpleQueue()
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._waiting: Waiting = {}
 
     async def call(self, function: str, **arguments: Any) -> Any:
         """Call a function of the program. If this is cancelled, so is the function.
@@ -135,16 +145,17 @@ class Program:
         """
         child = self._running()
         number = next(self._numbers)
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._send({"id": number, "call": function, "arguments": arguments})
+        waiting = self._waiting
+        future = waiting[number] = asyncio.get_running_loop().create_future()
         try:
+            self._send({"id": number, "call": function, "arguments": arguments})
             return _read(self._door, await future)
         except asyncio.CancelledError:
             if child is self._child:
                 self._send({"cancel": number})
             raise
         finally:
-            self._waiting.pop(number, None)
+            del waiting[number]
 
     def close(self) -> None:
         """End the process, after it has freed its resources."""
@@ -157,10 +168,12 @@ class Program:
     def _running(self) -> ChildProcess:
         if self._child is None or not self._child.running:
             self._child, self._outbox = child, outbox = _start(self._door), SimpleQueue()
-            loop = asyncio.get_running_loop()
+            self._waiting = waiting = {}
+            # The thread must not keep the loop, whose end also ends the process (`_programs`).
+            loop = weakref.ref(asyncio.get_running_loop())
             for work in (
                 partial(self._transmit, child, outbox),
-                partial(self._receive, child, loop),
+                partial(self._receive, child, waiting, loop),
             ):
                 threading.Thread(target=work, name=self._door.name, daemon=True).start()
         return self._child
@@ -177,25 +190,33 @@ class Program:
                 except TimeoutError:
                     child.kill()
 
-    def _receive(self, child: ChildProcess, loop: asyncio.AbstractEventLoop) -> None:
-        """Deliver the answers of a process. When it ends, fail the calls that wait for it."""
+    def _receive(
+        self, child: ChildProcess, waiting: Waiting, loop: weakref.ref[asyncio.AbstractEventLoop]
+    ) -> None:
+        """Deliver the answers of a process, and fail what waits for it when it ends."""
+
+        def run(function: Callable[..., None], *arguments: Any) -> None:
+            if (running := loop()) is not None:
+                running.call_soon_threadsafe(function, *arguments)
+
         with suppress(RuntimeError):  # The loop was closed.
             try:
                 while True:
                     answer = json.loads(child.receive(time.monotonic() + IDLE_SECONDS))
-                    loop.call_soon_threadsafe(self._deliver, answer)
+                    run(self._deliver, waiting, answer)
             except (EOFError, TimeoutError):
                 child.wait(1.0)
-            loop.call_soon_threadsafe(self._fail, child)
+            run(self._fail, child, waiting)
 
-    def _deliver(self, answer: dict[str, Any]) -> None:
-        future = self._waiting.get(answer["id"])
+    @staticmethod
+    def _deliver(waiting: Waiting, answer: dict[str, Any]) -> None:
+        future = waiting.get(answer["id"])
         if future is not None and not future.done():
             future.set_result(answer)
 
-    def _fail(self, child: ChildProcess) -> None:
+    def _fail(self, child: ChildProcess, waiting: Waiting) -> None:
         code = "" if child.exit_code is None else f" with exit code {child.exit_code}"
-        for future in self._waiting.values():
+        for future in waiting.values():
             if not future.done():
                 future.set_exception(
                     Infrastructure(f"{self._door.name}: its process ended{code}:\n{_tail(child)}")

@@ -42,13 +42,14 @@ async def _answer(
         else:
             answer["result"] = await asyncio.to_thread(function, **request["arguments"])
         message = json.dumps(answer).encode()
-    except asyncio.CancelledError:
-        raise
     except BaseException as e:  # SystemExit, too: a package must not end the other episodes.
+        task = asyncio.current_task()
+        if isinstance(e, asyncio.CancelledError) and task and task.cancelling():
+            raise  # Otherwise something of the package was cancelled.
         kind = getattr(e, "kind", "")
         if not kind:
             traceback.print_exc()
-        text = f"{type(e).__name__}: {e}"
+        text = "".join(traceback.format_exception_only(e)).strip()  # Its own text may raise.
         error = {"id": request["id"], "error": text, "kind": kind if isinstance(kind, str) else ""}
         message = json.dumps(error).encode()
     async with lock:
