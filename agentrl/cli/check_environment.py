@@ -74,8 +74,13 @@ def check_environment(
         samples, scorer = [*plan.train[:n]] or [*plan.val[:n]], plan.scorer
     for sample in samples:
         if not registry.agent_loops.get(sample.agent_name).awaited:
-            advice = ": use `agentrl check agent`" if sample.agent_name == "external" else ""
-            raise UserError(f"an agent plays the rows with agent_name {sample.agent_name}{advice}")
+            check = "`agentrl check agent`"
+            if sample.agent_name != "external":
+                check = "`agentrl check` and `agentrl play`"
+            raise UserError(
+                f"an agent plays the rows with agent_name {sample.agent_name}, so no script can."
+                f" Use {check}"
+            )
     checks = asyncio.run(EnvironmentCheck(settings, scorer, samples, byte_tokenizer()).run())
     for result in checks:
         echo(f"{result.status:12} {result.name}{': ' if result.detail else ''}{result.detail}")

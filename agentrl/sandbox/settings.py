@@ -64,7 +64,7 @@ def open_sandbox(config: SandboxConfig) -> Sandbox:
     if door := door_of(config.backend):
         raise SandboxError(
             f"sandbox.backend={config.backend} is for the rows of {door}:DIR alone. Programs of"
-            " tools and rewards need bubblewrap, unsafe-subprocess or the URL of a server"
+            " tools and rewards need another backend, such as bubblewrap or podman"
         )
     if config.backend == "bubblewrap":
         return Bubblewrap(config)

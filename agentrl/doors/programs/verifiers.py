@@ -74,6 +74,8 @@ def _load(env: str, options: str) -> Any:
     module = env
     if env.endswith(".py"):
         path = Path(env)
+        if not path.is_file():
+            raise ValueError(f"no such file: {path}")
         sys.path.insert(0, str(path.parent))
         module = path.stem
     name = module.rsplit("/", 1)[-1].replace("-", "_")
