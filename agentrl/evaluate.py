@@ -19,8 +19,9 @@ from agentrl.data.rows import Mistakes
 from agentrl.engine.base import Sampling
 from agentrl.errors import DataError, Infrastructure, RunStopped
 from agentrl.metrics import count_calls, grader_metrics, mean, standard_error, t_quantile
+from agentrl.player import MAX_ATTEMPTS, retry_pause
 from agentrl.rewards import Scorer
-from agentrl.rollout import MAX_ATTEMPTS, Rollouts, retry_pause
+from agentrl.rollout import Rollouts
 from agentrl.store import TrajectoryStore
 from agentrl.trajectory import Group, Message, Sample, Scored, Trajectory, Turn
 from agentrl.workers import run_all

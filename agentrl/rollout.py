@@ -1,10 +1,8 @@
-"""Play episodes on one asyncio event loop in one thread, which all clients share.
+"""Play episodes on an asyncio event loop in a thread, or in other processes.
 
 `Rollouts.collect` is its synchronous interface: it takes samples and returns groups of scored
-trajectories. `Rollouts.start` plays one sample in the background. The module also implements the
-failure policy. The model's mistakes are part of the trajectory. After an infrastructure failure and
-a pause, the episode is retried, and then dropped, never rewarded with 0. Errors in user code are
-shown, and stop the run if there are many.
+trajectories. `Rollouts.start` plays one sample in the background. `agentrl.player` plays a rollout
+and retries it; here too many dropped rollouts, or agents that always fail, stop the run.
 """
 
 from __future__ import annotations
@@ -15,57 +13,32 @@ import gc
 import itertools
 import logging
 import math
-import random
-import re
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from agentrl import registry, sandbox
-from agentrl.agent_loops.attempt import CLEANUP_SECONDS, Runtime, mix_seed
-from agentrl.agent_loops.play import play_episode
+from agentrl import sandbox
+from agentrl.agent_loops.attempt import Runtime, mix_seed
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
-from agentrl.config.environment import hide_secrets
 from agentrl.engine.base import Sampler, Sampling
-from agentrl.errors import (
-    Infrastructure,
-    NoEngineLeft,
-    RequestRefused,
-    RunStopped,
-    SessionLost,
-    UserCodeError,
-    UserError,
-)
-from agentrl.http.pool import TimeLimit, leave_pool, waiting_requests
+from agentrl.errors import RunStopped
 from agentrl.open_files import raise_limit
+from agentrl.player import Dropped, Play, Player, Players, without_numbers
 from agentrl.plural import plural
 from agentrl.rewards import Scorer
 from agentrl.tools import open_toolbox
-from agentrl.trajectory import Group, Sample, Scored, Span, Trajectory
-from agentrl.watchdog import Watchdog
+from agentrl.trajectory import Group, Sample, Scored, Trajectory
 from agentrl.workers import LoopThread, run_all
 
 log = logging.getLogger("agentrl")
 
-WATCHDOG_SECONDS = 300.0
-"""The time without progress after which a report says what each episode waits for."""
-RETRY_SECONDS = (2.0, 20.0)
-"""The pauses before the second and the third attempt of an episode or a reward, after failures of
-the infrastructure. So no episode is dropped because an engine or a judge fails for 20 seconds."""
-MAX_ATTEMPTS = 3
-MAX_LOST_SESSIONS = 10
-"""How often an episode is also played again because its tool server was restarted. That is no fault
-of the episode, and a server that some tool kills takes the sessions of all others with it."""
-LOST_SESSION_SECONDS = (0.5, 8.0)
-"""The pause after the first lost session of an episode, and the longest one. Each is twice as long
-as the one before."""
 MIN_SURVIVORS = 0.75
 """The smallest share of its rollouts that a group needs for a useful baseline."""
 MAX_DROPPED = 0.05
@@ -77,37 +50,9 @@ MAX_CAUSE = 1000
 GC_THRESHOLDS = (50_000, 20, 100)
 """The new objects between two collections of the first generation, and how many of these come
 before one of the second, and of all. Python's own 700 new objects are a few turns."""
-REPEATED_SECONDS = 5.0
-"""Within this time equal errors are one line in the log, with their number."""
-
 NO_LIMIT = contextlib.nullcontext()
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Play:
-    """A rollout to play."""
-
-    sample: Sample
-    rollout: int
-    episode_id: str
-    sampling: Sampling
-    seed: int
-    trains: bool
-    """True in a training step, also for the greedy rollout (`Group.greedy`), whose reward is the
-    baseline of the others. Then the reward includes penalties."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Dropped:
-    """A rollout that was dropped."""
-
-    cause: str
-    """Why it was dropped: the type and the message of the exception, without keys of services."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "cause", hide_secrets(self.cause))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +62,7 @@ class PlayedSample:
     sample: Sample
     n: int
     """The number of rollouts without the greedy one."""
-    results: Sequence[Scored | _Dropped]
+    results: Sequence[Scored | Dropped]
     """The n rollouts, and the greedy one if it was requested."""
 
     @property
@@ -135,7 +80,7 @@ class PlayedSample:
 def stop_if_too_many_dropped(played: Sequence[PlayedSample]) -> None:
     """Raise `RunStopped` if more than 5 % of the rollouts were dropped; it lists the causes."""
     results = [result for p in played for result in p.results]
-    _stop_if_too_many_dropped([r for r in results if isinstance(r, _Dropped)], len(results))
+    _stop_if_too_many_dropped([r for r in results if isinstance(r, Dropped)], len(results))
 
 
 @dataclass(slots=True, eq=False)
@@ -145,6 +90,10 @@ class _RolloutCount:
     total: int
     ended: int = 0
     """The number of rollouts that have ended."""
+
+    def end(self, rollouts: int) -> None:
+        """Count rollouts that have ended."""
+        self.ended += rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,63 +118,31 @@ class Progress:
     seconds: float = 0.0
 
 
-class _ErrorLog:
-    """Logs errors of episodes; equal ones within `REPEATED_SECONDS` are counted.
-
-    An engine that dies fails all its episodes at once, and each of them would log the same line.
-    """
-
-    def __init__(self):
-        self._repeated: dict[str, tuple[str, int]] = {}
-
-    def add(self, error: Infrastructure, sample: Sample, again: str = "") -> None:
-        """Log the first line of an error; `again` says whether the episode is retried."""
-        # The whole error contains the last lines of a dead engine.
-        line = str(error).partition("\n")[0].removesuffix(" Its last lines:")
-        kind = _without_numbers(line)
-        if kind in self._repeated:
-            first, count = self._repeated[kind]
-            self._repeated[kind] = first, count + 1
-            return
-        self._repeated[kind] = line, 0
-        log.warning("row %s: %s%s", sample.id, line, again)
-        asyncio.get_running_loop().call_later(REPEATED_SECONDS, self._end, kind)
-
-    def flush(self) -> None:
-        """Log the numbers of repeated errors now."""
-        for kind in [*self._repeated]:
-            self._end(kind)
-
-    def _end(self, kind: str) -> None:
-        line, count = self._repeated.pop(kind, ("", 0))
-        if count:
-            log.warning("the same error %s more: %s", plural(count, "time"), line)
-
-
 class Rollouts:
     """A synchronous interface that plays and scores episodes."""
 
-    def __init__(self, runtime: Runtime, scorer: Scorer, *, seed: int):
+    def __init__(
+        self, runtime: Runtime, scorer: Scorer, *, seed: int, players: Players | None = None
+    ):
         """Start the thread of the event loop.
 
         Args:
             runtime: engine, template, toolbox and config.
             scorer: computes the rewards of trajectories.
             seed: the seed of the run.
+            players: play the rollouts; None: this process does.
         """
         self.runtime = runtime
-        self._scorer = scorer
+        self._players: Players = players or Player(runtime, scorer)
         self._seed = seed
         self._run_id = uuid.uuid4().hex[:8]
         self._attempts = itertools.count()
         self._has_shown_bug = False
-        self._errors = _ErrorLog()
         self._agent_errors: dict[str, list[str]] = defaultdict(list)
         """The errors of agents since their last episode without one, by agent loop."""
         self._working_agents: set[str] = set()
         """The agent loops that have ended an episode without an error."""
         self._counts: list[_RolloutCount] = []
-        self._watchdog = Watchdog(WATCHDOG_SECONDS, causes=waiting_requests)
         self._loop = LoopThread("rollouts", _new_loop)
 
     def collect(
@@ -337,7 +254,7 @@ class Rollouts:
                 lists the causes.
             UserCodeError: a reward function raised.
         """
-        ended: SimpleQueue[tuple[Sample, list[Scored | _Dropped]] | None] = SimpleQueue()
+        ended: SimpleQueue[tuple[Sample, list[Scored | Dropped]] | None] = SimpleQueue()
         waiting = iter(samples)
 
         async def play_one_after_another() -> None:
@@ -349,20 +266,20 @@ class Rollouts:
 
         async def play_all() -> None:
             try:
-                with self._watchdog.armed():
+                with self._players.armed():
                     workers = max(1, in_flight // n)
                     await run_all([play_one_after_another() for _ in range(workers)])
             finally:
                 ended.put(None)
 
         future = self._loop.submit(play_all())
-        dropped: list[_Dropped] = []
+        dropped: list[Dropped] = []
         played = 0
         try:
             while (item := self._wait_for(ended)) is not None:
                 sample, results = item
                 scored = tuple(r for r in results if isinstance(r, Scored))
-                dropped += [r for r in results if isinstance(r, _Dropped)]
+                dropped += [r for r in results if isinstance(r, Dropped)]
                 played += n
                 if played >= 100:
                     _stop_if_too_many_dropped(dropped, played)
@@ -418,12 +335,18 @@ class Rollouts:
         if not counts:
             return None
         ended, total = sum(c.ended for c in counts), sum(c.total for c in counts)
-        if (slowest := self._watchdog.longest_wait()) is None:
+        if (slowest := self._players.longest_wait()) is None:
             return Progress(ended, total)
-        seconds = time.monotonic() - slowest.since
-        return Progress(
-            ended, total, slowest.sample.id, slowest.rollout, slowest.state, max(0.0, seconds)
-        )
+        seconds = max(0.0, time.monotonic() - slowest.since)
+        return Progress(ended, total, slowest.sample_id, slowest.rollout, slowest.state, seconds)
+
+    def reprefill_tokens(self) -> int:
+        """Return `Sampler.reprefill_tokens` of this process and of others that play."""
+        return self._players.reprefill_tokens()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the counts of events since the last call, for the record of a step."""
+        return self._players.metrics()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the event loop of the rollouts and wait for it. Ctrl-C cancels it."""
@@ -451,46 +374,20 @@ class Rollouts:
 
         It does not count as time without progress either.
         """
-        limits = self.run(self._pause())
+        self.run(self._players.pause())
         try:
             yield
         finally:
-            self.run(self._resume(limits))
-
-    async def _pause(self) -> list[TimeLimit]:
-        limits = [episode.limit for episode in self._watchdog.episodes()]
-        for limit in limits:
-            limit.pause()
-        return limits
-
-    async def _resume(self, limits: Sequence[TimeLimit]) -> None:
-        for limit in limits:
-            limit.resume()
-        self._watchdog.restart()
+            self.run(self._players.resume())
 
     def close(self) -> None:
-        """Close the toolbox, the scorer and the parser, and stop the thread. Idempotent."""
+        """Close the tools, the rewards and the parser, and stop the thread. Idempotent."""
         try:
             if self._loop.is_alive:
-                self.run(self._drain())
+                self.run(self._players.drain())
         finally:  # also if the thread died: processes of parser and rewards must be stopped
-            self._scorer.stop()
-            self.runtime.close()
-            self._watchdog.close()
+            self._players.close()
             self._loop.stop()
-
-    async def _drain(self) -> None:
-        """Wait until cancelled episodes have cleaned up, then close scorer and toolbox."""
-        episodes = asyncio.all_tasks() - {asyncio.current_task()}
-        if episodes:
-            await asyncio.wait(episodes, timeout=CLEANUP_SECONDS)
-        self._errors.flush()
-        try:
-            await self._scorer.close()
-        finally:
-            await self.runtime.toolbox.aclose()
-            await sandbox.release()
-            leave_pool()
 
     def _plays(
         self,
@@ -499,7 +396,7 @@ class Rollouts:
         step: int,
         tag: str,
         earlier: Sequence[Sample],
-    ) -> Iterator[_Play]:
+    ) -> Iterator[Play]:
         """Yield the rollouts of each sample, one for each of the sampling parameters."""
         trains = tag == "train"
         times_played = Counter(s.row for s in earlier)
@@ -511,157 +408,48 @@ class Rollouts:
 
     def _plays_of(
         self, sample: Sample, samplings: Sequence[Sampling], name: str, seed: int, trains: bool
-    ) -> Iterator[_Play]:
+    ) -> Iterator[Play]:
         """Yield the rollouts of one sample; their episode ids begin with `name`."""
         for k, sampling in enumerate(samplings):
             attempt = f"{self._run_id}-{next(self._attempts)}"
-            yield _Play(sample, k, f"{name}-{sample.row}-{k}-{attempt}", sampling, seed, trains)
+            yield Play(sample, k, f"{name}-{sample.row}-{k}-{attempt}", sampling, seed, trains)
 
-    async def _play_all(self, plays: Sequence[_Play], per_sample: int) -> list[Scored | _Dropped]:
+    async def _play_all(self, plays: Sequence[Play], per_sample: int) -> list[Scored | Dropped]:
         """Play and score all rollouts. Each run of `per_sample` rollouts belongs to one sample."""
         count = _RolloutCount(len(plays))
         self._counts.append(count)
         try:
-            with self._watchdog.armed():
+            with self._players.armed():
                 return await self._play_parts(plays, per_sample, count)
         finally:
             self._counts.remove(count)
 
     async def _play_parts(
-        self, plays: Sequence[_Play], per_sample: int, count: _RolloutCount
-    ) -> list[Scored | _Dropped]:
-        """Play and score rollouts; those of a sample together if a reward needs all of them."""
+        self, plays: Sequence[Play], per_sample: int, count: _RolloutCount
+    ) -> list[Scored | Dropped]:
+        """Play and score rollouts."""
         for play in plays:
-            self._begin(play.episode_id, play.sample)
-        size = per_sample if self._scorer.has_group_reward else 1
-        parts = [plays[i : i + size] for i in range(0, len(plays), size)]
-        work = [self._play_and_score(part, count) for part in parts]
-        return [r for results in await run_all(work) for r in results]
+            self._players.begin(play)
+        parts = [plays[i : i + per_sample] for i in range(0, len(plays), per_sample)]
+        results = await run_all([self._play_sample(part, count) for part in parts])
+        return [result for part in results for result in part]
 
-    def _begin(self, episode_id: str, sample: Sample) -> None:
-        awaited = registry.agent_loops.get(sample.agent_name).awaited
-        self.runtime.sampler.begin(episode_id, **({} if awaited else {"awaited": False}))
-
-    async def _play_and_score(
-        self, plays: Sequence[_Play], count: _RolloutCount
-    ) -> list[Scored | _Dropped]:
-        """Play rollouts of one sample, and score all that were not dropped in one call."""
-        begun: dict[str, float] = {}
-        outcomes = await run_all([self._play(play, begun) for play in plays])
-        trajectories = [p for p in outcomes if isinstance(p, Trajectory)]
-        scored = iter(await self._score(trajectories, plays[0], begun) if trajectories else [])
-        count.ended += len(plays)
-        return [p if isinstance(p, _Dropped) else next(scored) for p in outcomes]
-
-    async def _play(self, play: _Play, begun: dict[str, float]) -> Trajectory | _Dropped:
-        """Play an episode, and retry it after infrastructure failures.
-
-        `begun` gets the time (`time.monotonic()`) at which each attempt started.
-        """
-        sample, episode_id = play.sample, play.episode_id
-        trajectory, failures, lost, pause = None, 0, 0, 0.0
-        try:
-            while True:
-                if tries := failures + lost:
-                    self._watchdog.set_state(episode_id, "a pause before the next attempt")
-                    await asyncio.sleep(pause)
-                    self._watchdog.remove(episode_id)
-                    episode_id = f"{episode_id.partition('+')[0]}+{tries}"
-                    self._begin(episode_id, sample)
-                try:
-                    await self.runtime.sampler.ready()
-                    if wait := self.runtime.resumed.get().enter():
-                        await wait
-                    begun[episode_id] = time.monotonic()
-                    trajectory = await play_episode(
-                        self.runtime,
-                        sample,
-                        episode_id=episode_id,
-                        rollout=play.rollout,
-                        sampling=play.sampling,
-                        seed=play.seed,
-                        watch=self._watchdog.add,
-                    )
-                    self._record_agent(trajectory)
-                    self._watchdog.set_state(episode_id, "other rollouts of the sample")
-                    return trajectory
-                except (RequestRefused, NoEngineLeft) as e:  # It would fail again.
-                    self._errors.add(e, sample)
-                    return _Dropped(f"{type(e).__name__}: {e}")
-                except SessionLost as e:
-                    lost += 1
-                    self._errors.add(e, sample, f" (played again, {lost} of {MAX_LOST_SESSIONS})")
-                    if lost > MAX_LOST_SESSIONS:
-                        return _Dropped(f"{type(e).__name__}: {e}")
-                    first, longest = LOST_SESSION_SECONDS
-                    pause = min(first * 2 ** (lost - 1), longest) * random.uniform(0.8, 1.2)
-                except Infrastructure as e:
-                    failures += 1
-                    self._errors.add(e, sample, _attempt_of(failures))
-                    if failures == MAX_ATTEMPTS:
-                        return _Dropped(f"{type(e).__name__}: {e}")
-                    pause = retry_pause(failures)
-                except (UserCodeError, UserError) as e:
-                    if not self._has_shown_bug:
-                        self._has_shown_bug = True
-                        log.error("row %s (%s): %s", sample.id, sample.agent_name, e)
-                    return _Dropped(f"{type(e).__name__}: {str(e).splitlines()[0]}")
-        finally:
-            if trajectory is None:
-                self._watchdog.remove(episode_id)
-
-    async def _score(
-        self, trajectories: Sequence[Trajectory], play: _Play, begun: Mapping[str, float]
-    ) -> list[Scored | _Dropped]:
-        """Score trajectories of one sample; retry the scoring after infrastructure failures."""
-        episode_ids = [trajectory.episode_id for trajectory in trajectories]
-        cause, start = "", time.monotonic()
-        try:
-            for attempt in range(1, MAX_ATTEMPTS + 1):
-                for episode_id in episode_ids:
-                    self._watchdog.set_state(episode_id, "reward")
-                try:
-                    every = await self._scorer.score_all(trajectories, trains=play.trains)
-                    return [_add_reward_span(scored, start, begun) for scored in every]
-                except Infrastructure as e:
-                    self._errors.add(e, play.sample, _attempt_of(attempt))
-                    cause = f"{type(e).__name__}: {e}"
-                if attempt < MAX_ATTEMPTS:
-                    await asyncio.sleep(retry_pause(attempt))
-            return [_Dropped(cause)] * len(trajectories)
-        finally:
-            for episode_id in episode_ids:
-                self._watchdog.remove(episode_id)
+    async def _play_sample(
+        self, plays: Sequence[Play], count: _RolloutCount
+    ) -> list[Scored | Dropped]:
+        """Play the announced rollouts of one sample."""
+        results = await self._players.play(plays, count.end)
+        for result in results:
+            if isinstance(result, Scored):
+                self._record_agent(result.trajectory)
+        return results
 
 
-def _add_reward_span(scored: Scored, start: float, begun: Mapping[str, float]) -> Scored:
-    """Return a copy whose trajectory has a span "reward" from `start` (monotonic) until now."""
-    trajectory = scored.trajectory
-    origin = begun[trajectory.episode_id]
-    begin, end = (round(seconds - origin, 6) for seconds in (start, time.monotonic()))
-    spans = (*trajectory.spans, Span("reward", begin, end))
-    return replace(scored, trajectory=replace(trajectory, spans=spans))
+def _causes_of(results: Sequence[Scored | Dropped]) -> tuple[str, ...]:
+    return tuple(r.cause[:MAX_CAUSE] for r in results if isinstance(r, Dropped))
 
 
-def retry_pause(failures: int) -> float:
-    """Return the pause after so many failures (at least one), up to 25 % longer by chance."""
-    return RETRY_SECONDS[failures - 1] * random.uniform(1.0, 1.25)
-
-
-def _attempt_of(attempt: int) -> str:
-    return f" (attempt {attempt} of {MAX_ATTEMPTS})"
-
-
-def _without_numbers(text: str) -> str:
-    """Replace words with digits: texts that differ only in ids and addresses are one kind."""
-    return re.sub(r"\S*\d\S*", "#", text)
-
-
-def _causes_of(results: Sequence[Scored | _Dropped]) -> tuple[str, ...]:
-    return tuple(r.cause[:MAX_CAUSE] for r in results if isinstance(r, _Dropped))
-
-
-def _stop_if_too_many_dropped(dropped: Sequence[_Dropped], played: int) -> None:
+def _stop_if_too_many_dropped(dropped: Sequence[Dropped], played: int) -> None:
     """Raise `RunStopped` if more than `MAX_DROPPED` of the rollouts were dropped."""
     if len(dropped) <= MAX_DROPPED * played:
         return
@@ -677,7 +465,7 @@ def _list_causes(all_causes: Sequence[str]) -> str:
     """Return a line for each of the three most common kinds of causes, with its number."""
     by_cause: dict[str, list[str]] = defaultdict(list)
     for cause in all_causes:
-        by_cause[_without_numbers(cause)].append(cause)
+        by_cause[without_numbers(cause)].append(cause)
     most_common = sorted(by_cause.values(), key=len, reverse=True)[:3]
     return "\n".join(f"  {len(causes)} x {causes[0]}" for causes in most_common)
 

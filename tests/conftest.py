@@ -15,8 +15,8 @@ from hypothesis import settings
 
 import agentrl.agent_loops
 import agentrl.interactions
+import agentrl.player
 import agentrl.rewards
-import agentrl.rollout
 from agentrl import registry
 from agentrl.config import environment
 from agentrl.observers.curve import Curve
@@ -32,8 +32,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.fsync = lambda fd: None
 
 # Tests of failures need not wait until what failed has recovered.
-agentrl.rollout.RETRY_SECONDS = (0.0, 0.0)
-agentrl.rollout.LOST_SESSION_SECONDS = (0.0, 0.0)
+agentrl.player.RETRY_SECONDS = (0.0, 0.0)
+agentrl.player.LOST_SESSION_SECONDS = (0.0, 0.0)
 
 # A picture of a run takes longer than its steps. The fixture `curves` draws it.
 DRAWS = {name: getattr(Curve, name) for name in ("on_validation", "on_end")}

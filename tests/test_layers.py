@@ -39,6 +39,8 @@ LAYERS = (
     ("gateway",),
     ("doors",),
     ("watchdog",),
+    ("player",),
+    ("rollout_workers",),
     ("rollout",),
     ("evaluate", "preflight"),
     ("trainer",),

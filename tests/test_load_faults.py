@@ -130,7 +130,7 @@ def test_calls_that_hang_for_ever(tmp_path):
 
 @pytest.mark.slow
 def test_an_engine_that_fails_for_20_seconds(tmp_path, monkeypatch):
-    monkeypatch.setattr("agentrl.rollout.RETRY_SECONDS", (2.0, 20.0))
+    monkeypatch.setattr("agentrl.player.RETRY_SECONDS", (2.0, 20.0))
     script = [call("add", a=1, b=1)] * 3 + ["#### 12"]
     scored = play(tmp_path, script, tool="add", outage=(0.5, 20.5))
     assert {s.reward for s in scored} == {1.0}

@@ -246,7 +246,7 @@ def test_infrastructure_failures_are_dropped_and_never_get_reward_0(rollouts):
 
 
 def test_an_engine_that_fails_for_a_while_drops_no_episode(rollouts, monkeypatch):
-    monkeypatch.setattr("agentrl.rollout.RETRY_SECONDS", (0.2, 1.0))
+    monkeypatch.setattr("agentrl.player.RETRY_SECONDS", (0.2, 1.0))
     until = time.monotonic() + 0.8
     engine = FailingEngine(
         ["#### 12"], failures=10**9, only=lambda episode_id: time.monotonic() < until
@@ -425,7 +425,7 @@ def test_the_watchdog_sees_a_reward_that_hangs(rollouts, capfd, monkeypatch):
         await asyncio.sleep(0.8)
         return 1.0
 
-    monkeypatch.setattr("agentrl.rollout.WATCHDOG_SECONDS", 0.2)
+    monkeypatch.setattr("agentrl.player.WATCHDOG_SECONDS", 0.2)
     r = rollouts(FailingEngine(["a"]), reward={"function": "slow_reward"})
     r.collect(rows(1, "single_turn"), n=1, sampling=SAMPLING, step=0)
     assert "turn 1  reward" in capfd.readouterr().err

@@ -153,7 +153,7 @@ class RolloutStream:
             metrics |= _filter_metrics(evicted, live, math.ceil(draws / self._round_size))
         if self.plays_ahead:
             metrics |= staleness_metrics(trained, step) | self._waits.metrics()
-            total = self._rollouts.runtime.sampler.reprefill_tokens()
+            total = self._rollouts.reprefill_tokens()
             metrics["async/reprefill_tokens"] = float(total - self._reprefilled)
             self._reprefilled = total
         return StepRollouts(trained, evicted, self._position, metrics)
