@@ -9,6 +9,7 @@ be dropped. `agentrl.rollout_workers` has players in other processes.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import random
 import re
@@ -52,6 +53,9 @@ of the episode, and a server that some tool kills takes the sessions of all othe
 LOST_SESSION_SECONDS = (0.5, 8.0)
 """The pause after the first lost session of an episode, and the longest one. Each is twice as long
 as the one before."""
+GC_THRESHOLDS = (50_000, 20, 100)
+"""The new objects between two collections of the first generation, and how many of these come
+before one of the second, and of all. Python's own 700 new objects are a few turns."""
 REPEATED_SECONDS = 5.0
 """Within this time equal errors are one line in the log, with their number."""
 
@@ -381,3 +385,16 @@ def _attempt_of(attempt: int) -> str:
 def without_numbers(text: str) -> str:
     """Replace words with digits: texts that differ only in ids and addresses are one kind."""
     return re.sub(r"\S*\d\S*", "#", text)
+
+
+def collect_rarely() -> None:
+    """Make garbage collection rare in this process, from now on.
+
+    All existing objects (modules, schemas, the model), hundreds of thousands that live as long as
+    the process, are excluded. Those of episodes in flight are scanned rarely: an episode leaves no
+    cycle behind. `Trainer` collects once a step. Otherwise the collector would take a third of the
+    time of an agent loop, and half of it with thousands of episodes.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import itertools
 import logging
 import math
@@ -30,12 +29,19 @@ from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import RunStopped
 from agentrl.open_files import raise_limit
-from agentrl.player import Dropped, Play, Player, Players, without_numbers
+from agentrl.player import Dropped, Play, Player, Players, collect_rarely, without_numbers
 from agentrl.plural import plural
 from agentrl.rewards import Scorer
-from agentrl.tools import open_toolbox
+from agentrl.rollout_workers.workers import (
+    LocalProcess,
+    RolloutWorkers,
+    StartProcess,
+    count_workers,
+    make_settings,
+)
+from agentrl.tools import LocalToolbox, open_toolbox
 from agentrl.trajectory import Group, Sample, Scored, Trajectory
-from agentrl.workers import LoopThread, run_all
+from agentrl.workers import LoopThread, new_loop, run_all
 
 log = logging.getLogger("agentrl")
 
@@ -47,9 +53,6 @@ MAX_AGENT_ERRORS = 64
 """So many episodes in a row whose agents fail (`agent.on_error=zero`) stop the run."""
 MAX_CAUSE = 1000
 """The stored length of a drop's cause, in characters: a dead engine's error contains its log."""
-GC_THRESHOLDS = (50_000, 20, 100)
-"""The new objects between two collections of the first generation, and how many of these come
-before one of the second, and of all. Python's own 700 new objects are a few turns."""
 NO_LIMIT = contextlib.nullcontext()
 
 T = TypeVar("T")
@@ -143,7 +146,7 @@ class Rollouts:
         self._working_agents: set[str] = set()
         """The agent loops that have ended an episode without an error."""
         self._counts: list[_RolloutCount] = []
-        self._loop = LoopThread("rollouts", _new_loop)
+        self._loop = LoopThread("rollouts", new_loop)
 
     def collect(
         self,
@@ -472,41 +475,48 @@ def _list_causes(all_causes: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def open_rollouts(
-    config: Config, sampler: Sampler, template: ChatTemplate, scorer: Scorer
+    config: Config,
+    sampler: Sampler,
+    template: ChatTemplate,
+    scorer: Scorer,
+    *,
+    start: StartProcess = LocalProcess,
 ) -> Iterator[Rollouts]:
     """Create `Rollouts` with the config's tools, and close them at the end of the block.
 
-    The tools run in this process or on a tool server, as the config says.
+    The tools run in this process or on a tool server, as the config says. With `rollout.workers`,
+    each worker opens tools and rewards of its own.
+
+    Args:
+        config: the config of the run.
+        sampler: the engine.
+        template: the chat template.
+        scorer: computes rewards.
+        start: starts the process of a worker.
+
+    Raises:
+        AgentRLError: the tools or a worker cannot be started.
     """
     collect_rarely()
     raise_limit()
     sandbox.configure(config.sandbox)
-    with open_toolbox(config.tools, config.all_files, config.sandbox) as toolbox:
+    count = count_workers(config)
+    with contextlib.ExitStack() as stack:
+        if count == 1:
+            toolbox = stack.enter_context(
+                open_toolbox(config.tools, config.all_files, config.sandbox)
+            )
+            players = None
+        else:
+            toolbox, settings = LocalToolbox(), make_settings(config, sampler, template, count)
+            players = RolloutWorkers(sampler, settings, start=start)
         rollouts = Rollouts(
-            Runtime(sampler, template, toolbox, config), scorer, seed=config.trainer.seed
+            Runtime(sampler, template, toolbox, config),
+            scorer,
+            seed=config.trainer.seed,
+            players=players,
         )
-        try:
-            yield rollouts
-        finally:
-            rollouts.close()
-
-
-def collect_rarely() -> None:
-    """Make garbage collection rare in this process, from now on.
-
-    All existing objects (modules, schemas, the model), hundreds of thousands that live as long as
-    the process, are excluded. Those of episodes in flight are scanned rarely: an episode leaves no
-    cycle behind. `Trainer` collects once a step. Otherwise the collector would take a third of the
-    time of an agent loop, and half of it with thousands of episodes.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:  # not built for this platform
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+        stack.callback(rollouts.close)
+        if players:
+            rollouts.run(players.open())
+        yield rollouts

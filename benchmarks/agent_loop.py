@@ -35,7 +35,7 @@ from agentrl.agent_loops.play import play_episode
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
-from agentrl.rollout import collect_rarely
+from agentrl.player import collect_rarely
 from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Sample, Trajectory
 

@@ -85,7 +85,7 @@ def no_tools(own_registries):
 @pytest.fixture(scope="module")
 def no_other_names():
     """Remove the names that other test files registered. Ranks would need all of them."""
-    from agentrl.cluster.ship import user_registrations
+    from agentrl.shipment import user_registrations
 
     user_names = user_registrations()
     own = {k.kind: set(k.names()) - user_names[k.kind] for k in registry.all_registries()}

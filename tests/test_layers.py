@@ -32,6 +32,7 @@ LAYERS = (
     ),
     ("record", "replies", "siblings"),
     ("registry",),
+    ("shipment",),
     ("answers", "callbacks", "config", "http", "http_server", "metrics", "signatures", "workers"),
     ("chat", "sandbox"),
     ("data", "engine", "interactions", "rewards", "store", "tools"),

@@ -23,6 +23,7 @@ from array import array
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -125,6 +126,11 @@ class ChatTemplate:
         thought = self.encoder.encode_trusted(self.thinking.begin + self.thinking.end)
         template_ids = {i for b in self._probed for i in b.parts.ids} | self._role_ids()
         self.encoder.restrict_tags((template_ids | self._ends) - set(thought))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make an equal template in another process."""
+        options = {"variables": self.render.variables, "untrusted": self._untrusted}
+        return partial(ChatTemplate, **options), (self.tokenizer, self.stop_ids)
 
     @classmethod
     def load(cls, path: str | Path) -> ChatTemplate:

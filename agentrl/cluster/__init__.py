@@ -90,7 +90,7 @@ class RayPlacement:
             AgentRLError: see `WorkerGroup`.
         """
         from agentrl.cluster.group import WorkerGroup
-        from agentrl.cluster.ship import Shipment
+        from agentrl.shipment import Shipment
 
         config = self._config
         self._group = WorkerGroup(

@@ -31,9 +31,9 @@ from ray.exceptions import RayError, RayTaskError
 
 from agentrl import errors
 from agentrl.cluster.pool import ResourcePool
-from agentrl.cluster.ship import Shipment, versions
 from agentrl.errors import AgentRLError, ConfigError, RunStopped
 from agentrl.learner.dispatch import SPLIT, Dispatch, dispatched_methods
+from agentrl.shipment import Shipment, versions
 from agentrl.torch_threads import NUMBER, ThreadCount, choose_threads
 
 log = logging.getLogger("agentrl")

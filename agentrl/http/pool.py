@@ -40,9 +40,17 @@ from agentrl import open_files
 MAX_CONNECTIONS_TO_SERVER = 1024
 """The most requests in flight to one server; a tool server handles as many calls at once."""
 MAX_RESERVED_CONNECTIONS = 16
+_processes = 1
+"""The number of processes that send requests to the same servers; see `share_servers`."""
 MAX_IDLE_SECONDS = 60.0
 """Shorter than the keep-alive of our servers, so that a connection is rarely closed when it is
 used."""
+
+
+def share_servers(processes: int) -> None:
+    """Divide the connections to each server by the processes of this run that use them."""
+    global _processes
+    _processes = processes
 
 
 class ConnectionDropped(Exception):
@@ -276,7 +284,8 @@ class ConnectionPool:
         queue = self.queues.get(server)
         if queue is None:
             queue = self.queues[server] = ServerQueue(server)
-        queue.max_connections = min(queue.max_connections, max_connections)
+        limit = max(1, max_connections // _processes)
+        queue.max_connections = min(queue.max_connections, limit)
         # A later request does not overtake the requests that wait.
         lease = None if queue.waiting else self._try_lease(queue)
         return lease or await self._wait(queue)

@@ -146,7 +146,7 @@ class Run:
             gc.collect()  # `collect_rarely` made it rare.
             metrics |= parts.publisher.publish(step)
         parts.stream.advance(step)
-        metrics |= parts.engine.metrics()
+        metrics |= parts.engine.metrics() | parts.rollouts.metrics()
         metrics |= parts.clock.metrics(metrics)
 
     def _complete(self, metrics: dict[str, float], episodes: Sequence[Scored] = ()) -> None:

@@ -156,6 +156,15 @@ class ChildProcess:
             raise MessageTooLong(f"the message has {size} bytes, more than {max_bytes}")
         return self._receive_exactly(size, deadline)
 
+    def take_channel(self) -> socket.socket:
+        """Return a socket that reads and writes the child's standard input, for an event loop.
+
+        After that, neither `send` nor `receive` may be called.
+        """
+        taken = self._channel.dup()
+        taken.setblocking(False)
+        return taken
+
     def terminate(self) -> None:
         """Send SIGTERM to the process, but not to the processes that it started."""
         with self._lock:

@@ -177,3 +177,12 @@ async def run_all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """Return a loop of uvloop, or asyncio's own where uvloop is not built."""
+    try:
+        import uvloop
+    except ImportError:  # not built for this platform
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

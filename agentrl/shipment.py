@@ -1,4 +1,4 @@
-"""Sends the user's files to the ranks' machines, and checks that paths and packages match."""
+"""Sends the user's files to other processes of a run, and checks that paths and packages match."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft")
 
 @dataclass(frozen=True, slots=True)
 class Shipment:
-    """The files, paths and names of the controller that every rank needs."""
+    """The files, paths and names of the controller that its ranks or rollout workers need."""
 
     folder: str = field(default_factory=os.getcwd)
     """The working directory, which relative paths start from."""
@@ -30,29 +30,31 @@ class Shipment:
     """Each of the user's files: its path, and the contents of the file and of the modules of its
     folder that it imports, by their paths within the folder."""
     shelf: tuple[str, ...] = ()
-    """Names of files that come with agentrl."""
+    """Names of files that come with agentrl, and addresses of servers and environments."""
     paths: tuple[str, ...] = ()
     """Folders and files that exist for the controller and must exist for every rank."""
     names: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """The names that the user registered, by kind."""
 
     @classmethod
-    def pack(cls, files: Iterable[str], paths: Iterable[str]) -> Shipment:
+    def pack(cls, files: Iterable[str], paths: Iterable[str], *, plays: bool = False) -> Shipment:
         """Read the user's files, and record the names that they registered in this process.
 
         Args:
             files: as in `config.files`; they are already loaded.
             paths: paths that must exist for every rank if they exist here.
+            plays: whether the other processes play rollouts. Ranks call no tools.
 
         Raises:
             UserError: a file is missing.
         """
-        # Ranks call no tools, so they need no tool servers.
-        files = [f for f in files if not f.startswith("mcp+")]
-        user_files = [registry.resolve_file(f) for f in files if not f.startswith(registry.SHELF)]
+        addresses = ("mcp+", registry.ENVIRONMENT)
+        files = [f for f in files if plays or not f.startswith(addresses)]
+        named = [f for f in files if f.startswith((registry.SHELF, *addresses))]
+        user_files = [registry.resolve_file(f) for f in files if f not in named]
         return cls(
             files=tuple((str(path), _read(path)) for path in user_files),
-            shelf=tuple(f for f in files if f.startswith(registry.SHELF)),
+            shelf=tuple(named),
             paths=tuple(path for path in paths if path and Path(path).exists()),
             names=user_registrations(),
         )
@@ -83,8 +85,8 @@ class Shipment:
         for kind, names in self.names.items():
             if missing_names := sorted(names - own_names.get(kind, frozenset())):
                 raise ConfigError(
-                    f"the run has the {kind} {', '.join(map(repr, missing_names))}, but this rank"
-                    " does not. Define it in a file and name the file with --file (files)"
+                    f"the run has the {kind} {', '.join(map(repr, missing_names))}, but this"
+                    " process does not. Define it in a file and name the file with --file (files)"
                 )
 
 

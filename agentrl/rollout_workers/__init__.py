@@ -1,0 +1,1 @@
+"""Players of rollouts in other processes (`rollout.workers`)."""

@@ -1,0 +1,233 @@
+"""A process that plays rollouts of a run: a rollout worker.
+
+The run calls its functions (`RolloutWorker`) by a `Channel`. The worker loads the user's
+files, opens tools and rewards of its own, and plays rollouts with `agentrl.player`, as the run's
+process does without workers. It samples from the engines' servers itself. The local engine is in
+the process of the run, which samples for the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import socket
+import sys
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from agentrl import sandbox
+from agentrl.agent_loops.attempt import Runtime
+from agentrl.chat import ChatTemplate
+from agentrl.config import Config
+from agentrl.engine.base import Sampler, Sampling
+from agentrl.errors import AgentRLError
+from agentrl.http.pool import share_servers
+from agentrl.open_files import raise_limit
+from agentrl.player import Dropped, Play, Player, collect_rarely
+from agentrl.rewards import Scorer
+from agentrl.rollout_workers.channel import ANSWER, Channel, pack, pack_error
+from agentrl.shipment import Shipment
+from agentrl.tools import Toolbox, open_toolbox
+from agentrl.trajectory import Generation, Scored
+from agentrl.workers import new_loop
+
+log = logging.getLogger("agentrl")
+
+STATUS_SECONDS = 1.0
+"""The interval in which a worker reports the longest wait of its episodes."""
+
+
+class SamplerOf(Protocol):
+    """How a worker samples: made by the run's process, called in the worker."""
+
+    def __call__(self, channel: Channel) -> Sampler:
+        """Return the sampler of the worker."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a worker needs to play rollouts: its first message."""
+
+    config: Config
+    shipment: Shipment
+    template: ChatTemplate
+    sampler_of: SamplerOf
+    workers: int
+    """The number of all workers, which share the limits of servers."""
+    log_level: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOfRun:
+    """Makes the sampler of a worker whose engine is in the process of the run."""
+
+    max_length: int
+    is_concurrent: bool
+
+    def __call__(self, channel: Channel) -> Sampler:
+        """Return a sampler that asks the run."""
+        return RunSampler(channel, self.max_length, self.is_concurrent)
+
+
+class RunSampler(Sampler):
+    """Asks the process of the run for tokens."""
+
+    def __init__(self, channel: Channel, max_length: int, is_concurrent: bool):
+        self._channel = channel
+        self.max_length, self.is_concurrent = max_length, is_concurrent
+
+    def begin(self, episode_id: str, *, awaited: bool = True) -> None:
+        self._channel.note("begin", episode_id, awaited)
+
+    async def generate(
+        self,
+        prompt_ids: array[int],
+        sampling: Sampling,
+        *,
+        episode_id: str,
+        seed: int,
+        deadline: float,
+    ) -> Generation:
+        seconds = deadline - time.monotonic()  # Another machine has another clock.
+        return await self._channel.call("generate", prompt_ids, sampling, episode_id, seed, seconds)
+
+    def end(self, episode_id: str) -> None:
+        self._channel.note("end", episode_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The state of a worker.
+
+    Attributes:
+        waits: the row, the rollout and the state of the episode that waits longest, and the
+            seconds of its wait; empty if no episode is in flight.
+        reprefilled: `Sampler.reprefill_tokens` of the worker.
+    """
+
+    waits: tuple[str, int, str, float] | tuple[()]
+    reprefilled: int
+
+
+class RolloutWorker:
+    """Plays rollouts for the run at the other end of a channel."""
+
+    def __init__(self, player: Player, channel: Channel, sampler: Sampler):
+        """Take calls from now on."""
+        self._player, self._channel = player, channel
+        self._reporting = asyncio.create_task(self._report())
+        self._own_tasks = [asyncio.current_task(), self._reporting, channel.reading]
+        functions = (self.play, self.drain, player.pause, player.resume)
+        channel.functions |= {function.__name__: function for function in functions}
+        channel.functions |= getattr(sampler, "functions", {})
+
+    async def play(self, number: int, plays: Sequence[Play]) -> list[Scored | Dropped]:
+        """Play and score rollouts of a sample; report how many have ended under a number."""
+        with self._player.armed():
+            results = await self._player.play(
+                plays, lambda ended: self._channel.note("ended", number, ended)
+            )
+        self._channel.note("status", self.status())
+        return results
+
+    def status(self) -> Status:
+        """Return the state of this worker."""
+        wait, reprefilled = self._player.longest_wait(), self._player.reprefill_tokens()
+        if wait is None:
+            return Status((), reprefilled)
+        seconds = time.monotonic() - wait.since
+        return Status((wait.sample_id, wait.rollout, wait.state, seconds), reprefilled)
+
+    async def drain(self) -> None:
+        """Let cancelled episodes clean up, and close tools and rewards."""
+        await self._player.drain(others=[*self._own_tasks, *self._channel.tasks])
+
+    async def _report(self) -> None:
+        """Report the longest wait regularly while episodes are in flight."""
+        while True:
+            await asyncio.sleep(STATUS_SECONDS)
+            if self._player.longest_wait() is not None:
+                self._channel.note("status", self.status())
+
+
+class LogToRun(logging.Handler):
+    """Sends log records to the run, which logs them. Any thread may log."""
+
+    def __init__(self, channel: Channel):
+        super().__init__()
+        self._channel, self._loop = channel, asyncio.get_running_loop()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send one record."""
+        arguments = "log", record.name, record.levelno, record.getMessage()
+        with contextlib.suppress(RuntimeError):  # The loop has ended.
+            self._loop.call_soon_threadsafe(self._channel.note, *arguments)
+
+
+def main() -> None:
+    """Play rollouts for the run at the other end of standard input, until it closes the channel."""
+    connection = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    work(connection)
+
+
+def work(connection: socket.socket) -> None:
+    """Play rollouts for the run at the other end of a connection, until it is closed."""
+    _, number, _, (settings,) = pickle.loads(_first_message(connection))
+    try:
+        raise_limit()
+        share_servers(settings.workers)
+        settings.shipment.unpack()
+        config: Config = settings.config
+        sandbox.configure(config.sandbox)
+        rollout = config.rollout
+        scorer = Scorer(config.reward, rollout.budget_policy, rollout.max_trajectory_tokens)
+        with (
+            open_toolbox(config.tools, config.all_files, config.sandbox) as toolbox,
+            asyncio.Runner(loop_factory=new_loop) as runner,
+        ):
+            runner.run(_serve(connection, number, settings, toolbox, scorer))
+    except AgentRLError as e:
+        with contextlib.suppress(OSError):
+            connection.sendall(pack_error(number, e))
+
+
+async def _serve(
+    connection: socket.socket, number: int, settings: Settings, toolbox: Toolbox, scorer: Scorer
+) -> None:
+    """Answer the first message, number `number`, and all others."""
+    channel = Channel(*await asyncio.open_connection(sock=connection))
+    log.handlers, log.propagate = [LogToRun(channel)], False
+    log.setLevel(settings.log_level)
+    sampler = settings.sampler_of(channel)
+    player = Player(Runtime(sampler, settings.template, toolbox, settings.config), scorer)
+    try:
+        RolloutWorker(player, channel, sampler)
+        collect_rarely()
+        channel.reply(pack(ANSWER, number, True, os.getpid()))
+        await channel.reading
+    finally:
+        player.close()
+
+
+def _first_message(connection: socket.socket) -> bytes:
+    """Read the message that has the settings."""
+    with connection.makefile("rb", buffering=0) as file:
+        size = int.from_bytes(_read(file, 4), "little")
+        return _read(file, size)
+
+
+def _read(file: Any, size: int) -> bytes:
+    content = bytearray()
+    while len(content) < size:
+        if not (piece := file.read(size - len(content))):
+            sys.exit(0)  # The run has ended.
+        content += piece
+    return bytes(content)
