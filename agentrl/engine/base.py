@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -57,6 +57,42 @@ class Update:
     then only takes the new version."""
 
 
+class Followers(Protocol):
+    """Other processes that sample from the servers of this process. Any thread may call them."""
+
+    def changed(self) -> None:
+        """Send the state of the servers to them soon, and before the next `usage`."""
+        ...
+
+    def usage(self, server: int) -> ServerUsage:
+        """Ask them how they use a server, when they have its state. Blocks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerUsage:
+    """How other processes use a server: their turns in flight, and the adapters of these."""
+
+    turns: int = 0
+    adapters: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSampler:
+    """How other processes sample from the servers of this process.
+
+    Attributes:
+        make: returns what makes the sampler in another process, whose first argument is a `Channel`
+            (`agentrl.rollout_workers`). It can be pickled.
+        functions: the functions of this process that the sampler calls, by name.
+        state: returns the state that `functions["follow"]` of the sampler gets.
+    """
+
+    make: Callable[[], Callable[[Any, int], Sampler]]
+    functions: Mapping[str, Callable[..., Any]]
+    state: Callable[[], Any]
+
+
 class Sampler(Protocol):
     """The part of an engine that an episode and a rollout use."""
 
@@ -64,6 +100,8 @@ class Sampler(Protocol):
     """The longest row in tokens: the sum of prompt, sampled and observed tokens."""
     is_concurrent: bool = False
     """True if an episode may have several requests in flight, for its own conversations."""
+    failovers: int = 0
+    """How many turns went to another server because one failed."""
 
     async def ready(self) -> None:
         """Return when tokens can be requested.
@@ -122,6 +160,14 @@ class Sampler(Protocol):
         This is because the weights changed within their turn.
         """
         return 0
+
+    def share(self, followers: Followers) -> SharedSampler | None:
+        """Let other processes sample without asking this one; None if they must ask.
+
+        Args:
+            followers: they get the state of the servers whenever it changes.
+        """
+        return None
 
 
 class EngineControl(Protocol):

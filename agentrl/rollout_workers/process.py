@@ -17,9 +17,9 @@ import socket
 import sys
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from agentrl import sandbox
 from agentrl.agent_loops.attempt import Runtime
@@ -43,12 +43,8 @@ STATUS_SECONDS = 1.0
 """The interval in which a worker reports the longest wait of its episodes."""
 
 
-class SamplerOf(Protocol):
-    """How a worker samples: made by the run's process, called in the worker."""
-
-    def __call__(self, channel: Channel) -> Sampler:
-        """Return the sampler of the worker."""
-        ...
+SamplerOf = Callable[[Channel, int], Sampler]
+"""Makes the sampler of a worker from its channel and its number. It can be pickled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +55,8 @@ class Settings:
     shipment: Shipment
     template: ChatTemplate
     sampler_of: SamplerOf
+    number: int
+    """The number of this worker, from 0."""
     workers: int
     """The number of all workers, which share the limits of servers."""
     log_level: int
@@ -71,7 +69,7 @@ class EngineOfRun:
     max_length: int
     is_concurrent: bool
 
-    def __call__(self, channel: Channel) -> Sampler:
+    def __call__(self, channel: Channel, number: int) -> Sampler:
         """Return a sampler that asks the run."""
         return RunSampler(channel, self.max_length, self.is_concurrent)
 
@@ -114,6 +112,8 @@ class Status:
 
     waits: tuple[str, int, str, float] | tuple[()]
     reprefilled: int
+    failovers: int = 0
+    """How many turns went to another server because one failed."""
 
 
 class RolloutWorker:
@@ -139,11 +139,12 @@ class RolloutWorker:
 
     def status(self) -> Status:
         """Return the state of this worker."""
-        wait, reprefilled = self._player.longest_wait(), self._player.reprefill_tokens()
-        if wait is None:
-            return Status((), reprefilled)
-        seconds = time.monotonic() - wait.since
-        return Status((wait.sample_id, wait.rollout, wait.state, seconds), reprefilled)
+        wait, sampler = self._player.longest_wait(), self._player.runtime.sampler
+        waits: Any = ()
+        if wait is not None:
+            seconds = time.monotonic() - wait.since
+            waits = wait.sample_id, wait.rollout, wait.state, seconds
+        return Status(waits, sampler.reprefill_tokens(), sampler.failovers)
 
     async def drain(self) -> None:
         """Let cancelled episodes clean up, and close tools and rewards."""
@@ -206,7 +207,7 @@ async def _serve(
     channel = Channel(*await asyncio.open_connection(sock=connection))
     log.handlers, log.propagate = [LogToRun(channel)], False
     log.setLevel(settings.log_level)
-    sampler = settings.sampler_of(channel)
+    sampler = settings.sampler_of(channel, settings.number)
     player = Player(Runtime(sampler, settings.template, toolbox, settings.config), scorer)
     try:
         RolloutWorker(player, channel, sampler)

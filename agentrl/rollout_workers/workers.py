@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from agentrl.agent_loops.attempt import CLEANUP_SECONDS
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
-from agentrl.engine.base import Sampler, Sampling
+from agentrl.engine.base import Sampler, Sampling, ServerUsage
 from agentrl.errors import Infrastructure, RunStopped
 from agentrl.player import Dropped, OnEnd, Play, Wait
 from agentrl.plural import plural
@@ -106,6 +106,7 @@ class _Worker:
     process: WorkerProcess
     channel: Channel
     pid: int = 0
+    """The id of the process; 0 until it can play."""
     load: int = 0
     """The number of rollouts that it plays."""
     begun: set[str] = field(default_factory=set)
@@ -134,7 +135,14 @@ class RolloutWorkers:
             start: starts the process of a worker.
         """
         self._sampler, self._settings, self._start_process = sampler, settings, start
+        self._shared = sampler.share(self)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._has_changed = False
+        """True if the state of the servers has changed since workers got it."""
+        self._started: list[_Worker] = []
+        """All workers that were started and have not ended."""
         self._workers: list[_Worker] = []
+        """Those that take samples."""
         self._numbers, self._calls = itertools.count(), itertools.count()
         self._on_end: dict[int, OnEnd] = {}
         self._available = asyncio.Condition()
@@ -142,7 +150,8 @@ class RolloutWorkers:
         self._failure: BaseException | None = None
         self._closing = False
         self._restarting: set[asyncio.Task[None]] = set()
-        self._reprefilled = 0
+        self._reprefilled = self._failovers = self._reported = 0
+        """The sums over workers that have ended, and how many failovers were reported."""
         self._counts = {"workers/restarts": 0.0, "workers/replayed": 0.0}
 
     async def open(self) -> None:
@@ -152,6 +161,7 @@ class RolloutWorkers:
             AgentRLError: a worker could not load the user's files, or open its tools or rewards.
             Infrastructure: a worker ended.
         """
+        self._loop = asyncio.get_running_loop()
         count = self._settings.workers
         self._workers = list(await asyncio.gather(*(self._start() for _ in range(count))))
 
@@ -217,12 +227,14 @@ class RolloutWorkers:
     def reprefill_tokens(self) -> int:
         """Return the sum of the workers, and of this process."""
         own = self._sampler.reprefill_tokens() + self._reprefilled
-        return own + sum(worker.status.reprefilled for worker in self._workers)
+        return own + sum(worker.status.reprefilled for worker in self._started)
 
     def metrics(self) -> dict[str, float]:
         """Return how many workers were restarted, and how many rollouts played again for it."""
+        total = sum(worker.status.failovers for worker in self._started) + self._failovers
         counts, self._counts = self._counts, dict.fromkeys(self._counts, 0.0)
-        return counts
+        new, self._reported = total - self._reported, total
+        return counts | {"engine/failovers": float(new)}
 
     async def drain(self) -> None:
         """Close tools and rewards of all workers, and end them."""
@@ -239,6 +251,41 @@ class RolloutWorkers:
         self._closing = True
         for worker in self._workers:
             worker.process.stop(0.0)
+
+    # -- the state of servers, for workers that send requests themselves ---------------------------
+
+    def changed(self) -> None:
+        """Send the state of the servers to all workers soon. Any thread may call it."""
+        if self._loop and not self._has_changed and not self._closing:
+            self._has_changed = True
+            with suppress(RuntimeError):  # The loop has ended.
+                self._loop.call_soon_threadsafe(self._send_state)
+
+    def usage(self, server: int) -> ServerUsage:
+        """Ask all workers how they use a server. Blocks; not for the thread of the event loop."""
+        if not self._loop or self._closing:
+            return ServerUsage()
+        return asyncio.run_coroutine_threadsafe(self._ask_usage(server), self._loop).result()
+
+    def _send_state(self) -> None:
+        if self._has_changed and self._shared:
+            self._has_changed = False
+            state = self._shared.state()
+            for worker in self._started:
+                worker.channel.note("follow", state)
+
+    async def _ask_usage(self, server: int) -> ServerUsage:
+        self._send_state()  # They handle it before they answer.
+        calls = [w.channel.call("usage", server) for w in self._playing]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        used = [answer for answer in answers if isinstance(answer, ServerUsage)]
+        adapters = frozenset[str]().union(*(u.adapters for u in used))
+        return ServerUsage(sum(u.turns for u in used), adapters)
+
+    @property
+    def _playing(self) -> list[_Worker]:
+        """The workers that may have rollouts."""
+        return [w for w in self._started if w.pid and not w.channel.is_closed]
 
     # -- workers -----------------------------------------------------------------------------------
 
@@ -287,15 +334,19 @@ class RolloutWorkers:
             streams = await asyncio.open_connection(sock=await process.connect())
             worker = _Worker(number, process, Channel(*streams))
             worker.channel.functions |= self._functions_for(worker)
+            self._started.append(worker)
+            worker.channel.reading.add_done_callback(lambda _: self._on_worker_end(worker))
+            settings = replace(self._settings, number=number)
+            if self._shared:
+                settings = replace(settings, sampler_of=self._shared.make())
             async with asyncio.timeout(START_SECONDS):
-                worker.pid = await worker.channel.call("open", self._settings)
+                worker.pid = await worker.channel.call("open", settings)
         except BaseException as e:
             how = await asyncio.to_thread(process.describe_end)
             await asyncio.to_thread(process.stop, 0.0)
             if isinstance(e, ChannelClosed | TimeoutError):
                 raise Infrastructure(f"rollout worker {number} did not start: {how}") from None
             raise
-        worker.channel.reading.add_done_callback(lambda _: self._on_worker_end(worker))
         return worker
 
     def _functions_for(self, worker: _Worker) -> dict[str, Callable[..., Any]]:
@@ -320,7 +371,9 @@ class RolloutWorkers:
         def report(status: Status) -> None:
             worker.status, worker.status_at = status, time.monotonic()
 
+        shared = self._shared.functions if self._shared else {}
         return {
+            **shared,
             "generate": generate,
             "begin": begin,
             "end": end,
@@ -331,13 +384,15 @@ class RolloutWorkers:
 
     def _on_worker_end(self, worker: _Worker) -> None:
         """Tell the engine about a worker's end, and start another one."""
+        self._started.remove(worker)
+        self._reprefilled += worker.status.reprefilled
+        self._failovers += worker.status.failovers
         for episode_id in worker.begun:
             self._sampler.end(episode_id)
         worker.begun.clear()
         if self._closing or worker not in self._workers:
             return
         self._workers.remove(worker)
-        self._reprefilled += worker.status.reprefilled
         task = asyncio.create_task(self._replace(worker))
         self._restarting.add(task)
         task.add_done_callback(self._restarting.discard)
@@ -367,13 +422,12 @@ class RolloutWorkers:
     async def _stop(self, worker: _Worker) -> None:
         if worker in self._workers:
             self._workers.remove(worker)
-            self._reprefilled += worker.status.reprefilled
         worker.channel.close()
         await asyncio.to_thread(worker.process.stop, STOP_SECONDS)
 
     async def _call_all(self, name: str) -> None:
         """Call a function of all workers. One that ends meanwhile does not matter."""
-        calls: list[Awaitable[Any]] = [w.channel.call(name) for w in self._running]
+        calls: list[Awaitable[Any]] = [w.channel.call(name) for w in self._playing]
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, ChannelClosed):
                 raise result
@@ -408,6 +462,7 @@ def make_settings(
         ),
         template=template,
         sampler_of=EngineOfRun(sampler.max_length, sampler.is_concurrent),
+        number=0,
         workers=workers,
         log_level=log.getEffectiveLevel(),
     )

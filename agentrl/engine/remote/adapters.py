@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,15 @@ LOAD_SECONDS = 60.0
 class Adapters:
     """Loads adapters into a server that was started with `--enable-lora`, and unloads them."""
 
-    def __init__(self, admin: AdminClient, *, field: str, path: str, limit: int = 2):
+    def __init__(
+        self,
+        admin: AdminClient,
+        *,
+        field: str,
+        path: str,
+        limit: int = 2,
+        used_elsewhere: Callable[[], Collection[str]] = tuple,
+    ):
         """Load nothing yet.
 
         Args:
@@ -35,9 +43,10 @@ class Adapters:
             field: the field of a request that contains the name of an adapter.
             path: the path to load or unload an adapter, with {} for the verb.
             limit: how many adapters the server keeps, at least 2.
+            used_elsewhere: returns the adapters that requests of other processes name.
         """
         self._admin, self._field, self._path = admin, field, path
-        self.limit = limit
+        self.limit, self._used_elsewhere = limit, used_elsewhere
         self._requests = Counter[str]()
         """The number of requests in flight that name each adapter."""
         # A server may hold adapters of other runs, so the names of this run are unique.
@@ -54,7 +63,8 @@ class Adapters:
         """
         self._sync_with_server()
         while len(self._names) >= self.limit:
-            unused = [name for name in self._names[:-1] if not self._requests[name]]
+            used = self.used() | {*self._used_elsewhere()}
+            unused = [name for name in self._names[:-1] if name not in used]
             if not unused:
                 raise EngineError(
                     f"{self._admin.url}: turns in flight use all its {self.limit} adapters"
@@ -69,6 +79,10 @@ class Adapters:
             raise EngineError(
                 f"{self._admin.url}: its adapters are {sorted(listed)}, not {sorted(self._names)}"
             )
+
+    def used(self) -> frozenset[str]:
+        """Return the adapters that requests in flight of this process name."""
+        return frozenset(name for name, requests in self._requests.items() if requests)
 
     def request_fields(self) -> dict[str, Any]:
         """Return the field that makes a request use the newest adapter; {} if none is loaded."""

@@ -7,6 +7,7 @@ an error.
 
 from __future__ import annotations
 
+import itertools
 import time
 from abc import abstractmethod
 from array import array
@@ -17,18 +18,19 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from agentrl.engine.base import Sampler, Sampling
+from agentrl.engine.base import Followers, Sampler, Sampling, ServerUsage
 from agentrl.engine.checks import check_sampling, validate_row
 from agentrl.engine.remote.adapters import Adapters
 from agentrl.engine.remote.admin import AdminClient, reading, refusal
 from agentrl.engine.remote.launch import ServerHandle, raise_if_dead
 from agentrl.engine.remote.senders import FROM_FILES, Delivery, Route, Sent, Target
-from agentrl.engine.remote.turns import TurnGate, join_parts, without_last_token
+from agentrl.engine.remote.turns import GateState, TurnGate, join_parts, without_last_token
 from agentrl.errors import EngineError, InvalidEngineResponse
 from agentrl.http import HttpClient
 from agentrl.trajectory import Generation, token_array
 
 SCORE_SECONDS = 300.0
+_SERIALS = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,23 @@ class PolicyVersion:
     sent. Later versions of an unchanged policy increase it."""
     request_fields: dict[str, Any] = field(default_factory=dict[str, Any])
     """The fields of a request that name the adapter; empty if weights are published."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """What another process needs to sample from a server, see `RemoteEngine.follow`."""
+
+    engine: type[RemoteEngine]
+    serial: int
+    """Another server has another number, and so has a server that was restarted."""
+    url: str
+    key: str
+    admin_key: str
+    vocabulary: int
+    max_length: int
+    uses_seeds: bool
+    policy_version: PolicyVersion
+    gate: GateState
 
 
 class RemoteEngine(Sampler):
@@ -89,6 +108,7 @@ class RemoteEngine(Sampler):
         key: str = "",
         admin_key: str = "",
         process: ServerHandle | None = None,
+        view: EngineView | None = None,
     ):
         """Ask a running server for its properties, and let it sample a token.
 
@@ -100,10 +120,14 @@ class RemoteEngine(Sampler):
             key: the API key of the server.
             admin_key: the key of its management endpoints; "" if it is the same as `key`.
             process: the process of the server, if agentrl started it: `close` ends it.
+            view: the properties of a server that another process owns; nothing is asked then.
 
         Raises:
             EngineError: no server answers, or the server is of another kind.
         """
+        self.serial = next(_SERIALS)
+        self.followers: Followers | None = None
+        """Other processes that sample from the server."""
         self.url, self.process, self._vocabulary = url, process, vocabulary
         self._http = HttpClient(url, token=key, error=EngineError)
         # Its requests do not wait for a connection behind turns, which may hang.
@@ -113,7 +137,11 @@ class RemoteEngine(Sampler):
         self.admin = AdminClient(url, key=key, admin_key=admin_key, process=process)
         self.delivery = delivery
         self.adapters = Adapters(
-            self.admin, field=self.adapter_field, path=self.adapter_path, limit=delivery.adapters
+            self.admin,
+            field=self.adapter_field,
+            path=self.adapter_path,
+            limit=delivery.adapters,
+            used_elsewhere=self._adapters_elsewhere,
         )
         self.has_received = False
         """True once the server has received the policy. Until then, it gets files if that fails and
@@ -122,9 +150,57 @@ class RemoteEngine(Sampler):
         self.reprefilled = 0
         """The number of tokens that were prefilled again after new weights."""
         self._uses_seeds = False
+        if view is not None:
+            return
         with reading(self.name, url):
             self._connect()
         self.probe()
+
+    @staticmethod
+    def follow(view: EngineView) -> RemoteEngine:
+        """Return a client in another process than the one that owns the server."""
+        options: dict[str, Any] = {"key": view.key, "admin_key": view.admin_key, "view": view}
+        engine = view.engine(view.url, vocabulary=view.vocabulary, **options)
+        engine.update_view(view)
+        return engine
+
+    def update_view(self, view: EngineView) -> None:
+        """Take over what the owner of the server knows about it."""
+        self.serial, self.max_length = view.serial, view.max_length
+        self._uses_seeds, self._policy_version = view.uses_seeds, view.policy_version
+        self._gate.state = view.gate
+
+    def view(self) -> EngineView:
+        """Return what another process needs to sample from the server."""
+        return EngineView(
+            engine=type(self),
+            serial=self.serial,
+            url=self.url,
+            key=self.admin.key,
+            admin_key=self.admin.admin_key,
+            vocabulary=self._vocabulary,
+            max_length=self.max_length,
+            uses_seeds=self._uses_seeds,
+            policy_version=self._policy_version,
+            gate=self._gate.state,
+        )
+
+    def usage(self) -> ServerUsage:
+        """Return how this process uses the server."""
+        return ServerUsage(self._gate.in_flight, self.adapters.used())
+
+    def turns_in_flight(self) -> int:
+        """Return the number of requests that have no answer, of all processes. It may block."""
+        elsewhere = self.followers.usage(self.serial).turns if self.followers else 0
+        return self._gate.in_flight + elsewhere
+
+    def _adapters_elsewhere(self) -> frozenset[str]:
+        return self.followers.usage(self.serial).adapters if self.followers else frozenset()
+
+    def _changed(self) -> None:
+        """Tell other processes that the gate or the policy has changed."""
+        if self.followers:
+            self.followers.changed()
 
     @property
     def version(self) -> int:
@@ -270,6 +346,7 @@ class RemoteEngine(Sampler):
     def fail_update(self, error: EngineError) -> None:
         """Let the turns that wait for an update fail, because it did not succeed."""
         self._gate.fail(error)
+        self._changed()
 
     def finish_update(self, route: Route, sent: Sent) -> None:
         """Load what was sent, and check that the server samples from it.
@@ -303,6 +380,7 @@ class RemoteEngine(Sampler):
                     " the old weights are still in the cache"
                 )
         self._gate.open()
+        self._changed()
 
     @property
     def has_weights(self) -> bool:
@@ -317,6 +395,7 @@ class RemoteEngine(Sampler):
         """
         self._policy_version = replace(self._policy_version, policy=version)
         self.probe()
+        self._changed()
 
     def close(self) -> None:
         """End the server if agentrl started it, else unload the adapters that were sent to it.

@@ -13,9 +13,10 @@ import random
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
-from agentrl.engine.base import Engine, Sampling, Update
+from agentrl.engine.base import Engine, Followers, Sampling, SharedSampler, Update
 from agentrl.engine.remote.client import RemoteEngine
 from agentrl.engine.remote.supervisor import (
     Opener,
@@ -73,7 +74,7 @@ class EnginePool(Engine):
         Raises:
             AgentRLError: the error of the first opener that failed. The other engines are closed.
         """
-        self._recovery = policy = recovery or RecoveryPolicy()
+        policy = recovery or RecoveryPolicy()
         with contextlib.ExitStack() as stack:
             stack.callback(close)
             engines = open_all(openers)
@@ -82,14 +83,18 @@ class EnginePool(Engine):
             Replica(i, opener, engine)
             for i, (opener, engine) in enumerate(zip(openers, engines, strict=True))
         ]
-        self.supervisor = Supervisor(replicas, policy)
-        self.replicas = replicas
+        self.supervisor, self.replicas = Supervisor(replicas, policy), replicas
+        self._start(policy)
+        self.max_length = min(e.max_length for e in engines)
+
+    def _start(self, policy: RecoveryPolicy) -> None:
+        """Create what routing needs."""
+        self._recovery = policy
         self._assignments: dict[str, tuple[Replica, RemoteEngine]] = {}
         """The engine of each episode. After a restart, a replica has another engine, with an empty
         cache."""
-        self._failovers = 0
+        self.failovers = 0
         self._reported = {"engine/restarts": 0, "engine/failovers": 0}
-        self.max_length = min(e.max_length for e in engines)
 
     # -- Sampler -----------------------------------------------------------------------------------
 
@@ -172,6 +177,23 @@ class EnginePool(Engine):
     def reprefill_tokens(self) -> int:
         return sum(replica.engine.reprefilled for replica in self.replicas)
 
+    def share(self, followers: Followers) -> SharedSampler:
+        """Let other processes send requests to the servers."""
+        from agentrl.engine.remote import follow
+
+        for replica in self.replicas:
+            replica.engine.followers = followers
+        self.supervisor.followers = followers
+        state = partial(follow.view_of, self)
+        return SharedSampler(
+            make=lambda: partial(follow.FollowingPool, state()),
+            functions={
+                "engine_failed": partial(follow.report_failure, self),
+                "engines_wanted": followers.changed,
+            },
+            state=state,
+        )
+
     # -- EngineControl -----------------------------------------------------------------------------
 
     def weights_moving(self) -> None:
@@ -197,7 +219,7 @@ class EnginePool(Engine):
 
     def metrics(self) -> dict[str, float]:
         """Return the counts of events since the last call, and how many engines can be used now."""
-        totals = {"engine/restarts": self.supervisor.restarts, "engine/failovers": self._failovers}
+        totals = {"engine/restarts": self.supervisor.restarts, "engine/failovers": self.failovers}
         new = {name: float(count - self._reported[name]) for name, count in totals.items()}
         self._reported = totals
         return new | {"engine/usable": float(sum(map(self.supervisor.is_usable, self.replicas)))}
@@ -238,7 +260,7 @@ class EnginePool(Engine):
                     continue
                 self.supervisor.raise_unavailable()
             if has_failed_over:
-                self._failovers += 1
+                self.failovers += 1
                 has_failed_over = False
             try:
                 return await self._send(replica, send_request, deadline)

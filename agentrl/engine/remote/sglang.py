@@ -327,8 +327,9 @@ class SGLangEngine(RemoteEngine):
             EngineError: a turn does not end.
         """
         self._gate.close()
+        self._changed()
         end = time.monotonic() + ADMIN_SECONDS
-        while self._gate.in_flight:
+        while self.turns_in_flight():
             if time.monotonic() > end:
                 raise EngineError(
                     f"{self.url}: turns do not end {ADMIN_SECONDS:g} s after an abort"

@@ -17,6 +17,7 @@ import contextlib
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from functools import partial
 from operator import methodcaller
 from typing import NoReturn
 
-from agentrl.engine.base import Update
+from agentrl.engine.base import Followers, Update
 from agentrl.engine.remote.admin import close_opened, in_thread, reading
 from agentrl.engine.remote.client import RemoteEngine
 from agentrl.engine.remote.distributor import (
@@ -134,49 +135,32 @@ class Replica:
                 self.loop.call_soon_threadsafe(drop)
 
 
-class Supervisor:
-    """Excludes, repairs and readmits the replicas of a pool."""
+class Availability(ABC):
+    """Which replicas of a pool can be used now."""
 
-    def __init__(self, replicas: Sequence[Replica], recovery: RecoveryPolicy):
-        """Use all replicas from now on.
-
-        Args:
-            replicas: open engines.
-            recovery: intervals and limits.
-        """
-        self.replicas = replicas
-        self.version: int | None = None
-        """The published version; None before the first: each engine samples from the weights of its
-        start."""
-        self.restarts = self.sent = 0
-        """The number of restarts, and of bytes of weights that were sent, in total."""
-        self._recovery = recovery
-        self._distributor = Distributor()
-        self._update: Update | None = None
-        self._weights = threading.Condition()
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._asleep = self._moving = False
-        self.is_publishing = False
-        """True while a policy is being published. Some engines have it before the others."""
-
-    # -- for the event loop ------------------------------------------------------------------------
+    replicas: Sequence[Replica]
+    version: int | None
+    """The published version; None before the first: each engine samples from the weights of its
+    start."""
+    is_publishing: bool
+    """True while a policy is being published. Some engines have it before the others."""
+    _lock: threading.Lock
 
     def is_usable(self, replica: Replica) -> bool:
         """Return whether a replica works and has the published policy."""
-        if replica.is_excluded or self._closing.is_set():
+        if replica.is_excluded:
             return False
         return self.version in (None, replica.engine.version)
 
     @property
+    @abstractmethod
     def newest(self) -> int | None:
-        """Return the version that is published, or is being published."""
-        return None if self._update is None else self._update.version
+        """The version that is published, or is being published."""
 
     @property
+    @abstractmethod
     def is_suspended(self) -> bool:
-        """Return whether engines need not sample now, even if they are healthy."""
-        return self._asleep or self.is_publishing
+        """Whether engines need not sample now, even if they are healthy."""
 
     def record_success(self, replica: Replica, engine: RemoteEngine) -> None:
         """Record that a request was answered."""
@@ -192,6 +176,7 @@ class Supervisor:
         if is_failing or isinstance(error, EngineDead):
             self.exclude(replica, engine, error, broken=isinstance(error, EngineDead))
 
+    @abstractmethod
     def exclude(
         self,
         replica: Replica,
@@ -210,6 +195,79 @@ class Supervisor:
             broken: restart the engine without a probe; its requests in flight fail.
             stale: send the weights again.
         """
+
+    @abstractmethod
+    def raise_if_unrecoverable(self) -> None:
+        """Raise an error if waiting for every replica is useless.
+
+        Raises:
+            NoEngineLeft: no replica can be recovered; the message has the last error of each.
+        """
+
+    def raise_unavailable(self) -> NoReturn:
+        """Raise the error that no replica can be used now.
+
+        Raises:
+            EngineError: always; the message has the reason why each replica was excluded.
+        """
+        self.raise_if_unrecoverable()
+        causes = "; ".join(
+            f"{replica.engine.url}: {first_line(replica.cause)}"
+            for replica in self.replicas
+            if replica.cause
+        )
+        raise EngineError(f"no engine can be used now ({causes})")
+
+
+class Supervisor(Availability):
+    """Excludes, repairs and readmits the replicas of a pool."""
+
+    def __init__(self, replicas: Sequence[Replica], recovery: RecoveryPolicy):
+        """Use all replicas from now on.
+
+        Args:
+            replicas: open engines.
+            recovery: intervals and limits.
+        """
+        self.replicas = replicas
+        self.version = None
+        self.followers: Followers | None = None
+        """Other processes that sample from the engines."""
+        self.restarts = self.sent = 0
+        """The number of restarts, and of bytes of weights that were sent, in total."""
+        self._recovery = recovery
+        self._distributor = Distributor()
+        self._update: Update | None = None
+        self._weights = threading.Condition()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._asleep = self._moving = False
+        self.is_publishing = False
+
+    # -- for the event loop ------------------------------------------------------------------------
+
+    def is_usable(self, replica: Replica) -> bool:
+        return not self._closing.is_set() and super().is_usable(replica)
+
+    @property
+    def newest(self) -> int | None:
+        """Return the version that is published, or is being published."""
+        return None if self._update is None else self._update.version
+
+    @property
+    def is_suspended(self) -> bool:
+        """Return whether engines need not sample now, even if they are healthy."""
+        return self._asleep or self.is_publishing
+
+    def exclude(
+        self,
+        replica: Replica,
+        engine: RemoteEngine,
+        cause: Exception,
+        *,
+        broken: bool = False,
+        stale: bool = False,
+    ) -> None:
         with self._lock:
             if self._closing.is_set() or replica.engine is not engine:
                 return
@@ -233,31 +291,13 @@ class Supervisor:
             log.warning("engine %s is excluded: %s", engine.url, message)
         if broken:
             replica.cancel_requests()
+        self._changed()
 
     def raise_if_unrecoverable(self) -> None:
-        """Raise an error if waiting for every replica is useless.
-
-        Raises:
-            NoEngineLeft: no replica can be recovered; the message has the last error of each.
-        """
         if self._closing.is_set():
             raise EngineError("the engine is closed")
         if all(replica.is_unrecoverable(self._recovery.outage) for replica in self.replicas):
             raise NoEngineLeft(f"no engine is left.\n{self._causes()}")
-
-    def raise_unavailable(self) -> NoReturn:
-        """Raise the error that no replica can be used now.
-
-        Raises:
-            EngineError: always; the message has the reason why each replica was excluded.
-        """
-        self.raise_if_unrecoverable()
-        causes = "; ".join(
-            f"{replica.engine.url}: {first_line(replica.cause)}"
-            for replica in self.replicas
-            if replica.cause
-        )
-        raise EngineError(f"no engine can be used now ({causes})")
 
     # -- for the trainer ---------------------------------------------------------------------------
 
@@ -270,6 +310,7 @@ class Supervisor:
         """Let all engines release memory; see also `weights_moving`."""
         with self._weights:
             self._asleep = self._moving = True
+            self._changed()
             engines = {
                 replica.engine: replica
                 for replica in self.replicas
@@ -305,10 +346,12 @@ class Supervisor:
                 update = replace(update, is_changed=True)
             self._update, self.is_publishing = update, True
             self._asleep = self._moving = False
+            self._changed()
             try:
                 refused = self._publish_to(candidates, update)
             finally:
                 self.is_publishing = False
+                self._changed()
                 self._weights.notify_all()
         while not self._is_published(update, refused):
             if self._closing.wait(0.05):
@@ -420,6 +463,7 @@ class Supervisor:
                 replica.recovery_thread = None
         if replica.is_abandoned:
             log.error("engine %s is abandoned: %s", replica.engine.url, first_line(replica.cause))
+            self._changed()
         return replica.is_abandoned
 
     def _repair(self, replica: Replica) -> None:
@@ -458,6 +502,7 @@ class Supervisor:
             raise
         engine.delivery = replica.engine.delivery  # The one that ended may have got files.
         engine.reprefilled = replica.engine.reprefilled
+        engine.followers = self.followers
         with self._lock:
             if not self._closing.is_set():
                 replica.engine, replica.sent_update = engine, None
@@ -538,6 +583,12 @@ class Supervisor:
             replica.is_excluded = replica.is_broken = replica.awaits_weights = False
             replica.failures = 0
             replica.recovery_thread = replica.cause = None
+        self._changed()
+
+    def _changed(self) -> None:
+        """Tell other processes that a replica or the published version has changed."""
+        if self.followers:
+            self.followers.changed()
 
     def _causes(self) -> str:
         return "\n".join(

@@ -22,6 +22,9 @@ from agentrl.errors import EngineError
 from agentrl.http.pool import paused_time_limits
 from agentrl.trajectory import Generation
 
+GateState = bool | str
+"""True: open. False: closed. A text: the weights did not arrive, for this reason."""
+
 
 class TurnGate:
     """Holds back requests for tokens while the weights of a server change.
@@ -40,6 +43,23 @@ class TurnGate:
     def is_closed(self) -> bool:
         """Return whether requests have to wait."""
         return self._closed is not None
+
+    @property
+    def state(self) -> GateState:
+        """The state, as another process may take it over."""
+        if self._closed is None:
+            return True
+        error = self._closed.result() if self._closed.done() else None
+        return False if error is None else str(error)
+
+    @state.setter
+    def state(self, state: GateState) -> None:
+        if state is True:
+            self.open()
+            return
+        self.close()
+        if isinstance(state, str):
+            self.fail(EngineError(state))
 
     @asynccontextmanager
     async def passing(self) -> AsyncIterator[None]:
