@@ -3,12 +3,16 @@
     python benchmarks/load.py                                   # 64 to 8,192 episodes: minutes
     python benchmarks/load.py --episodes 512 2048 --tools http  # some of them
     python benchmarks/load.py --context 32000 128000 --episodes 64
+    python benchmarks/load.py --workers 1 2 4 --episodes 2048 --tools local --engine-s 0
 
-The engine returns prepared turns after 250 ms, without CPU time; an episode has eight turns with a
-tool call, and one without. Everything else is as in a run: `Rollouts.collect` with the template,
-parser, schemas, checks, retries, rewards and the watchdog. Tools run in this process (`local`), or
-over HTTP on a server with one worker (`http`). With `--context`, the question has so many tokens.
+With `--workers`, the engine is a server in a process of its own, and `cpu` is that of the run's
+process. Otherwise the engine is in this process. It returns prepared turns after 250 ms; an episode
+has eight turns with a tool call, and one without. Everything else is as in a run:
+`Rollouts.collect` with the template, parser, schemas, checks, retries, rewards and the watchdog.
+Tools run in this process (`local`), or over HTTP on a server with one worker (`http`). With
+`--context`, the question has so many tokens.
 
+turns   turns in a second
 cpu     CPU microseconds of this process for each turn
 wall    the time, as a multiple of 9 x 250 ms
 stall   the 99th percentile of the delay of a timer on the event loop that plays the episodes
@@ -29,27 +33,36 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
+from typing import Any
 
-from workload.conversations import TOOLS, narrow
+from workload.conversations import TOOLS, Talk, narrow
 from workload.prepared import Prepared
 from workload.timing import cpu_seconds, print_figure
 from workload.tokenizer import workload_tokenizer
 
-from agentrl import registry, reward
+from agentrl import registry
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
-from agentrl.engine.base import Sampling
+from agentrl.engine.base import Sampler, Sampling
 from agentrl.rewards import Scorer
 from agentrl.rollout import Rollouts, open_rollouts
-from agentrl.trajectory import Message, Sample, Trajectory
+from agentrl.trajectory import Message, Sample
 
 ENGINE_S, CALLS, TOOL_WORDS = 0.25, 8, 90
 ROUNDS = 2
 SIZES = (64, 512, 1024, 2048, 8192)
 TOOL_FILE = '''
-from agentrl import tool
+from agentrl import reward, tool
+
+@reward("constant")
+def constant(trajectory) -> float:
+    """Return 1."""
+    return 1.0
 
 @tool
 async def calculator(expression: str) -> str:
@@ -101,12 +114,6 @@ class Watch:
         self.files = max(self.files, len(os.listdir("/proc/self/fd")))
 
 
-@reward("constant")
-def constant(trajectory: Trajectory) -> float:
-    """Return 1."""
-    return 1.0
-
-
 def play(rollouts: Rollouts, samples: list[Sample]) -> tuple[float, float, Watch]:
     """Play each sample once. Return CPU and wall seconds, and what was seen meanwhile."""
     watch, over = Watch(), threading.Event()
@@ -129,7 +136,7 @@ def play(rollouts: Rollouts, samples: list[Sample]) -> tuple[float, float, Watch
     return cpu, wall, watch
 
 
-def run_case(episodes: int, tools: str, context: int) -> None:
+def run_case(episodes: int, tools: str, context: int, workers: int, engine_s: float) -> None:
     tokenizer = workload_tokenizer()
     talks = narrow(tokenizer, CALLS, TOOL_WORDS)
     with tempfile.TemporaryDirectory() as folder:
@@ -145,6 +152,7 @@ def run_case(episodes: int, tools: str, context: int) -> None:
                     "max_tool_calls": CALLS + 1,
                     "max_trajectory_tokens": 1 << 20,
                     "timeout_s": 3600.0,
+                    "workers": workers or 1,
                 },
                 "reward": {"function": "constant"},
             }
@@ -164,24 +172,66 @@ def run_case(episodes: int, tools: str, context: int) -> None:
             for i in range(episodes)
         ]
         before = Watch()
-        engine = Prepared(
-            lambda episode_id: talks[int(episode_id.split("-")[2]) % len(talks)], ENGINE_S
-        )
-        with open_rollouts(config, engine, template, Scorer(config.reward)) as r:
+        with (
+            make_engine(talks, tokenizer, engine_s, workers) as engine,
+            open_rollouts(config, engine, template, Scorer(config.reward)) as r,
+        ):
             before.sample()
+            memory = worker_memory()
             rounds = [play(r, samples) for _ in range(ROUNDS)]
+            memory = [after - b for after, b in zip(worker_memory(), memory, strict=True)]
         cpu, wall, watch = min(rounds, key=lambda r: r[0])
         rss = max(w.rss for _, _, w in rounds) - before.rss
         files = max(w.files for _, _, w in rounds) - before.files
-    turns, ideal = episodes * (CALLS + 1), (CALLS + 1) * ENGINE_S
+    turns, ideal = episodes * (CALLS + 1), (CALLS + 1) * engine_s
     name = f"load/{tools}/{episodes}" + (f"/context_{context}" if context else "")
+    name += f"/workers_{workers}" if workers else ""
+    best = min(wall for _, wall, _ in rounds)
     seen = {"episodes": episodes, "turns": CALLS + 1, "tools": tools, "tokens_of_question": context}
     p99 = sorted(watch.stalls)[int(0.99 * len(watch.stalls))] if watch.stalls else wall
     print_figure(f"{name}/cpu", 1e6 * cpu / turns, "us a turn", **seen)
-    print_figure(f"{name}/wall", wall / ideal, "of ideal", **seen)
+    print_figure(f"{name}/turns", turns / best, "a second", **seen)
+    if engine_s:
+        print_figure(f"{name}/wall", best / ideal, "of ideal", **seen)
+    for grown in memory:
+        print_figure(f"{name}/worker_rss", grown / 2**20, "MiB a worker", **seen)
     print_figure(f"{name}/stall", 1e3 * p99, "ms", **seen)
     print_figure(f"{name}/rss", rss / episodes / 1024, "KiB an episode", **seen)
     print_figure(f"{name}/files", files / episodes, "an episode", **seen)
+
+
+@contextmanager
+def make_engine(
+    talks: list[Talk], tokenizer: Any, engine_s: float, workers: int
+) -> Iterator[Sampler]:
+    """Yield an engine in this process, or with `workers` a server of prepared turns."""
+    if not workers:
+        yield Prepared(lambda name: talks[int(name.split("-")[2]) % len(talks)], engine_s)
+        return
+    from workload.turn_server import turn_server
+
+    from agentrl.engine.remote.pool import EnginePool
+    from agentrl.engine.remote.sglang import SGLangEngine
+
+    with turn_server([talk.turns for talk in talks], engine_s) as url:
+        pool = EnginePool([lambda: SGLangEngine(url, vocabulary=len(tokenizer))])
+        yield pool
+        pool.close()
+
+
+def worker_memory() -> list[int]:
+    """Return the bytes in use of each rollout worker, a child of this process."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            if (
+                int(parent) == os.getpid()
+                and b"rollout_workers" in (folder / "cmdline").read_bytes()
+            ):
+                pages = int((folder / "statm").read_text().split()[1])
+                found.append(pages * os.sysconf("SC_PAGE_SIZE"))
+    return found
 
 
 def main() -> None:
@@ -191,17 +241,19 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--tools", nargs="+", choices=("local", "http"), default=["local", "http"])
     parser.add_argument("--context", type=int, nargs="+", default=[0])
-    parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--workers", type=int, nargs="+", default=[0])
+    parser.add_argument("--engine-s", type=float, default=ENGINE_S, help="seconds of a turn")
+    parser.add_argument("--case", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if args.case:
-        episodes, tools, context = args.case
-        run_case(int(episodes), tools, int(context))
+        episodes, tools, context, workers, engine_s = args.case
+        run_case(int(episodes), tools, int(context), int(workers), float(engine_s))
         return
     for tools in args.tools:
         for context in args.context:
-            for episodes in args.episodes:
-                case = [str(episodes), tools, str(context)]
+            for episodes, workers in product(args.episodes, args.workers):
+                case = [str(episodes), tools, str(context), str(workers), str(args.engine_s)]
                 subprocess.run([sys.executable, __file__, "--case", *case], check=True)
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from agentrl.cluster.group import WorkerGroup
     from agentrl.cluster.pool import ResourcePool
     from agentrl.engine.remote.launch import ServerHandle, StartServer
+    from agentrl.rollout_workers.workers import WorkerProcess
 
 
 @contextmanager
@@ -137,6 +138,12 @@ class RayPlacement:
         slots, pool = separate_slots(r)
         self._stack.callback(pool.close)
         return slots
+
+    def start_worker(self, number: int) -> WorkerProcess:
+        """Start the process of a rollout worker on a machine that Ray chooses."""
+        from agentrl.cluster.workers import RayWorker
+
+        return RayWorker(number)
 
     def timeline(self, since: float) -> list[dict[str, Any]]:
         """Return the calls of Ray's processes since a time, as `ray timeline` does.

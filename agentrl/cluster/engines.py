@@ -54,7 +54,7 @@ def colocated_slots(
         # The run sends requests all the time, so the servers are on its machine. CPUs are not
         # reserved.
         node = ray.get_runtime_context().get_node_id()
-        return [_slot_on(node, ()) for _ in range(config.engines)]
+        return [_slot_on(node, (), config) for _ in range(config.engines)]
     if config.engines * each > len(ranks):
         raise ConfigError(
             f"trainer.placement=colocated: rollout.engines={config.engines} times"
@@ -70,7 +70,8 @@ def colocated_slots(
                 " machine. Make trainer.n_gpus_per_node a multiple of it"
             )
         gpus = [gpu for rank in share for gpu in rank.gpus]
-        result.append(_slot_on(share[0].node, gpus, tuple(range(first, first + each))))
+        ranks_of_server = tuple(range(first, first + each))
+        result.append(_slot_on(share[0].node, gpus, config, ranks_of_server))
     return result
 
 
@@ -91,23 +92,25 @@ def separate_slots(config: RolloutConfig) -> tuple[list[EngineSlot], ResourcePoo
     )
     options = [pool.options(bundle) | {"num_gpus": each} for bundle in range(config.engines)]
     return [
-        EngineSlot(list(range(each)), run=partial(_start_in_actor, o, ())) for o in options
+        EngineSlot(list(range(each)), run=partial(_start_in_actor, o, (), config)) for o in options
     ], pool
 
 
-def _slot_on(node: str, gpus: Sequence[str], ranks: tuple[int, ...] = ()) -> EngineSlot:
+def _slot_on(
+    node: str, gpus: Sequence[str], config: RolloutConfig, ranks: tuple[int, ...] = ()
+) -> EngineSlot:
     """Return a slot on a machine, with GPUs that Ray has assigned to these ranks."""
     options = {
         "num_cpus": 0,
         "num_gpus": 0,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
     }
-    run = partial(_start_in_actor, options, tuple(gpus))
+    run = partial(_start_in_actor, options, tuple(gpus), config)
     return EngineSlot(list(range(len(gpus))), ranks=ranks, run=run)
 
 
 def _start_in_actor(
-    options: dict[str, Any], gpus: Sequence[str], start: StartServer
+    options: dict[str, Any], gpus: Sequence[str], config: RolloutConfig, start: StartServer
 ) -> tuple[RemoteProcess, bool]:
     """Start a server in its own actor; this is `EngineSlot.run`."""
     actor = ray.remote(EngineHost).options(max_restarts=0, max_concurrency=4, **options)
@@ -115,6 +118,8 @@ def _start_in_actor(
     try:
         with OwnedFolder("weights") as probe:
             node = ray.get_runtime_context().get_node_id()
+            if config.workers != 1 and sum(bool(n["Alive"]) for n in ray.nodes()) > 1:
+                node = ""  # Its clients, the rollout workers, may be on any machine.
             ref = host.start.remote(start, tuple(gpus), node, str(probe), users_threads())
             result = _get(ref, HOST_SECONDS + START_SECONDS)
     except BaseException:
@@ -190,8 +195,8 @@ class EngineHost:
             start: the function that starts it.
             gpus: the GPUs that the server sees, as in CUDA_VISIBLE_DEVICES; empty: those that Ray
                 assigned.
-            node: the machine of the server's clients. The server listens on the network only if
-                its own machine is another one.
+            node: the machine of the server's clients; "" if they are on several. The server
+                listens on the network only if they are on another machine than its own.
             probe: a folder of the clients, which the server must be able to read.
             environment: see `set_variables`.
 

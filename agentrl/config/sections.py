@@ -222,7 +222,9 @@ class RolloutConfig(Section):
     """Time limit of an episode, without waiting for a free connection or new weights."""
     max_in_flight: int = key(0, ge=0)
     """With trainer.max_staleness, the most training episodes at the same time. 0: no limit."""
-    workers: int | Literal["auto"] = key(1, ge=1, allowed="a number of processes, or auto")
+    workers: Annotated[int, Field(ge=1)] | Literal["auto"] = key(
+        1, allowed="a number of processes, or auto"
+    )
     """Processes that play episodes. 1: the run's own. auto: as many as cores and episodes ask
     for."""
     budget_policy: dict[str, str | float] = key(

@@ -93,6 +93,10 @@ class Placement(Protocol):
         """
         ...
 
+    def start_worker(self, number: int) -> Any:
+        """Start the process of a rollout worker, a `rollout_workers.workers.WorkerProcess`."""
+        ...
+
     def timeline(self, since: float) -> list[dict[str, Any]]:
         """Return the calls that the cluster has recorded, as events of Chrome's trace format.
 

@@ -42,6 +42,7 @@ from agentrl.preflight import (
 )
 from agentrl.record import TRAJECTORIES
 from agentrl.rollout import Rollouts, open_rollouts
+from agentrl.rollout_workers.workers import LocalProcess
 from agentrl.store import TrajectoryStore, TrajectoryWriter
 from agentrl.torch_threads import choose_threads
 from agentrl.trainer.clock import StepClock
@@ -98,7 +99,15 @@ def open_run(
         check_rows_fit(plan, template, engine.max_length)
         pad_id = tokenizer.pad_token_id
         pad_id = tokenizer.eos_token_id if pad_id is None else pad_id
-        rollouts = stack.enter_context(open_rollouts(config, engine, template, plan.scorer))
+        rollouts = stack.enter_context(
+            open_rollouts(
+                config,
+                engine,
+                template,
+                plan.scorer,
+                start=placement.start_worker if placement else LocalProcess,
+            )
+        )
         stream = RolloutStream(
             config, plan.train, rollouts, total_steps=start.total_steps, pad_id=pad_id
         )

@@ -25,13 +25,13 @@ from agentrl.cluster import connect, engines, open_placement
 from agentrl.cluster.connect import check_ray, check_reachable
 from agentrl.cluster.group import RankActor, WorkerGroup, describe_location, exit_reason
 from agentrl.cluster.pool import ResourcePool
-from agentrl.shipment import Shipment, local_copy
 from agentrl.config import load_config
 from agentrl.engine.remote.launch import ServerProcess
 from agentrl.errors import ConfigError, EngineDead, RunStopped, UserError
 from agentrl.http import fetch
 from agentrl.learner.dispatch import BROADCAST, dispatch
 from agentrl.registry import load_file, rewards
+from agentrl.shipment import Shipment, local_copy
 from agentrl.torch_threads import count_cores
 
 pytestmark = [

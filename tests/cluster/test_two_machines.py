@@ -43,7 +43,7 @@ from agentrl.cluster import engines
 
 def slots(ranks, config, *, cpu):
     nodes = sorted(ray.nodes(), key=lambda node: node["NodeManagerAddress"])
-    return [engines._slot_on(node["NodeID"], ()) for node in nodes]
+    return [engines._slot_on(node["NodeID"], (), config) for node in nodes]
 
 engines.colocated_slots = slots
 main(sys.argv[1:])

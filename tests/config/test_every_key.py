@@ -241,6 +241,7 @@ ELSEWHERE = {
     "trainer.experiment_name": "observers/test_tracking.py::test_the_tracker_of_another_package",
     "trainer.tags": "observers/test_tracking.py::test_the_tracker_of_another_package",
     "tools.workers": "tools/test_workers.py::test_the_config_sets_the_number_of_workers",
+    "rollout.workers": "test_rollout_workers.py::test_auto_counts_cores_and_episodes",
     "trainer.max_restarts": "cli/test_restarts.py::test_a_killed_run_makes_every_step_once",
     "trainer.keep_best": "trainer/test_saving.py::test_the_best_is_kept_and_the_run_ends_early",
     "trainer.patience": "trainer/test_saving.py::test_the_best_is_kept_and_the_run_ends_early",

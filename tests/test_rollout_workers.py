@@ -1,0 +1,366 @@
+"""Rollouts in other processes: the same episodes, whatever their number and whichever dies."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+from support.failing_engine import SAMPLING, TOKENIZER, FailingEngine, rows
+from support.small_sglang import small_sglang
+
+from agentrl import registry
+from agentrl.chat import ChatTemplate
+from agentrl.config import Config, DataConfig, RolloutConfig
+from agentrl.engine.remote.pool import EnginePool
+from agentrl.engine.remote.sglang import SGLangEngine
+from agentrl.errors import ConfigError, EngineError, Infrastructure, RunStopped, UserCodeError
+from agentrl.rewards import Scorer
+from agentrl.rollout import open_rollouts
+from agentrl.rollout_workers.channel import Channel, ChannelClosed
+from agentrl.rollout_workers.workers import count_workers
+from agentrl.testing import call
+
+TURNS = [call("calculator", expression="3*4"), "#### 12"]
+FILE = '''
+import os, signal, time
+from agentrl import agent_loop, reward
+
+@agent_loop("deadly")
+async def deadly(ep):
+    """Kill the process that plays row r1."""
+    if ep.sample.id == "r1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    await ep.generate()
+
+@agent_loop("slow")
+async def slow(ep):
+    """Compute for a while, and block the event loop meanwhile."""
+    time.sleep(0.05)
+    await ep.generate()
+    print("a line of a loop", flush=True)
+
+@reward("process")
+def process(trajectory) -> float:
+    """Return the process that scores."""
+    return float(os.getpid())
+
+@reward("mean")
+def mean(group: list) -> list[float]:
+    """Return the number of rollouts of the group."""
+    return [float(len(group))] * len(group)
+
+@reward("broken")
+def broken(trajectory) -> float:
+    raise KeyError("a bug in the reward")
+'''
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(FILE)
+    registry.load_file(str(path))
+    return str(path)
+
+
+@contextmanager
+def playing(engine, workers=2, files=(), tools="in_process", reward=None, **rollout):
+    files = ["shelf:calculator", *files]
+    config = Config.model_validate(
+        {
+            "files": files,
+            "tools": {"transport": tools},
+            "rollout": {"workers": workers, **rollout},
+            "reward": {"function": reward} if reward else {},
+        }
+    )
+    for file in files:
+        registry.load_file(file)
+    with open_rollouts(config, engine, ChatTemplate(TOKENIZER), Scorer(config.reward)) as opened:
+        yield opened
+
+
+def content(groups):
+    """What does not depend on time and process."""
+    return [
+        [
+            (
+                s.reward,
+                s.rewards,
+                s.trajectory.messages,
+                s.trajectory.segments,
+                s.trajectory.rollout,
+            )
+            for s in g.scored
+        ]
+        for g in groups
+    ]
+
+
+def pids(rollouts):
+    return [worker.pid for worker in rollouts._players._workers]
+
+
+@pytest.mark.parametrize("tools", ["in_process", "http"])
+def test_workers_play_what_one_process_plays(tools):
+    played = []
+    for workers in (1, 2, 3):
+        engine = FailingEngine(TURNS)
+        with playing(engine, workers, tools=tools) as rollouts:
+            played.append(rollouts.collect(rows(6), n=4, sampling=SAMPLING, step=7))
+        assert sorted(engine.begun) == sorted(engine.ended) and len(engine.begun) == 24
+    one, two, three = map(content, played)
+    assert one == two == three and len(one) == 6
+
+
+def test_each_worker_plays_about_as_many_and_scores_its_groups(file):
+    with playing(FailingEngine(TURNS), files=[file], reward="process") as rollouts:
+        groups = rollouts.collect(rows(8), n=4, sampling=SAMPLING, step=0)
+        scored_in = [{s.reward for s in g.scored} for g in groups]
+        assert all(len(processes) == 1 for processes in scored_in)
+        of_groups = [int(*processes) for processes in scored_in]
+        assert sorted(map(of_groups.count, pids(rollouts))) == [4, 4]
+        assert os.getpid() not in of_groups
+
+
+def test_the_progress_counts_episodes_of_all_workers(file):
+    engine = FailingEngine(TURNS)
+    with playing(engine, files=[file]) as rollouts, ThreadPoolExecutor() as pool:
+        work = pool.submit(rollouts.collect, rows(40, "slow"), n=2, sampling=SAMPLING, step=0)
+        seen = []
+        while not work.done():
+            seen.append(rollouts.progress())
+            time.sleep(0.02)
+        work.result()
+        assert rollouts.progress() is None
+    ended = [progress.ended for progress in seen if progress]
+    assert ended == sorted(ended) and len({*ended}) > 5
+    assert {progress.total for progress in seen if progress} == {80}
+    assert {progress.sample_id[:1] for progress in seen if progress and progress.sample_id} <= {"r"}
+
+
+def test_errors_of_an_engine_are_retried_by_the_worker():
+    engine = FailingEngine(TURNS, failures=3)
+    with playing(engine) as rollouts:
+        groups = rollouts.collect(rows(2), n=4, sampling=SAMPLING, step=0)
+    tries = [s.trajectory.episode_id.partition("+")[2] for g in groups for s in g.scored]
+    assert sum(map(bool, tries)) >= 1 and len(tries) == 8
+    assert sorted(engine.begun) == sorted(engine.ended)
+
+
+def test_a_bug_in_a_reward_reaches_the_run(file):
+    with (
+        playing(FailingEngine(TURNS), files=[file], reward="broken") as rollouts,
+        pytest.raises(UserCodeError, match="a bug in the reward"),
+    ):
+        rollouts.collect(rows(2), n=2, sampling=SAMPLING, step=0)
+
+
+def test_a_mistake_in_the_config_of_tools_ends_the_start(tmp_path):
+    path = tmp_path / "only_here.py"
+    path.write_text("from agentrl import tool\n@tool\ndef only_here() -> str:\n    'Say hi.'\n")
+    registry.load_file(str(path))  # The config does not name it.
+    with pytest.raises(ConfigError, match="the tool 'only_here'.*name the file with --file"):
+        with playing(FailingEngine(TURNS)):
+            pass
+
+
+def test_a_killed_worker_costs_nothing(caplog):
+    engine = FailingEngine(TURNS)
+    with playing(engine) as rollouts:
+        expected = content(rollouts.collect(rows(20), n=4, sampling=SAMPLING, step=7))
+        killed = pids(rollouts)[0]
+        timer = threading.Timer(0.02, os.kill, (killed, signal.SIGKILL))
+        timer.start()
+        groups = rollouts.collect(rows(20), n=4, sampling=SAMPLING, step=7)
+        timer.join()
+        assert content(groups) == expected
+        assert not any(g.dropped for g in groups)
+        end = time.monotonic() + 60
+        while len(pids(rollouts)) < 2:
+            assert time.monotonic() < end, "the worker was not replaced"
+            time.sleep(0.05)
+        assert killed not in pids(rollouts)
+        metrics = rollouts.metrics()
+        assert metrics["workers/restarts"] == 1 and metrics["workers/replayed"] % 4 == 0
+        assert content(rollouts.collect(rows(20), n=4, sampling=SAMPLING, step=7)) == expected
+    assert "ended by itself, code -9" in caplog.text
+    assert sorted(engine.begun) == sorted(engine.ended)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_every_second_costs_nothing():
+    with playing(FailingEngine(TURNS), workers=3) as rollouts:
+        expected = content(rollouts.collect(rows(6), n=4, sampling=SAMPLING, step=0))
+        over, kills = threading.Event(), []
+
+        def kill():
+            while not over.wait(7.0):
+                if running := pids(rollouts):
+                    kills.append(running[len(kills) % len(running)])
+                    os.kill(kills[-1], signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        while len(kills) < 10:
+            assert content(rollouts.collect(rows(6), n=4, sampling=SAMPLING, step=0)) == expected
+        over.set()
+        killer.join()
+        assert rollouts.metrics()["workers/restarts"] >= 9
+
+
+def test_a_row_that_kills_its_worker_is_dropped_by_its_name(file, caplog):
+    engine = FailingEngine(TURNS)
+    with playing(engine, files=[file]) as rollouts:
+        with pytest.raises(RunStopped, match="row r1: each worker that played it ended, 3 in"):
+            rollouts.collect(rows(4, "deadly"), n=2, sampling=SAMPLING, step=0)
+        others = [row for row in rows(40) if row.id != "r1"]
+        assert len(rollouts.collect(others, n=2, sampling=SAMPLING, step=0)) == 39
+    assert "row r1 is dropped" in caplog.text
+    assert sorted(engine.begun) == sorted(engine.ended)
+
+
+def test_nothing_is_left_behind(file):
+    engine = FailingEngine(TURNS)
+    with pytest.raises(KeyboardInterrupt):
+        with playing(engine, files=[file], tools="http") as rollouts:
+            processes = pids(rollouts)
+            threading.Timer(0.5, signal.raise_signal, (signal.SIGINT,)).start()
+            rollouts.collect(rows(400, "slow"), n=2, sampling=SAMPLING, step=0)
+    assert not [pid for pid in processes if os.path.exists(f"/proc/{pid}")]
+    assert not engine.playing
+
+
+def test_lines_and_warnings_of_workers_are_logged_once(file, caplog):
+    caplog.set_level("INFO", logger="agentrl")
+    with playing(FailingEngine(["<tool_call>"]), files=[file]) as rollouts:
+        rollouts.collect(rows(1, "slow"), n=1, sampling=SAMPLING, step=0)
+    assert caplog.text.count("a line of a loop") == 1
+
+
+def test_turns_go_to_servers_without_the_run():
+    template = ChatTemplate(TOKENIZER)
+    turns = [[*template.encode(text), template.stop_ids[0]] for text in TURNS]
+    with small_sglang(turns, 0.01) as first, small_sglang(turns, 0.01) as second:
+        opener = [
+            lambda url=url: SGLangEngine(url, vocabulary=len(TOKENIZER)) for url in (first, second)
+        ]
+        pool = EnginePool(opener)
+        requests = []
+        for replica in pool.replicas:
+            ask = replica.engine.generate
+            replica.engine.generate = lambda *a, ask=ask, **k: requests.append(1) or ask(*a, **k)
+        with playing(pool) as rollouts:
+            groups = rollouts.collect(rows(20), n=4, sampling=SAMPLING, step=0)
+            served = [json.loads(_get(url, "/requests"))["turns"] for url in (first, second)]
+        pool.close()
+    assert [len(g.scored) for g in groups] == [4] * 20 and not requests
+    assert sum(served) == 160 and min(served) > 40
+
+
+def test_a_server_that_fails_is_left_by_all_workers():
+    template = ChatTemplate(TOKENIZER)
+    turns = [[*template.encode(text), template.stop_ids[0]] for text in TURNS]
+    with small_sglang(turns, 0.05) as first:
+        with small_sglang(turns, 0.05) as second:
+            pool = EnginePool(
+                [
+                    lambda url=url: SGLangEngine(url, vocabulary=len(TOKENIZER))
+                    for url in (first, second)
+                ]
+            )
+            opened = playing(pool)
+            rollouts = opened.__enter__()
+            rollouts.collect(rows(4), n=2, sampling=SAMPLING, step=0)
+        # `second` has ended.
+        groups = rollouts.collect(rows(20), n=4, sampling=SAMPLING, step=1)
+        assert [(len(g.scored), g.dropped) for g in groups] == [(4, 0)] * 20
+        assert pool.metrics()["engine/usable"] == 1
+        assert rollouts.metrics()["engine/failovers"] > 0
+        opened.__exit__(None, None, None)
+        pool.close()
+
+
+def _get(url, path):
+    import urllib.request
+
+    return urllib.request.urlopen(url + path, timeout=5).read()
+
+
+# -- the number of workers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("workers", "batch", "cores", "expected"),
+    [(1, 4096, 64, 1), (5, 1, 2, 5), ("auto", 16, 64, 1), ("auto", 256, 64, 8),
+     ("auto", 4096, 8, 7), ("auto", 4096, 1, 1)],
+)  # fmt: skip
+def test_auto_counts_cores_and_episodes(monkeypatch, workers, batch, cores, expected):
+    monkeypatch.setattr("agentrl.rollout_workers.workers.count_cores", lambda: cores)
+    rollout = RolloutConfig(n=8, workers=workers)
+    config = Config(rollout=rollout, data=DataConfig(batch_size=batch))
+    assert count_workers(config) == expected
+
+
+# -- the channel -----------------------------------------------------------------------------------
+
+
+async def _channels(functions):
+    one, two = socket.socketpair()
+    first = Channel(*await asyncio.open_connection(sock=one))
+    second = Channel(*await asyncio.open_connection(sock=two), functions)
+    return first, second
+
+
+class Unportable(Infrastructure):
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+
+
+def test_calls_return_raise_and_are_cancelled():
+    ended = []
+
+    async def wait():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("wait")
+
+    def fail(error):
+        raise error
+
+    def fail_oddly():
+        raise Unportable(1, 2)
+
+    async def run():
+        first, second = await _channels(
+            {"add": lambda a, b: a + b, "wait": wait, "fail": fail, "odd": fail_oddly}
+        )
+        assert await first.call("add", 2, 3) == 5
+        assert await first.call("add", b"x" * 10**7, b"y") == b"x" * 10**7 + b"y"
+        with pytest.raises(EngineError, match="down"):
+            await first.call("fail", EngineError("down"))
+        with pytest.raises(Infrastructure, match="Unportable: 1 and 2"):
+            await first.call("odd")
+        waiting = asyncio.create_task(first.call("wait"))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.sleep(0.05)
+        assert ended == ["wait"] and not second.tasks
+        lasting = asyncio.create_task(first.call("wait"))
+        await asyncio.sleep(0.05)
+        second.close()
+        with pytest.raises(ChannelClosed):
+            await lasting
+        await asyncio.sleep(0.05)
+        assert ended == ["wait"] * 2 and first.is_closed
+        with pytest.raises(ChannelClosed):
+            await first.call("add", 1, 2)
+
+    asyncio.run(run())
