@@ -2,12 +2,15 @@
 
     python benchmarks/scale_model.py                           # all cases: some minutes
     python benchmarks/scale_model.py --gpus 64 256 --case short --driver-us 200
+    python benchmarks/scale_model.py --gpus 256 1024 --workers 32   # rollout.workers
 
 The model: all GPUs first generate and then learn (`trainer.placement=colocated`). An episode has
 turns; each is sampled by the engine of one GPU, which shares its speed among its sequences, then
 handled by the driver, one turn after the other, and its tool call by a tool server that works
-through a queue, and by the tool. The lengths of turns and the times of tools are lognormal. When
-all episodes have ended, the driver prepares the rows, the GPUs learn, and the weights are sent.
+through a queue, and by the tool. With `--workers`, the episodes are spread over as many drivers,
+each with a tool server, and the run's process receives and prepares their results. The lengths of
+turns and the times of tools are lognormal. When all episodes have ended, the driver prepares the
+rows, the GPUs learn, and the weights are sent.
 
 The limit of a step is the part that shortens it most if it alone is twice as fast. `gpu_share` is
 the share of the step that is left if driver, tool server and publishing cost nothing: what the GPUs
@@ -54,6 +57,8 @@ class Speeds:
     """The most tokens per second of one sequence."""
     learner: float
     """Tokens per second that a GPU learns from."""
+    receive: float
+    """The time of the run's process to receive a rollout from a worker."""
     publish: float
     """From the end of the update to the first request: sending, canary."""
 
@@ -62,6 +67,7 @@ DRIVER = {
     "driver": 387e-6,  # load.py: 2,048 episodes, tools over HTTP, one core
     "driver_per_token": 5.3e-9,  # 0.68 ms of JSON for 128k ids
     "prepare": 0.36e-3,  # timing_s/adv + collate + metrics + store: 128 rollouts of 144 tokens
+    "receive": 167e-6,  # pickle.loads of an episode of 9 turns, 33 kB
     "tool_call": 1 / (4 * 2910),  # tools_http.py: 512 at once; four workers
 }
 SHAPES = {
@@ -140,7 +146,9 @@ class Engine:
         return self._time + max(0.0, self._ends[0][0] - self._advanced) / self._speed()
 
 
-def generate(case: Case, speeds: Speeds, gpus: int, seed: int = 0) -> tuple[float, int]:
+def generate(
+    case: Case, speeds: Speeds, gpus: int, workers: int = 1, seed: int = 0
+) -> tuple[float, int]:
     """Play the episodes of a step; return the seconds and the number of their tokens."""
     rng = random.Random(seed)
 
@@ -152,7 +160,7 @@ def generate(case: Case, speeds: Speeds, gpus: int, seed: int = 0) -> tuple[floa
     tools = [[draw(case.tool) for _ in range(case.turns - 1)] for _ in range(episodes)]
     prompts, turn = [case.result] * episodes, [0] * episodes
     engines = [Engine(speeds) for _ in range(gpus)]
-    driver = server = now = 0.0
+    driver, server, now = [0.0] * workers, [0.0] * workers, 0.0
     # (time, number, kind, engine or episode, version): a turn ends, the driver has handled it, a
     # tool call ends
     events: list[tuple[float, int, str, int, int]] = []
@@ -178,14 +186,17 @@ def generate(case: Case, speeds: Speeds, gpus: int, seed: int = 0) -> tuple[floa
             episode, end = engines[which].pop(now)
             at(end, "turn", which, engines[which].version)
             prompts[episode] += int(lengths[episode][turn[episode]])
-            driver = max(now, driver) + speeds.driver + speeds.driver_per_token * prompts[episode]
-            at(driver, "handled", episode)
+            worker = episode % workers
+            work = speeds.driver + speeds.driver_per_token * prompts[episode]
+            driver[worker] = max(now, driver[worker]) + work
+            at(driver[worker], "handled", episode)
         elif kind == "handled":
             now = time
             turn[which] += 1
             if turn[which] < case.turns:
-                server = max(now, server) + speeds.tool_call
-                at(server + tools[which][turn[which] - 1], "tool", which)
+                worker = which % workers
+                server[worker] = max(now, server[worker]) + speeds.tool_call
+                at(server[worker] + tools[which][turn[which] - 1], "tool", which)
         else:
             now = time
             prompts[which] += case.result
@@ -193,9 +204,13 @@ def generate(case: Case, speeds: Speeds, gpus: int, seed: int = 0) -> tuple[floa
     return now, sum(prompts)
 
 
-def step_seconds(case: Case, speeds: Speeds, gpus: int) -> tuple[float, dict[str, float]]:
+def step_seconds(
+    case: Case, speeds: Speeds, gpus: int, workers: int
+) -> tuple[float, dict[str, float]]:
     """Return the seconds of a step, and those of its phases."""
-    generation, tokens = generate(case, speeds, gpus)
+    generation, tokens = generate(case, speeds, gpus, workers)
+    if workers > 1:  # Results are received while others are played.
+        generation = max(generation, gpus * case.per_gpu * speeds.receive)
     phases = {
         "generation": generation,
         "prepare": gpus * case.per_gpu * speeds.prepare,
@@ -217,6 +232,7 @@ FASTER: dict[str, Callable[[Speeds, Case, float], tuple[Speeds, Case]]] = {
             driver=s.driver / f,
             driver_per_token=s.driver_per_token / f,
             prepare=s.prepare / f,
+            receive=s.receive / f,
         ),
         c,
     ),
@@ -234,21 +250,22 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, nargs="+", default=SIZES)
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--driver-us", type=float, help="the driver's microseconds a turn")
+    parser.add_argument("--workers", type=int, default=1, help="rollout.workers")
     args = parser.parse_args()
     for name in args.case:
         for gpus in args.gpus:
             speeds = SHAPES[CASES[name].shape]
             if args.driver_us is not None:
                 speeds = replace(speeds, driver=args.driver_us / 1e6)
-            report(name, CASES[name], speeds, gpus)
+            report(name, CASES[name], speeds, gpus, args.workers)
 
 
-def report(name: str, case: Case, speeds: Speeds, gpus: int) -> None:
-    step, phases = step_seconds(case, speeds, gpus)
+def report(name: str, case: Case, speeds: Speeds, gpus: int, workers: int) -> None:
+    step, phases = step_seconds(case, speeds, gpus, workers)
     gains = {}
     for part, make in FASTER.items():
         faster, easier = make(speeds, case, 2.0)
-        gains[part] = 1 - step_seconds(easier, faster, gpus)[0] / step
+        gains[part] = 1 - step_seconds(easier, faster, gpus, workers)[0] / step
     limit = max(gains, key=lambda part: gains[part])
     free = speeds
     for part in ("driver", "tool server", "publish"):
@@ -258,8 +275,9 @@ def report(name: str, case: Case, speeds: Speeds, gpus: int) -> None:
         step,
         "s a step",
         rollouts=gpus * case.per_gpu,
+        workers=workers,
         limit=limit,
-        gpu_share=short(step_seconds(case, free, gpus)[0] / step),
+        gpu_share=short(step_seconds(case, free, gpus, workers)[0] / step),
         phases={k: short(v) for k, v in phases.items()},
         shorter_if_twice_as_fast={k: short(v) for k, v in gains.items()},
     )

@@ -14,6 +14,7 @@ from agentrl.errors import ConfigError
 from agentrl.open_files import RESERVED
 from agentrl.plural import plural
 from agentrl.preflight.plan import Plan, rewards_with_programs
+from agentrl.rollout_workers.workers import count_workers
 from agentrl.tools.descriptors import descriptors_of_connections, descriptors_of_programs
 
 MIN_CONNECTIONS = 256
@@ -66,7 +67,7 @@ def check_open_files(plan: Plan) -> None:
 
 
 def _load(plan: Plan) -> tuple[int, str]:
-    """Return the largest number of rollouts that a run plays at once, and how it is computed."""
+    """Return how many rollouts a process plays at once at most, and how it is computed."""
     c, loads = plan.config, [(0, "none")]
     if plan.train and not c.trainer.val_only:
         key, size, n = "batch_size", c.data.batch_size, c.rollout.n
@@ -80,4 +81,7 @@ def _load(plan: Plan) -> tuple[int, str]:
         rows = len(plan.val)
         formula = f"{plural(rows, 'row')} of {file_names(c.data.val)} x val.n={c.val.n}"
         loads.append((rows * c.val.n, formula))
-    return max(loads)
+    rollouts, formula = max(loads)
+    if (workers := count_workers(c)) > 1:
+        return -(-rollouts // workers), f"{formula}, in {workers} processes"
+    return rollouts, formula

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from support.forked_python import run_agentrl
 
 from agentrl.record import read_metrics
+from agentrl.store import load_trajectories
 
 pytest.importorskip("ray")
 
@@ -172,6 +173,35 @@ def test_ranks_on_two_machines_learn_what_one_process_learns(network, shared):
     for name, weight in weights[0].items():
         torch.testing.assert_close(weight, weights[1][name], rtol=0, atol=2e-4)
     assert (shared / "two/global_step_00000002").is_dir()
+
+
+MACHINE = """
+from pathlib import Path
+from agentrl import reward
+
+@reward("correct_and_where")
+def correct_and_where(trajectory):
+    here = Path("/proc/net/fib_trie").read_text()
+    right = str(trajectory.sample.ground_truth) in trajectory.final_text
+    return {"score": float(right), "on_b": float("10.77.0.2" in here)}
+"""
+
+
+def test_rollout_workers_on_two_machines_play_what_one_process_plays(network, shared):
+    (shared / "where.py").write_text(MACHINE)
+    run = [
+        "--dataset", str(shared / "rows.parquet"), "--file", str(shared / "where.py"),
+        *RUN, "reward.function=correct_and_where",
+    ]  # fmt: skip
+    keys = ["trainer.ray_address=auto", "rollout.workers=2", "--output", str(shared / "two")]
+    run_first(network, shared, f"agentrl train {shlex.join([*run, *keys])}")
+    one = run_agentrl("train", *run, "--output", shared / "one")
+    assert one.returncode == 0, one.stderr
+    played = {name: load_trajectories(shared / name / "trajectories") for name in ("one", "two")}
+    rows = {n: [s.trajectory.segments for s in scored] for n, scored in played.items()}
+    assert rows["one"] == rows["two"]
+    where = {name: {s.metrics["on_b"] for s in scored} for name, scored in played.items()}
+    assert where == {"one": {0.0}, "two": {0.0, 1.0}}
 
 
 @pytest.mark.sglang
