@@ -140,7 +140,7 @@ class RayPlacement:
         return slots
 
     def start_worker(self, number: int) -> WorkerProcess:
-        """Start the process of a rollout worker on a machine that Ray chooses."""
+        """Start the process of a rollout worker on one of the machines."""
         from agentrl.cluster.workers import RayWorker
 
         return RayWorker(number)

@@ -1,4 +1,4 @@
-"""Rollout workers as Ray actors: Ray chooses their machines, and they connect to the run.
+"""Rollout workers as Ray actors, on all machines of a cluster. They connect to the run.
 
 Apart from that they are the processes of `agentrl.rollout_workers`: the same messages on the same
 kind of connection.
@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentrl.cluster.group import set_variables, users_threads
 from agentrl.engine.remote.launch import LOOPBACK
@@ -30,13 +31,15 @@ class RayWorker:
     """The process of a rollout worker, in an actor."""
 
     def __init__(self, number: int):
-        """Start the actor on the machine that Ray chooses, and wait for its connection."""
-        is_one_machine = sum(bool(node["Alive"]) for node in ray.nodes()) == 1
-        address = LOOPBACK if is_one_machine else ray.util.get_node_ip_address()
+        """Start the actor, on each machine in turn."""
+        nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+        address = LOOPBACK if len(nodes) == 1 else ray.util.get_node_ip_address()
         self._listener = socket.create_server((address, 0))
         self._token = secrets.token_bytes(TOKEN_BYTES)
-        # It needs no more of a machine than its memory; the ranks may have reserved all CPUs.
-        options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
+        # It reserves no CPU, because the ranks may have reserved all of them. Ray's own strategy
+        # "SPREAD" puts actors that reserve nothing on one machine.
+        node = NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=False)
+        options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": node}
         self._actor: Any = ray.remote(RolloutHost).options(max_restarts=0, **options).remote(number)
         port = self._listener.getsockname()[1]
         self._end = self._actor.run.remote(address, port, self._token, users_threads())
