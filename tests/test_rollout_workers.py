@@ -107,10 +107,9 @@ def pids(rollouts):
     return [worker.pid for worker in rollouts._players._workers]
 
 
-@pytest.mark.parametrize("tools", ["in_process", "http"])
-def test_workers_play_what_one_process_plays(tools):
+def test_workers_play_what_one_process_plays():
     played = []
-    for workers in (1, 2, 3):
+    for workers, tools in ((1, "in_process"), (2, "http"), (3, "in_process")):
         engine = FailingEngine(TURNS)
         with playing(engine, workers, tools=tools) as rollouts:
             played.append(rollouts.collect(rows(6), n=4, sampling=SAMPLING, step=7))
@@ -166,9 +165,9 @@ def test_a_mistake_in_the_config_of_tools_ends_the_start(tmp_path):
     path = tmp_path / "only_here.py"
     path.write_text("from agentrl import tool\n@tool\ndef only_here() -> str:\n    'Say hi.'\n")
     registry.load_file(str(path))  # The config does not name it.
-    with pytest.raises(ConfigError, match="the tool 'only_here'.*name the file with --file"):
-        with playing(FailingEngine(TURNS)):
-            pass
+    wanted = r"the tool 'only_here'.*name the file with --file"
+    with pytest.raises(ConfigError, match=wanted), playing(FailingEngine(TURNS)):
+        pass
 
 
 def test_a_killed_worker_costs_nothing(caplog):
@@ -228,11 +227,13 @@ def test_a_row_that_kills_its_worker_is_dropped_by_its_name(file, caplog):
 
 def test_nothing_is_left_behind(file):
     engine = FailingEngine(TURNS)
-    with pytest.raises(KeyboardInterrupt):
-        with playing(engine, files=[file], tools="http") as rollouts:
-            processes = pids(rollouts)
-            threading.Timer(0.5, signal.raise_signal, (signal.SIGINT,)).start()
-            rollouts.collect(rows(400, "slow"), n=2, sampling=SAMPLING, step=0)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        playing(engine, files=[file], tools="http") as rollouts,
+    ):
+        processes = pids(rollouts)
+        threading.Timer(0.5, signal.raise_signal, (signal.SIGINT,)).start()
+        rollouts.collect(rows(400, "slow"), n=2, sampling=SAMPLING, step=0)
     assert not [pid for pid in processes if os.path.exists(f"/proc/{pid}")]
     assert not engine.playing
 
