@@ -16,7 +16,11 @@ from agentrl.rewards import Scorer
 from agentrl.rollout import open_rollouts
 from agentrl.testing import call
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(120),
+    pytest.mark.usefixtures("no_other_names"),
+]
 
 
 def test_actors_play_what_one_process_plays_and_are_replaced(cluster):

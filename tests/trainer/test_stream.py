@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -421,8 +420,6 @@ def test_no_token_is_older_than_the_limit_whatever_is_dead(staleness, batch_size
 class StartedTable(Table):
     """Plays a table's rows at once, and records the version that started each draw."""
 
-    runtime = SimpleNamespace(sampler=Scripted([], TOKENIZER))
-
     def __init__(self, rewards: Mapping[int, Any]):
         super().__init__(rewards)
         self.version = 0
@@ -430,6 +427,9 @@ class StartedTable(Table):
 
     def stop_if_agents_fail(self, *_: Any) -> None:
         """No agent fails."""
+
+    def reprefill_tokens(self) -> int:
+        return 0
 
     def start(self, sample: Sample, *, n: int, position: int, **_: Any) -> Future[PlayedSample]:
         self.started[position] = self.version
