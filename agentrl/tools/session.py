@@ -22,9 +22,9 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from agentrl import sandbox
 from agentrl.errors import SessionLost, ToolServerError, UserError
@@ -46,6 +46,7 @@ from agentrl.tools.validation import SlowCheck
 from agentrl.trajectory import Message, Sample, Scores, ToolResult, copy_value
 
 log = logging.getLogger("agentrl.tools")
+T = TypeVar("T")
 
 IDLE_SECONDS = 1800.0
 """A session that was not used for this time is closed, because its trainer was probably killed."""
@@ -114,6 +115,13 @@ class Opened(NamedTuple):
     """Which of `respond` and `reward` its environment has."""
 
 
+def _start(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Start a task whose error need not be read: all that wait for it may be cancelled earlier."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
+
+
 class ToolSession:
     """The tools of one episode."""
 
@@ -164,7 +172,7 @@ class ToolSession:
         if not self._classes:
             return Opened((), tuple(self._functions))
         if self._opening is None:
-            self._opening = asyncio.create_task(self._make(create_kwargs))
+            self._opening = _start(self._make(create_kwargs))
         return await asyncio.shield(self._opening)
 
     async def _make(self, create_kwargs: Mapping[str, Mapping[str, Any]]) -> Opened:
@@ -192,7 +200,7 @@ class ToolSession:
             ToolServerError: `respond()` could not start, or raised `Infrastructure`.
         """
         if turn not in self._replies:
-            self._replies[turn] = asyncio.create_task(self._reply(messages))
+            self._replies[turn] = _start(self._reply(messages))
         return await asyncio.shield(self._replies[turn])
 
     async def _reply(self, messages: Sequence[Message]) -> Reply | None:
@@ -209,7 +217,7 @@ class ToolSession:
             ToolServerError: `reward()` could not start, or raised `Infrastructure`.
         """
         if self._scores is None:
-            self._scores = asyncio.create_task(self._score(messages))
+            self._scores = _start(self._score(messages))
         return await asyncio.shield(self._scores)
 
     async def _score(self, messages: Sequence[Message]) -> Scores:
