@@ -332,6 +332,8 @@ def _refuse_mistakes(
     from agentrl.errors import ConfigError, UserError
     from agentrl.preflight import find_problems, load_files
 
+    if any(": YAML syntax: " in m for m in mistakes):  # The rest of the file is not known.
+        refuse(mistakes)
     problems = []
     file_problems = load_files(config)
     are_rows_set = any(m.startswith(("data.train=", "data.val=")) for m in mistakes)

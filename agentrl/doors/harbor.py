@@ -110,24 +110,16 @@ def rows(address: str) -> list[Mapping[str, Any]]:
     """Return the rows of `harbor:DIR?agent=NAME&gateway=ADDRESS&agent_timeout_multiplier=1.0`."""
     folder, options = _read(address)
     agent, multiplier = options["agent"], options["agent_timeout_multiplier"]
-    made = call_once(NAME, "rows", folder=folder, agent=agent)
-    return [
-        {
-            "prompt": prompt,
-            "data_source": f"{NAME}/{Path(folder).name}",
-            **_player({"task": task, "multiplier": multiplier}, options),
-            "solution_script": solution,
-        }
-        for task, prompt, solution in made
-    ]
-
-
-def _player(task: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns with the environment, or with the agent, that plays a task."""
-    if not options["agent"]:
-        return {"environment": NAME, "environment_kwargs": task}
-    chosen = {key: options[key] for key in ("agent", "gateway")}
-    return {"agent_name": AGENT_LOOP, "extra_info": {NAME: {**task, **chosen}}}
+    made, source = [], f"{NAME}/{Path(folder).name}"
+    for path, prompt, solution in call_once(NAME, "rows", folder=folder, agent=agent):
+        task = {"task": path, "multiplier": multiplier}
+        player: dict[str, Any] = {"environment": NAME, "environment_kwargs": task}
+        if agent:
+            settings = {**task, "agent": agent, "gateway": options["gateway"]}
+            player = {"agent_name": AGENT_LOOP, "extra_info": {NAME: settings}}
+        columns = {**player, "solution_script": solution}
+        made.append({"prompt": prompt, "data_source": source, **columns})
+    return made
 
 
 def load(alias: str, address: str) -> None:

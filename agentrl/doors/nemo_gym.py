@@ -45,11 +45,19 @@ class ResourcesServer(Environment):
     def __init__(self, row: dict[str, Any], sample: Sample):
         self._row, self._prompt_length = row, len(sample.prompt)
         self._cookies: dict[str, str] = {}
-        offered = schemas_of(row["responses_create_params"], "the row")
-        for name, schema in offered.items():
-            if self._schemas.get(name) != schema:
-                raise UserError(f"no tool {name!r} of this schema: {SCHEMAS_ADVICE}")
-        self.tools = list(offered)
+        for problem in self._problems({"row": row}):
+            raise UserError(problem)
+        self.tools = list(schemas_of(row["responses_create_params"], "the row"))
+
+    @classmethod
+    def _problems(cls, arguments: Mapping[str, Any]) -> list[str]:
+        """Return which tools of a row the environment does not have."""
+        offered = schemas_of(arguments["row"].get("responses_create_params", {}), "the row")
+        return [
+            f"no tool {name!r} of this schema: {SCHEMAS_ADVICE}"
+            for name, schema in offered.items()
+            if cls._schemas.get(name) != schema
+        ]
 
     async def start(self) -> None:
         """Open the session."""
@@ -219,8 +227,9 @@ def read_gym_rows(pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def rows(address: str) -> list[Mapping[str, Any]]:
     """Return the rows of `nemo-gym:FILE?environment=NAME`."""
-    path, options = read_address(address, {"environment": NAME}, only=True)
-    alias = options["environment"]
+    path, options = read_address(address, {"environment": ""}, only=True)
+    if not (alias := options["environment"]):
+        raise UserError(f"{address} names no server of environments: add ?environment=ALIAS")
     constant = {"data_source": f"{NAME}/{alias}", "environment": alias}
     made = []
     for where, row in read_gym_rows(path):

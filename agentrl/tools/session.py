@@ -24,7 +24,7 @@ import time
 import zlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from agentrl import sandbox
 from agentrl.errors import SessionLost, ToolServerError, UserError
@@ -46,7 +46,6 @@ from agentrl.tools.validation import SlowCheck
 from agentrl.trajectory import Message, Sample, Scores, ToolResult, copy_value
 
 log = logging.getLogger("agentrl.tools")
-T = TypeVar("T")
 
 IDLE_SECONDS = 1800.0
 """A session that was not used for this time is closed, because its trainer was probably killed."""
@@ -115,7 +114,7 @@ class Opened(NamedTuple):
     """Which of `respond` and `reward` its environment has."""
 
 
-def _start(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+def _start(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     """Start a task whose error need not be read: all that wait for it may be cancelled earlier."""
     task = asyncio.create_task(work)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -201,7 +201,7 @@ def test_tasks_that_cannot_be_played_are_refused_by_name(world):
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("harbor:podmann", "no backend 'podmann'. Harbor's backends: .*podman"),
+        ("harbor:podmann", "no backend 'podmann'. Did you mean podman"),
         ("harbor:podman?keep=1", "Unknown option 'keep'"),
         ("harbor:e2b", "=harbor:e2b: harbor: .*the backend e2b does not work.*E2B_API_KEY"),
         ("harbor:modal", r"the backend modal does not work.*pip install 'harbor\[modal\]'"),
@@ -505,6 +505,21 @@ class Caller(Other):
 )
 
 
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        ("mini-swe", "no agent 'mini-swe'. Did you mean mini-swe-agent"),
+        ("{tmp}/none.py:Caller", "No module named 'none'"),
+        ("{tmp}/caller.py:Caler", "has no attribute 'Caler'"),
+    ],
+)
+def test_an_agent_that_does_not_exist_is_refused(world, tmp_path, agent, message):
+    world.task()
+    (tmp_path / "caller.py").write_text(AGENT)
+    with pytest.raises(DataError, match=message):
+        make_plan(world.config(options=f"?agent={agent.format(tmp=tmp_path)}"))
+
+
 def test_an_agent_in_the_sandbox_reaches_the_gateway(world, tmp_path):
     path = world.task()
     compose = path / "environment/docker-compose.yaml"
@@ -564,9 +579,7 @@ def test_agents_of_the_package_are_scored_by_its_verifier(world, name, reward):
     api = {"url": "http://127.0.0.1:9", "key": "-", "model": "policy"}
 
     async def run():
-        return await program("harbor").call(
-            "agent", episode="one", task=str(path), **options, **api
-        )
+        return await program("harbor").call("agent", task=str(path), **options, **api)
 
-    assert asyncio.run(run()) == {"reward": reward, "metrics": {}}
+    assert asyncio.run(run()) == {"outcome": reward, "metrics": {}}
     assert "harbor" in registry.tools

@@ -28,6 +28,7 @@ from agentrl.doors import nemo_gym
 from agentrl.errors import ConfigError, DataError, Infrastructure, UserCodeError, UserError
 from agentrl.http.client import fetch_json
 from agentrl.http.pool import pool_of_loop
+from agentrl.preflight import make_plan
 from agentrl.testing import Scripted, byte_tokenizer, call
 from agentrl.tools import LocalToolbox
 
@@ -191,7 +192,7 @@ def test_other_rows_and_options_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no option env\. Options: environment"):
         nemo_gym.rows("nemo-gym:x.jsonl?env=sums")
     with pytest.raises(DataError, match=r"none\.jsonl"):
-        nemo_gym.rows(f"nemo-gym:{tmp_path}/none.jsonl")
+        nemo_gym.rows(f"nemo-gym:{tmp_path}/none.jsonl?environment=sums")
 
 
 def test_addresses_in_a_config(tmp_path):
@@ -199,7 +200,7 @@ def test_addresses_in_a_config(tmp_path):
     environments = {"sums": "nemo-gym://localhost:8000?rows=train.jsonl"}
     config = load_config(None, [], {"data.train": address, "environments": environments})
     assert config.all_files == [
-        f"environment+{address}#nemo-gym",
+        f"environment+{address}#",
         "environment+nemo-gym://localhost:8000?rows=train.jsonl#sums",
     ]
 
@@ -271,10 +272,23 @@ def test_a_session_that_a_cookie_does_not_close(tmp_path):
 def test_a_row_offers_its_own_tools(tmp_path):
     [chat] = samples_of(tmp_path, CHAT)
     with served(tmp_path) as plain:
-        trajectory = play_turns(chat, call("add", amount=1), "5")
-        assert trajectory.turns[0].tool_results[0].error == "unknown_tool"
-        assert trajectory.scores.outcome == 1.0
-        assert plain.verified[0]["response"]["tool_choice"] == "none"
+        trajectory = play_turns(chat, call("add", amount=1))
+        assert [turn.tool_calls for turn in trajectory.turns] == [()]
+        response = plain.verified[0]["response"]
+        assert response["tool_choice"] == "none"
+        assert '"add"' in response["output"][0]["content"][0]["text"]
+
+
+def test_rows_whose_tools_have_no_schemas_are_refused_before_they_are_played(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW))
+    rows = f"nemo-gym:{tmp_path}/rows.jsonl"
+    with serving(PlainServer().app) as url:
+        servers = {"bare": f"nemo-gym:{url.removeprefix('http:')}"}
+        keys = {"data.train": f"{rows}?environment=bare", "environments": servers}
+        with pytest.raises(DataError, match=r"row 0, environment_kwargs: .*'add'.*\?rows=FILE"):
+            make_plan(load_config(None, [], keys))
+    with pytest.raises(UserError, match=r"names no server of environments: add \?environment="):
+        nemo_gym.rows(rows)
 
 
 def test_a_row_with_an_unknown_tool_is_not_played(tmp_path):

@@ -379,7 +379,7 @@ def test_200_episodes_at_once_have_states_of_their_own(port, tmp_path):
     [
         ("openenv://127.0.0.1:{free}", r"environments.maze: no OpenEnv server at http://127.* \(.*"
          r"GET .*Connection refused.*uvicorn server:app"),
-        ("openenv://127.0.0.1:{port}/web", "no OpenEnv server at .*HTTP Error 404"),
+        ("openenv://127.0.0.1:{port}/web", "no OpenEnv server at .*HTTP Error 404.* leave out the"),
         ("openenv:127.0.0.1:{port}", "is not openenv://HOST:PORT"),
         ("openenv:ftp://127.0.0.1", "is not openenv://HOST:PORT"),
         ("openenv://", "is not openenv://HOST:PORT"),

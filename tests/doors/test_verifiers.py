@@ -73,8 +73,8 @@ def test_an_episode_that_exceeds_its_budget_has_no_reward(use_packages):
         ("verifiers", V0, r"words.py cannot be imported.*install verifiers 'verifiers<0.4'"),
         ("verifiers", "verifiers:no-such-env", "no environment 'no-such-env': no module"),
         ("verifiers", f"{V1}?harness=bash", "runs commands of the policy.*runtime=docker"),
-        ("verifiers", f"{V1}?counts=3", "counts"),
-        ("verifiers-v0", f"{V0}?kinds=3", "unexpected keyword argument 'kinds'"),
+        ("verifiers", f"{V1}?counts=3", "no option 'counts'. Options: .*count, harness, runtime"),
+        ("verifiers-v0", f"{V0}?kinds=3", "no option 'kinds'. Options: kind, count"),
     ],
 )
 def test_wrong_environments_are_refused(use_packages, packages, address, message):

@@ -101,7 +101,8 @@ def test_no_reward_beside_a_call_that_never_ends():
 
 @pytest.mark.parametrize("hook", ["respond", "score"])
 def test_close_ends_an_async_hook_at_once(hook, caplog):
-    # asyncio complained of the hook's error, which nobody waits for any more. The close of a cancelled episode waited 5 s, and closed the object beside the running hook.
+    # The close of a cancelled episode waited 5 s, and closed the object beside the running hook.
+    # asyncio complained of the hook's error, which nobody waits for any more.
     events = []
 
     @environment("slow")

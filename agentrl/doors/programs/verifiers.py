@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import importlib.util
+import inspect
 import itertools
 import json
 import os
@@ -18,17 +19,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from serve import Unavailable, check_options
+
 POLICY_ERRORS = (
     "EmptyModelResponseError", "InvalidModelResponseError", "OverlongPromptError", "ToolError",
     "ToolParseError", "ToolCallError",
 )  # fmt: skip
 """The errors of v0 that a policy makes. The rubric scores such an episode."""
-
-
-class Unavailable(Exception):
-    """Something failed that is no mistake of the policy."""
-
-    kind = "infrastructure"
 
 
 async def rows(env: str, n: int, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -88,7 +85,7 @@ def _load(env: str, options: str) -> Any:
         is_new = importlib.util.find_spec("verifiers.legacy") is None
         raise ValueError(f"{env} cannot be imported: {e}{_ADVICE if is_new else ''}") from e
     if hasattr(found, "load_environment"):
-        return _Classic(name, json.loads(options))
+        return _Classic(name, found.load_environment, json.loads(options))
     return _Taskset(module, json.loads(options))
 
 
@@ -105,11 +102,14 @@ def _text(content: Any) -> str:
 class _Classic:
     """An environment of v0."""
 
-    def __init__(self, name: str, options: dict[str, Any]):
+    def __init__(self, name: str, function: Any, options: dict[str, Any]):
         try:
             from verifiers.legacy.utils.env_utils import load_environment
         except ImportError:
             raise ValueError(f"{name} has load_environment{_ADVICE}") from None
+        spec = inspect.getfullargspec(function)
+        if not spec.varkw:
+            check_options(options, dict.fromkeys([*spec.args, *spec.kwonlyargs]))
         self._env = load_environment(name, **options)
         self._dataset = self._env.get_dataset()
 
@@ -141,10 +141,14 @@ class _Taskset:
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.configs.env import default_agent_harness
         from verifiers.v1.runtimes import SubprocessConfig
-        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+        from verifiers.v1.utils import loaders
 
         harness, runtime = options.pop("harness", ""), options.pop("runtime", "subprocess")
-        config = resolve_env_config({"taskset": {**options, "id": name}})
+        settings = loaders.taskset_config_type(name)
+        known = {k: field.default for k, field in settings.model_fields.items() if k != "id"}
+        if settings.model_config.get("extra") == "forbid":
+            check_options(options, {**known, "harness": "", "runtime": ""})
+        config = loaders.resolve_env_config({"taskset": {**options, "id": name}})
         agents = agent_config_fields(config)
         if len(agents) != 1:
             raise ValueError(f"{name} has the agents {', '.join(agents)}; one is supported")
@@ -156,7 +160,7 @@ class _Taskset:
         agent = {**fields.get(role, {}), "runtime": {"type": runtime}}
         if harness or own:
             agent["harness"] = chosen
-        self._env = load_environment(resolve_env_config({**fields, role: agent}))
+        self._env = loaders.load_environment(loaders.resolve_env_config({**fields, role: agent}))
         [used] = self._env._harnesses.values()
         if used.EXECUTES_CODE and runtime == SubprocessConfig().type:
             raise ValueError(
