@@ -206,7 +206,7 @@ class Episode:
         calls: list[ToolCall] = []
         if parse:
             calls = parse(full_text)
-        elif attempt.parses_calls:
+        elif attempt.parses_calls or self._schemas:
             calls = await self._runtime.parse_calls(full_text, self._schemas)
         if opening:
             calls = _shift_spans(calls, -len(opening))

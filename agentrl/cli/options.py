@@ -360,8 +360,8 @@ def _refuse_mistakes(
         is_reward_valid=not any(m.startswith("reward.") for m in mistakes),
     )
     if not mistakes:
-        raise ConfigError("\n".join(problems))
-    refuse([*mistakes, *(problem.replace("\n", "\n    ") for problem in problems)])
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    refuse([*mistakes, *(text.replace("\n", "\n    ") for text in dict.fromkeys(problems))])
 
 
 def _explain_old_run(output: str) -> str:

@@ -106,8 +106,8 @@ def check_doors(config: Config) -> None:
     """
     seen: dict[str, str] = {}
     for address in filter(door_of, config.data.files):
-        part, options = read_address(address, {"seed": 0, "n": 0})
-        rows = f"{part}{sorted({**options, 'n': door_of(address)}.items())}"
+        part, _, query = address.partition("?")
+        rows = f"{part}?{sorted({'seed': '0', **dict(parse_qsl(query)), 'n': ''}.items())}"
         if rows in seen:
             log.warning(
                 "%s and %s: the same rows. Give one another seed or name", seen[rows], address

@@ -201,6 +201,7 @@ def test_addresses():
         ({"environments": {"maze": "opnenv://x:1"}}, "projects: openenv://HOST:PORT, nemo-gym://"),
         ({"environments": {"maze": "http://127.0.0.1:1"}}, "projects: openenv://HOST:PORT, nemo"),
         ({"environments": {"maze": "localhost:1"}}, "environments.maze: no environment at loc"),
+        ({"data.train": "harbor:x?agnt=y"}, "no option agnt. Options: agent, agent_timeout_"),
         ({}, 'or name its server: environments={maze: "openenv://HOST:PORT"}'),
     ],
 )
@@ -210,6 +211,7 @@ def test_an_address_of_almost_a_door_says_what_to_write(tmp_path, own_registries
         make_plan(load_config(None, [], {"data.train": str(tmp_path / "rows.jsonl"), **keys}))
     assert message in str(raised.value)
     assert "Start it," not in str(raised.value)  # of `openenv://` in data.train
+    assert str(raised.value).count(message) == 1
 
 
 def test_a_query_in_yaml_needs_quotation_marks(tmp_path, capsys):
