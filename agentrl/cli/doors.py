@@ -23,8 +23,9 @@ def list_() -> None:
     doors = [find_door(name) for name in door_names()]
     width = max(len(door.description) for door in doors)
     for door in doors:
-        missing = f"agentrl doors install {door.name}" if door.requirements else "needs no package"
-        echo(f"{door.name:14} {door.description:{width}} {installed_version(door) or missing}")
+        version = installed_version(door) if door.requirements else "needs no package"
+        version = version or f"agentrl doors install {door.name}"
+        echo(f"{door.name:14} {door.description:{width}} {version}")
 
 
 @app.command()

@@ -231,7 +231,8 @@ def test_the_same_rows_in_training_and_validation_are_a_warning(caplog):
     assert not caplog.text
 
 
-def test_the_list_has_columns(capsys):
+def test_the_list_has_columns(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("AGENTRL_HOME", str(tmp_path))
     with pytest.raises(SystemExit):
         main(["doors", "list"])
     lines = capsys.readouterr().out.splitlines()
