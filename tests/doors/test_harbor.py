@@ -587,9 +587,7 @@ def test_agents_of_the_package_are_scored_by_its_verifier(world, name, reward):
     api = {"url": "http://127.0.0.1:9", "key": "-", "model": "policy"}
 
     async def run():
-        return await program("harbor").call(
-            "agent", episode="one", task=str(path), **options, **api
-        )
+        return await program("harbor").call("agent", task=str(path), **options, **api)
 
-    assert asyncio.run(run()) == {"reward": reward, "metrics": {}}
+    assert asyncio.run(run()) == {"outcome": reward, "metrics": {}}
     assert "harbor" in registry.tools
