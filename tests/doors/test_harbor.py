@@ -242,6 +242,29 @@ def test_rows_cannot_name_tasks_of_other_folders(world, tmp_path):
         play(sample, Scripted(["done"], TOKENIZER), TOKENIZER, config=world.config())
 
 
+@pytest.mark.parametrize("chosen", [{"task": ".."}, {"multiplier": 1e9}])
+def test_rows_cannot_leave_the_folder_or_choose_settings(world, chosen):
+    path = world.task()
+    [sample] = world.samples()
+    shutil.copytree(path, world.folder, dirs_exist_ok=True)
+    shutil.move(world.folder / "task.toml", world.folder.parent / "task.toml")
+    if "task" in chosen:
+        chosen = {"task": f"{world.folder}/.."}
+    sample.tools_kwargs["harbor"]["create_kwargs"].update(chosen)
+    with pytest.raises(UserCodeError, match="the config does not name the task"):
+        play(sample, Scripted(["done"], TOKENIZER), TOKENIZER, config=world.config())
+
+
+def test_rows_cannot_choose_the_agent_or_the_address_of_the_gateway(world):
+    world.task()
+    config = world.config(options="?agent=nop")
+    for chosen in ({"gateway": "0.0.0.0"}, {"agent": "oracle"}, {"agent": ""}):
+        [sample] = make_plan(config).train
+        sample.extra["harbor"].update(chosen)
+        with pytest.raises(UserCodeError, match="the config does not name the task"):
+            play(sample, Scripted(["done"], TOKENIZER), TOKENIZER, config=config)
+
+
 @pytest.mark.proves("harbor", "tools", "reward", "sandbox")
 def test_a_task_is_solved_or_not(world):
     world.task()

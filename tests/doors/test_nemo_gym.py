@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fastapi import Body, FastAPI, Request
+from fastapi import Body, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from support.small_server import serving
@@ -74,6 +74,7 @@ class PlainServer:
     def __init__(self, **extra):
         self.app, self.extra = FastAPI(), extra
         self.sums, self.closed, self.verified, self.status = {}, [], [], 200
+        self.text = ""
         for path in ("seed_session", "add", "crash", "busy", "hang", "verify", "close_session"):
             self.app.post(f"/{path}")(getattr(self, path))
         self.paths = []
@@ -108,6 +109,8 @@ class PlainServer:
 
     async def verify(self, request: Request, body: dict = Body()):
         self.verified.append(body)
+        if self.text:
+            return Response(self.text)
         total = self.sums[request.cookies["session"]]
         answer = {**body, "reward": float(body["expected"] == total), "sum": total}
         return JSONResponse({**answer, "mask_sample": False, **self.extra}, self.status)
@@ -178,6 +181,9 @@ def test_rows_become_prompts_and_keep_everything(tmp_path):
         ({"metadata": {"audio_path": "a.wav"}}, "metadata.audio_path"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{**ADD, "name": "../verify"}]}, "a tool with the name '../verify'"),
+        ({"tools": [{**ADD, "name": "verify"}]}, "a tool with the name 'verify'"),
+        ({"tools": [{**ADD, "name": "a\r\nb"}]}, "a tool with the name"),
     ],
 )
 def test_rows_that_agentrl_cannot_play_are_refused_by_name(tmp_path, changes, problem):
@@ -332,12 +338,16 @@ def test_a_malformed_call_is_a_part_of_the_text():
         ({}, 422, r"answered 422"),
         ({"mask_sample": True, "failure_kind": "judge_failed"}, 200, "no valid reward: judge_fail"),
         ({"reward": None}, 200, "no valid reward"),
+        ("<html>", 200, "no valid reward: no JSON object: <html>"),
+        ("[1]", 200, "no valid reward: no JSON object"),
+        ('{"reward": NaN}', 200, "no valid reward: no JSON object"),
     ],
 )
 def test_no_reward_is_not_a_reward_of_0(tmp_path, extra, status, problem):
     [sample] = samples_of(tmp_path, ROW)
+    text, extra = (extra, {}) if isinstance(extra, str) else ("", extra)
     with served(tmp_path, **extra) as plain, pytest.raises(Infrastructure, match=problem):
-        plain.status = status
+        plain.status, plain.text = status, text
         play_turns(sample, "5")
 
 

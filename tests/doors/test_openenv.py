@@ -253,6 +253,16 @@ def test_a_server_that_is_started_again_does_not_continue_the_episode(use_packag
         assert get(port, "open") == 0
 
 
+def test_an_answer_that_is_broken_is_no_reward(use_packages, tmp_path):
+    """The model would read the error of a tool, and the episode would have the reward 0."""
+    use_packages("openenv")
+    with running(HERE / "environments" / "openenv_broken.py") as port:
+        [sample] = samples_of(tmp_path, port)
+        for number in range(7):
+            with pytest.raises(Infrastructure, match="openenv: "):
+                play(sample, [call("step", number=number), "Done"])
+
+
 @pytest.fixture
 def short_limits(tmp_path, monkeypatch):
     """The program with limits of 1 s."""

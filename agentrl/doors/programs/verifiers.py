@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import importlib.util
 import inspect
 import itertools
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -99,6 +101,29 @@ def _text(content: Any) -> str:
     return "".join(part["text"] for part in parts)
 
 
+_failures: contextvars.ContextVar[list[str]] = contextvars.ContextVar("failures")
+"""The failures of servers during the rubric of the running episode."""
+
+
+class _FailureHandler(logging.Handler):
+    """Keeps the errors of a judge or of another server, which v0 only logs, and counts as 0."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the error that is handled at the moment, if a server failed."""
+        import httpx
+        import openai
+
+        kinds = (ConnectionError, openai.APIError, httpx.TransportError)
+        text = record.getMessage()
+        error = sys.exc_info()[1] if text.startswith("Error calling reward function") else None
+        while error is not None:
+            # Status 400 may be caused by the policy: its text is too long for the judge.
+            if isinstance(error, kinds) and not isinstance(error, openai.BadRequestError):
+                _failures.get([]).append(f"{text}: {type(error).__name__}")
+                return
+            error = error.__cause__ or error.__context__
+
+
 class _Classic:
     """An environment of v0."""
 
@@ -111,6 +136,9 @@ class _Classic:
         if not spec.varkw:
             check_options(options, dict.fromkeys([*spec.args, *spec.kwonlyargs]))
         self._env = load_environment(name, **options)
+        logger, handler = logging.getLogger("verifiers"), _FailureHandler()
+        if not any(isinstance(old, _FailureHandler) for old in logger.handlers):
+            logger.addHandler(handler)
         self._dataset = self._env.get_dataset()
 
     def prompts(self) -> Any:
@@ -123,6 +151,9 @@ class _Classic:
         from openai import AsyncOpenAI
         from verifiers.legacy.clients import OpenAIChatCompletionsClient
 
+        failures: list[str] = []
+        _failures.set(failures)
+
         # The gateway answers when the policy has; a repeated request would be another turn.
         async with AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=None) as client:
             output = await self._env.run_rollout(
@@ -131,6 +162,8 @@ class _Classic:
         error = output.get("error")
         if error and error["error"] not in POLICY_ERRORS:
             raise Unavailable(json.dumps(error, default=str)[:2000])
+        if failures:
+            raise Unavailable("; ".join(failures)[:2000])
         return {"outcome": output["reward"], "metrics": output["metrics"]}
 
 
