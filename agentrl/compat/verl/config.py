@@ -1,7 +1,8 @@
 """Translate a config of verl's to agentrl's keys, and report what could not be translated.
 
-What the config does not set has verl's default (`verl_keys.yaml`), not agentrl's, unless it
-concerns the machine: GPUs, memory, engines.
+What the config does not set has verl's default (`verl_defaults.csv`), not agentrl's, unless it
+concerns the machine: GPUs, memory, engines. The defaults are those of the version of verl that has
+the config's keys.
 """
 
 from __future__ import annotations
@@ -12,21 +13,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agentrl.compat.verl.hydra import read_verl_config, resolve
+from agentrl.compat.verl.hydra import read_verl_config, resolve, resolve_value
 from agentrl.config import FIELDS
 from agentrl.config.environment import hide_secrets, map_leaves, replace_texts
 from agentrl.config.sources import Setting, assignment, read_overrides
 from agentrl.config.trackers import TRACKERS
 from agentrl.config.verl_keys import (
     CHANGED,
-    DEFAULTS,
+    MACHINE,
     REFUSED,
     RENAMED,
+    SAME,
     SHARED,
     UNNEEDED,
     VALUES,
     explain_key,
     known_key,
+    verl_versions,
 )
 from agentrl.data.dataset import list_files
 from agentrl.data.files import read_batches
@@ -35,6 +38,7 @@ from agentrl.registry import agent_loops, did_you_mean
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TURNS = f"{ROLLOUT}.multi_turn"
+MODE, SAMPLER = "trainer.v1.trainer_mode", "trainer.v1.sampler.max_off_policy"
 MAX_SHOWN = 150
 """The maximum length of a setting in messages, in characters."""
 _ESTIMATOR = "algorithm.adv_estimator"
@@ -74,6 +78,8 @@ class Translation:
     """agentrl's settings that stand for verl's defaults."""
     mistakes: list[str] = field(default_factory=list)
     """What must be changed before the config can be translated."""
+    version: str = ""
+    """The version of verl whose keys the config has, as a text."""
 
     def report(self) -> str:
         """Return the lines under headings."""
@@ -82,7 +88,7 @@ class Translation:
             "overridden by the command line": self.overridden,
             "changed": self.changed,
             "no counterpart": self.dropped,
-            "verl's defaults, which the config does not set": self.defaults,
+            "verl's defaults": self.defaults,
         }
         return "\n".join(
             f"{title}:\n" + "".join(f"  {line}\n" for line in lines)
@@ -119,14 +125,42 @@ def translate(
             if not is_verls:
                 set_by_ours[path] = settings.get(path)
             settings[path] = replace(setting, path=path)
+    version, translation.version = recognize_version(settings)
+    strategy = settings.get("model_engine") or settings.get(f"{ACTOR}.strategy")
+    keys = verl_versions(str(strategy and strategy.value))[version]
     # verl reads only the values that it needs, so `???` in the others is no mistake.
     settings = {
-        p: s for p, s in settings.items() if s.value != "???" or known_key(p) not in UNNEEDED
+        p: s for p, s in settings.items() if s.value != "???" or p in MACHINE or p not in keys
     }
+    values = {**keys, **{path: s.value for path, s in settings.items()}}
+    settings = resolve(settings, values, translation.mistakes)
     overridden = {setting.path for setting in agentrl_settings}
-    _Translator(resolve(settings, translation.mistakes), translation, set_by_ours, overridden).run()
+    _Translator(settings, translation, keys, values, set_by_ours, overridden).run()
     translation.settings += agentrl_settings
     return translation
+
+
+def recognize_version(keys: Collection[str]) -> tuple[str, str]:
+    """Return the version of verl whose keys a config has, and a text that names it.
+
+    If several have all of them, it is the newest, or for a whole config that verl has written the
+    one that has the fewest others. If none has all, it is the one that has the most.
+    """
+    versions = verl_versions()
+    known = {key for key in keys if any(key in has for has in versions.values())}
+
+    def distance(version: str) -> tuple[int, int]:
+        has = versions[version].keys()
+        return len(known - has), len(has - known) * (2 * len(known) > len(has))
+
+    least = min(map(distance, versions))
+    nearest = [version for version in versions if distance(version) == least]
+    version = nearest[-1]
+    if lacking := sorted(known - versions[version].keys()):
+        more = ", ..." if len(lacking) > 3 else ""
+        return version, f"{version}, the nearest version (it lacks {', '.join(lacking[:3])}{more})"
+    others = f" (and of {', '.join(nearest[:-1])})" if nearest[1:] else ""
+    return version, f"{version}{others}"
 
 
 class _Translator:
@@ -136,14 +170,18 @@ class _Translator:
         self,
         settings: Mapping[str, Setting],
         translation: Translation,
-        set_by_ours: Mapping[str, Setting | None] | None = None,
-        overridden: Collection[str] = (),
+        keys: Mapping[str, Any],
+        values: Mapping[str, Any],
+        set_by_ours: Mapping[str, Setting | None],
+        overridden: Collection[str],
     ):
         """Prepare the translation.
 
         Args:
             settings: the settings by key.
             translation: the results are appended to it.
+            keys: the default of each key in this version of verl.
+            values: verl's value of each key, in which interpolations are not replaced.
             set_by_ours: the keys of `settings` whose value the user set by agentrl's name, and the
                 setting that it replaces. The config checks these values.
             overridden: the keys of agentrl's that the user set by agentrl's name.
@@ -154,7 +192,8 @@ class _Translator:
             if clip in self.settings and path in settings and settings[path].value is None:
                 self.settings[path] = replace(self.settings[clip], path=path)
         self.translation = translation
-        self._set_by_ours = set_by_ours or {}
+        self._keys, self._values = keys, values
+        self._set_by_ours = set_by_ours
         self._overridden = overridden
         self._dropped: dict[str, list[str]] = {}
         self._reported: set[str] = set()
@@ -162,7 +201,8 @@ class _Translator:
     def run(self) -> None:
         for path in self.settings:
             self._check(path)
-        defaults = dict.fromkeys(path for path in DEFAULTS if path not in self.settings)
+        translated = {*RENAMED, *SHARED} - {*MACHINE}
+        defaults = dict.fromkeys(p for p in self._keys if p in translated - {*self.settings})
         if "trainer.total_training_steps" in self.settings:
             defaults.pop("trainer.total_epochs", None)
             self.drop(
@@ -174,6 +214,8 @@ class _Translator:
             if path in self._reported:
                 continue
             above = known_key(path)
+            if self.get(path) in (None, {}):
+                continue
             if above in RENAMED:
                 self.take(RENAMED[above] + path.removeprefix(above), self.value(path), path)
             elif path in SHARED and path not in (_ESTIMATOR, "trainer.logger"):
@@ -181,8 +223,7 @@ class _Translator:
         for part in _PARTS:
             part(self)
         for path in [p for p in self.settings if p not in self._reported]:
-            same = path in REFUSED
-            self.drop(path, "as agentrl does" if same else "no effect with the other settings")
+            self.drop(path, "no effect with the other settings")
         for text, paths in self._dropped.items():
             self.translation.dropped.append(f"{', '.join(paths)}: {text}")
 
@@ -190,7 +231,21 @@ class _Translator:
 
     def get(self, path: str) -> Any:
         """Return verl's value of a key: from the config, or verl's default."""
-        return self.settings[path].value if path in self.settings else DEFAULTS.get(path)
+        if path in self.settings:
+            return self.settings[path].value
+        return None if path in MACHINE else self._default(path)
+
+    def _default(self, path: str) -> Any:
+        """Return verl's default of a key, in this version or, if it lacks the key, in the newest.
+
+        It is None for a key that no version has.
+        """
+        versions = [self._keys, *reversed(verl_versions().values())]
+        default = next((keys[path] for keys in versions if path in keys), None)
+        return resolve_value(default, self._values, path)
+
+    def _is_default(self, setting: Setting) -> bool:
+        return _is_same(setting.value, self._default(setting.path))
 
     def value(self, path: str) -> Any:
         """Return agentrl's value of a key that differs in its spelling only."""
@@ -231,11 +286,13 @@ class _Translator:
         """Set a key of agentrl's whose meaning differs."""
         self._set(ours, value, verls, self.translation.changed, f": {why}")
 
-    def drop(self, path: str, why: str) -> None:
-        """Report a key of the config that has no counterpart."""
+    def drop(self, path: str, why: str, if_default: bool = False) -> None:
+        """Report a key of the config that has no counterpart, verl's default only `if_default`."""
         if path not in self.settings:
             return
         self._reported.add(path)
+        if self._is_default(self.settings[path]) and not if_default:
+            return
         above = known_key(path)
         lines = self._dropped.setdefault(why, [])
         line = _shorten(self.settings[path]) if above in (path, "") else f"{above}.*"
@@ -245,7 +302,8 @@ class _Translator:
     def refuse(self, path: str, why: str) -> None:
         """Report a key that would silently change what is learned."""
         end = "" if why.endswith((".", "?")) else "."
-        self._mistake(path, f"{why}{end} {path}=null leaves it out")
+        null = f" {path}=null leaves it out" if path in self.settings else ""
+        self._mistake(path, f"{why}{end}{null}")
 
     def _mistake(self, path: str, what: str) -> None:
         self._reported.add(path)
@@ -264,9 +322,9 @@ class _Translator:
         line = assignment(ours, value)
         if ours in self._overridden:
             before = [self._set_by_ours.get(setting.path, setting) for setting in used]
-            if replaced := [_shorten(setting) for setting in before if setting]:
+            if replaced := [_shorten(s) for s in before if s and not self._is_default(s)]:
                 self.translation.overridden.append(f"{ours}  ({', '.join(replaced)})")
-        elif used:
+        elif any(not self._is_default(setting) for setting in used):
             origin = ", ".join(map(_shorten, used))
             lines.append(f"{line}  ({origin}){why}" if origin != line else f"{line}{why}")
         elif value != FIELDS[ours].get_default(call_default_factory=True):
@@ -281,14 +339,18 @@ class _Translator:
             return
         if above in REFUSED and path.startswith("critic.") and self.get(_ESTIMATOR) != "gae":
             self.drop(path, f"no critic with {_ESTIMATOR}={self.get(_ESTIMATOR)}")
+        elif any(_is_same(value, self._same(same)) for same in SAME.get(path, ())):
+            self.drop(path, "as agentrl does")
+        elif self._is_default(self.settings[path]):
+            self.drop(path, REFUSED.get(path, ""), if_default=path in SAME)
         elif above in REFUSED:
-            same = [self._same(v) for v in REFUSED[above]["same"]]
-            if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in same):
-                self.refuse(path, REFUSED[above]["text"])
+            self.refuse(path, REFUSED[above])
         elif above in UNNEEDED or above in CHANGED:
             self.drop(path, (UNNEEDED | CHANGED)[above])
         elif path.startswith("hydra."):
             self.drop(path, "settings of Hydra itself")
+        elif any(path in keys for keys in verl_versions().values()):
+            self.refuse(path, "agentrl has no such setting, and does what verl's default does")
         else:
             close = did_you_mean(path, [*RENAMED, *CHANGED, *UNNEEDED, *REFUSED, *SHARED])
             self.refuse(path, f"this key is neither verl's, as far as known, nor agentrl's.{close}")
@@ -297,6 +359,11 @@ class _Translator:
         """Return a value of the table; `${key}` is the value of another key."""
         is_key = isinstance(value, str) and value.startswith("${")
         return self.get(value[2:-1]) if is_key else value
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Return whether two values are the same: 1 is 1.0, but not True."""
+    return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
 def _shorten(setting: Setting) -> str:
@@ -474,9 +541,6 @@ def _memory(t: _Translator) -> None:
         t.take("optim.offload", "all", everything, moments)
     elif moments and t.get(moments):
         t.take("optim.offload", "optimizer", moments)
-    path = "actor_rollout_ref.hybrid_engine"
-    if path in t.settings:
-        t.take("trainer.placement", "colocated" if t.get(path) else "separate", path)
 
 
 def _importance_weights(t: _Translator) -> None:
@@ -488,6 +552,9 @@ def _importance_weights(t: _Translator) -> None:
     elif level in ("token", "sequence"):
         t.take("algorithm.tis_level", level, f"{correction}.rollout_is")
         t.take("algorithm.tis_cap", cap, f"{correction}.rollout_is_threshold")
+    elif level is None and _is_asynchronous(t):
+        why = "tokens of older weights need importance weights, which verl leaves out"
+        t.change("algorithm.tis_cap", cap, why, MODE)
     elif level is None:
         t.take("algorithm.tis_cap", 0.0)
     else:
@@ -598,22 +665,46 @@ def _engine(t: _Translator) -> None:
     name = {"hf": "local"}.get(t.name(path), t.name(path))
     if path in t.settings:
         t.take("rollout.name", name, path)
-    if sleep in t.settings and t.get(sleep) and name == "sglang":
+    hybrid, is_asynchronous = "actor_rollout_ref.hybrid_engine", _is_asynchronous(t)
+    if is_asynchronous:
+        t.take("trainer.placement", "separate", MODE, hybrid)
+    elif hybrid in t.settings:
+        t.take("trainer.placement", "colocated" if t.get(hybrid) else "separate", hybrid)
+    if sleep in t.settings and t.get(sleep) and name == "sglang" and not is_asynchronous:
         t.take("rollout.sleep", "all", sleep)
     else:
         t.drop(sleep, f"servers keep their memory with rollout.name={name}")
-    gpus = _count(t.get("trainer.n_gpus_per_node")) * _count(t.get("trainer.nnodes"))
+    machines = ROLLOUT if is_asynchronous else "trainer"
+    gpus = [f"{machines}.n_gpus_per_node", f"{machines}.nnodes"]
     each = f"{ROLLOUT}.tensor_model_parallel_size"
-    engines = gpus // _count(t.get(each))
-    is_colocated = t.get("actor_rollout_ref.hybrid_engine") is not False
-    if engines > 1 and name in ("sglang", "vllm") and is_colocated:
+    engines = _count(t.get(gpus[0])) * _count(t.get(gpus[1])) // _count(t.get(each))
+    has_own = is_asynchronous or t.get(hybrid) is not False
+    if engines > 1 and name in ("sglang", "vllm") and has_own:
         why = "verl has as many servers as the GPUs hold"
-        t.change("rollout.engines", engines, why, "trainer.n_gpus_per_node", each)
+        t.change("rollout.engines", engines, why, *gpus, each)
     t.drop(f"{ROLLOUT}.data_parallel_size", "rollout.engines is the number of servers")
     merge, backend = "actor_rollout_ref.model.lora.merge", f"{ROLLOUT}.checkpoint_engine.backend"
     if t.get(merge):
         t.take("rollout.lora", "merge", merge)
     t.drop(backend, "rollout.sync=auto chooses the fastest way")
+
+
+def _is_asynchronous(t: _Translator) -> bool:
+    return bool(t.get("trainer.use_v1")) and t.get(MODE) == "separate_async"
+
+
+def _staleness(t: _Translator) -> None:
+    ahead, most = "trainer.v1.separate_async.num_warmup_batches", f"{SAMPLER}_threshold"
+    if _is_asynchronous(t):
+        batches, versions = math.ceil(t.number(ahead) or 0), t.number(most) or math.inf
+        t.change(
+            "trainer.max_staleness",
+            max(0, min(batches, versions - 1)),
+            "so many batches ahead do rollouts begin, as in verl; none is dropped for its age",
+            *(MODE, ahead, most, f"{SAMPLER}_strategy"),
+        )
+    elif t.get("trainer.use_v1") and t.get(MODE) != "sync":
+        t.refuse(MODE, "agentrl has verl's sync and separate_async (trainer.max_staleness)")
 
 
 def _count(value: Any) -> int:
@@ -638,8 +729,9 @@ def _files(t: _Translator, path: str) -> list[str]:
 def _reward(t: _Translator) -> None:
     path = t.first("reward.custom_reward_function.path", "custom_reward_function.path")
     if path:
-        name = t.first(path.replace(".path", ".name")) or "custom_reward_function.name"
-        t.take("reward.function", f"{t.value(path)}:{t.get(name)}", path, name)
+        name = path.replace(".path", ".name")
+        function = f"{t.value(path)}:{t.get(name) or 'compute_score'}"
+        t.take("reward.function", function, path, name)
     for buffer in (
         "reward_model.overlong_buffer",
         "reward_model.reward_kwargs.overlong_buffer_cfg",
@@ -682,5 +774,5 @@ def _run(t: _Translator) -> None:
 
 _PARTS: tuple[Callable[[_Translator], None], ...] = (
     _algorithm, _kl, _mini_batches, _learning_rate, _positions, _memory, _importance_weights,
-    _filter, _turns, _tools, _loop, _validation, _engine, _rows, _reward, _run,
+    _filter, _turns, _tools, _loop, _validation, _engine, _staleness, _rows, _reward, _run,
 )  # fmt: skip

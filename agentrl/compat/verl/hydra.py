@@ -2,7 +2,7 @@
 
 Supported are what verl's own example configs use: `defaults` lists, and the interpolations
 `${section.key}`, `${.key}`, `${oc.select:section.key,DEFAULT}` and `${oc.env:NAME,DEFAULT}`. verl's
-own configs (`ppo_trainer` and its parts) are not read: `verl_keys.yaml` has their defaults.
+own configs (`ppo_trainer` and its parts) are not read: `verl_defaults.csv` has their defaults.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.sources import Setting, parse_value, read_yaml
-from agentrl.config.verl_keys import DEFAULTS
 
 MAPPINGS = (
     "data.apply_chat_template_kwargs",
@@ -81,14 +80,16 @@ def read_verl_config(file: str, mistakes: list[str]) -> dict[str, Setting]:
     return merged
 
 
-def resolve(settings: Mapping[str, Setting], mistakes: list[str]) -> dict[str, Setting]:
+def resolve(
+    settings: Mapping[str, Setting], values: Mapping[str, Any], mistakes: list[str]
+) -> dict[str, Setting]:
     """Return the settings with their interpolations replaced by values.
 
     Args:
         settings: all settings of a config, by key.
+        values: the values of all keys, defaults included.
         mistakes: the list to which mistakes are appended: interpolations that cannot be resolved.
     """
-    values = {**DEFAULTS, **{path: s.value for path, s in settings.items()}}
     resolved = {}
     for path, setting in settings.items():
         try:
@@ -102,6 +103,15 @@ def resolve(settings: Mapping[str, Setting], mistakes: list[str]) -> dict[str, S
         else:
             resolved[path] = replace(setting, value=value, references=used)
     return resolved
+
+
+def resolve_value(value: Any, values: Mapping[str, Any], path: str) -> Any:
+    """Return the value of the key `path` with its interpolations replaced.
+
+    Raises:
+        ValueError: the reason why one cannot be replaced.
+    """
+    return _resolve(value, values, [path], {})
 
 
 def _resolve(
