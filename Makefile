@@ -97,7 +97,7 @@ verl: $(VERL)/.installed  ## verl's versions: .venv-verl, a link into the user's
 	@ln -sfn $(VERL) .venv-verl
 
 verl-keys: $(VENV)/.installed-dev verl  ## verl's keys and defaults, from verl's own files
-	PYTHONPATH=tests $(BIN)/python -m support.verl_defaults .venv-verl
+	PYTHONPATH=tests $(BIN)/python -m support.verl_defaults
 
 docs: $(VENV)/.installed-dev  ## the documentation that is written by a program
 	$(BIN)/python -m agentrl.config.page > docs/config.md

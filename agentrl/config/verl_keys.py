@@ -31,11 +31,17 @@ UNNEEDED = _by_key(_TABLE["unneeded"])
 REFUSED = _by_key(_TABLE["refused"])
 """Advice on the keys that change what is learned and have no counterpart."""
 SAME: dict[str, list[Any]] = _TABLE["same"]
-"""The values of refused keys that are what agentrl does, for keys where it is not verl's default."""
+"""The values of refused keys that are what agentrl does, where that is not verl's default."""
 SHARED: list[str] = _TABLE["shared"]
 """The keys that verl and agentrl have in common."""
 VALUES: dict[str, dict[Any, Any]] = _TABLE["values"]
 """agentrl's value for each of verl's, for the keys where they are written differently."""
+CHOICES: dict[str, Any] = _TABLE["choices"]
+"""The choices of some keys, by a name for them."""
+MAPPINGS: list[str] = _TABLE["mappings"]
+"""The keys whose values are mappings."""
+GROUPS: list[str] = _TABLE["groups"]
+"""The parts of verl's own ppo_trainer.yaml, such as `actor@actor_rollout_ref.actor: dp_actor`."""
 MACHINE: list[str] = _TABLE["machine"]
 """The keys whose defaults are not taken."""
 
@@ -61,7 +67,9 @@ def verl_versions(engine: str = "dp") -> dict[str, dict[str, Any]]:
     """
     with Path(__file__).with_name("verl_defaults.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    rows.sort(key=lambda row: (engine not in (row["engines"] or engine), "dp" not in row["engines"]))
+    rows.sort(
+        key=lambda row: (engine not in (row["engines"] or engine), "dp" not in row["engines"])
+    )
     names = {name for row in rows for name in (row["first"], row["last"])}
     order = sorted(names, key=lambda name: [*map(int, name.split("."))])
     versions: dict[str, dict[str, Any]] = {name: {} for name in order}

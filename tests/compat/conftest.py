@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.installed_verl import VERSIONS, InstalledVerl
 
 from agentrl import play
 from agentrl.testing import Scripted, byte_tokenizer
@@ -63,45 +64,9 @@ def yaml_of(folder: Path, text: str, **modules: str) -> str:
     return str(folder / "file.yaml")
 
 
-VERL = Path(__file__).parents[2] / ".venv-verl"
-VERSIONS = ("0.7.0", "0.7.1", "0.8.0", "0.9.0", "0.9.1")
-"""The versions of verl in `agentrl/config/verl_defaults.csv` and in .venv-verl."""
-
-
-class InstalledVerl:
-    """A version of verl in a process of its own, whose functions a test calls."""
-
-    def __init__(self, version: str):
-        self.folder = VERL / version
-        environment = {**os.environ, "PYTHONPATH": str(self.folder), "CUDA_VISIBLE_DEVICES": ""}
-        self._process = subprocess.Popen(
-            [VERL / "bin" / "python", Path(__file__).parent / "programs" / "in_verl.py"],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    def call(self, name: str, *args, **kwargs):
-        """Return what a function returns: MODULE:FUNCTION, or one of `in_verl.py`."""
-        call = {"name": name, "args": args, "kwargs": kwargs}
-        self._process.stdin.write(json.dumps(call) + "\n")
-        self._process.stdin.flush()
-        returned, error = json.loads(self._process.stdout.readline())
-        assert not error, error
-        return returned
-
-    def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait(60)
-
-
 @pytest.fixture(scope="module", params=VERSIONS)
 def installed(request):
     """Each version of verl that `make verl` installs."""
-    assert VERL.exists(), "make verl installs verl's versions"
     verl = InstalledVerl(request.param)
-    verl.version = request.param
     yield verl
     verl.close()

@@ -4,10 +4,15 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from support import verl_defaults
+from support.installed_verl import VERL, VERSIONS
+from support.verl_defaults import GRPO
 
+from agentrl import load_run
 from agentrl.cli.options import read_config
 from agentrl.compat.verl.config import _PARTS, Translation, _Translator, translate
 from agentrl.config import FIELDS, load_config
@@ -21,7 +26,6 @@ from agentrl.config.verl_keys import (
     SHARED,
     UNNEEDED,
     VALUES,
-    known_key,
     verl_versions,
 )
 from agentrl.errors import ConfigError
@@ -599,6 +603,141 @@ def test_defaults_are_files_of_the_same_folder(tmp_path):
     assert "'no_such'" in done.mistakes[0] and str(tmp_path) in done.mistakes[0]
 
 
+# -- verl's versions ------------------------------------------------------------------------------
+
+RUN = FIXTURES / "grpo_0.9.1.yaml"
+"""What Hydra stores in `.hydra/config.yaml` of a run of verl 0.9.1 (`support.verl_defaults`)."""
+
+
+def whole(version: str, engine: str = "dp", **changes) -> str:
+    """Return a config that has all keys of a version."""
+    keys = {**verl_versions(engine)[version], "actor_rollout_ref.rollout.name": "sglang", **changes}
+    return json.dumps({"actor_rollout_ref.hybrid_engine": True, **keys})
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+def test_all_defaults_of_a_version_are_silent(tmp_path, version, engine):
+    done = translated(tmp_path, whole(version, engine))
+    config = config_of(done, flags={"model.path": "m"})
+    assert done.version == version
+    assert (config.algorithm.name, config.data.batch_size, config.rollout.n) == ("ppo", 1024, 1)
+    taken = ["rollout.name=sglang  (actor_rollout_ref.rollout.name=sglang)"]
+    assert (done.taken, done.changed, done.overridden, done.dropped) == (taken, [], [], [])
+
+
+def test_a_run_of_0_9_1_is_its_settings(tmp_path):
+    """The whole config of a run means what its settings mean on verl's own defaults."""
+    done = translate(str(RUN), ())
+    assert done.version == "0.9.1" and not done.mistakes
+    file = verl_yaml(tmp_path, "defaults: [ppo_trainer]\n")
+    by_settings = translate(file, GRPO)
+    # The run's folder is verl's default if the whole config is translated.
+    folder = [line for line in by_settings.changed if line.startswith("trainer.output=")]
+    assert sorted(done.taken) == sorted(by_settings.taken)
+    assert sorted([*done.changed, *folder]) == sorted(by_settings.changed)
+    whole, short = ({s.path: s.value for s in d.settings} for d in (done, by_settings))
+    assert whole.items() >= short.items()
+    machine = {f"trainer.{key}" for key in ("seed", "device", "nnodes", "placement")}
+    machine |= {"optim.compile", "rollout.sleep", "rollout.tool_format", "trainer.resume"}
+    assert {*whole} - {*short} <= machine
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ([], "0.9.1 (and of 0.7.0, 0.7.1, 0.8.0, 0.9.0)"),
+        (["trainer.v1.trainer_mode=sync"], "0.9.1 (and of 0.9.0)"),
+        (["actor_rollout_ref.rollout.multi_turn.interaction_config_path=i.yaml"],
+         "0.7.1 (and of 0.7.0)"),
+        (["actor_rollout_ref.rollout.multi_turn.interaction_config_path=i.yaml",
+          "trainer.v1.trainer_mode=sync", "data.audio_key=audio"],
+         "0.9.1, the nearest version (it lacks"
+         " actor_rollout_ref.rollout.multi_turn.interaction_config_path)"),
+        (["no.such.key=1"], "0.9.1 (and of 0.7.0, 0.7.1, 0.8.0, 0.9.0)"),
+    ],
+)  # fmt: skip
+def test_the_version_is_recognized_by_its_keys(tmp_path, settings, text):
+    assert translated(tmp_path, MULTI_TURN, *settings).version == text
+
+
+def test_a_value_of_a_key_that_only_verl_has_is_refused(tmp_path):
+    done = translated(tmp_path, MULTI_TURN, "actor_rollout_ref.actor.qat.enable=true")
+    assert "qat.enable=true (command line): agentrl has no such setting" in done.mistakes[0]
+    assert not translated(tmp_path, MULTI_TURN, "actor_rollout_ref.actor.qat.enable=false").mistakes
+
+
+def test_the_training_engine_has_its_defaults(tmp_path):
+    """With `model_engine=veomni`, verl's schedule is a cosine."""
+    done = translated(tmp_path, MULTI_TURN, "model_engine=veomni")
+    assert "lr_scheduler_type=cosine (verl's default)" in done.mistakes[0]
+    constant = "actor_rollout_ref.actor.optim.lr_scheduler_type=constant"
+    assert not translated(tmp_path, MULTI_TURN, "model_engine=veomni", constant).mistakes
+
+
+ASYNC = "trainer.v1.trainer_mode=separate_async"
+
+
+@pytest.mark.parametrize(
+    ("settings", "staleness", "cap"),
+    [
+        ([], 1, 2.0),
+        (["trainer.v1.separate_async.num_warmup_batches=1.5"], 2, 2.0),
+        (["trainer.v1.sampler.max_off_policy_threshold=2",
+          "trainer.v1.separate_async.num_warmup_batches=4"], 1, 2.0),
+        (["algorithm.rollout_correction.rollout_is=token",
+          "algorithm.rollout_correction.rollout_is_threshold=3"], 1, 3.0),
+    ],
+)  # fmt: skip
+def test_separate_async_is_a_staleness(tmp_path, settings, staleness, cap):
+    machine = [
+        "actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=4",
+        "actor_rollout_ref.rollout.free_cache_engine=true", "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    ]  # fmt: skip
+    done = translated(tmp_path, MULTI_TURN, ASYNC, *machine, *settings)
+    config = config_of(done)
+    assert config.trainer.max_staleness == staleness and config.algorithm.tis_cap == cap
+    assert (config.trainer.placement, config.rollout.sleep) == ("separate", "none")
+    assert (config.trainer.n_gpus_per_node, config.rollout.engines) == (2, 2)
+    (line,) = (line for line in done.changed if line.startswith("trainer.max_staleness="))
+    assert ASYNC in line and "none is dropped for its age" in line
+
+
+def test_other_modes_of_the_trainer(tmp_path):
+    done = translated(tmp_path, MULTI_TURN, "trainer.v1.trainer_mode=colocate_async")
+    assert "sync and separate_async (trainer.max_staleness)" in done.mistakes[0]
+    old = translated(tmp_path, MULTI_TURN, ASYNC, "trainer.use_v1=false")
+    assert not old.mistakes and config_of(old).trainer.max_staleness == 0
+
+
+def test_a_run_of_0_9_1_trains_two_steps(tmp_path):
+    rows = Path(__file__).parents[2] / "datasets" / "arithmetic_train.parquet"
+    words = [
+        str(RUN), f"data.train_files={rows}", "data.val_files=null", "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2", "data.max_response_length=64",
+        "trainer.total_training_steps=2", "trainer.n_gpus_per_node=1", "trainer.device=cpu",
+        "trainer.logger=[console]", "rollout.name=local", "--model", "tiny",
+        "--output", str(tmp_path / "run"),
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "agentrl", "train", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert not done.returncode, done.stdout + done.stderr
+    assert "Its keys are those of verl 0.9.1.\n" in done.stdout
+    run = load_run(tmp_path / "run")
+    assert run.metrics.column("step").to_pylist() == [1, 2]
+    assert run.config["rollout"]["n"] == 5 and run.config["algorithm"]["kl_loss_coef"] == 0.001
+
+
+@pytest.mark.verl
+def test_the_table_and_the_run_are_verls_own():
+    """`make verl-keys` writes both."""
+    folders = {version: VERL / version for version in VERSIONS}
+    assert verl_defaults.table(folders) == verl_defaults.TABLE.read_text()
+    assert verl_defaults.composed_run() == RUN.read_text()
+
+
 # -- the table ------------------------------------------------------------------------------------
 
 
@@ -630,6 +769,7 @@ def test_every_changed_key_is_read_by_the_translation():
         "algorithm.filter_groups.enable": True,
         "actor_rollout_ref.actor.use_kl_loss": True,
         "trainer.resume_mode": "resume_path",
+        "trainer.v1.trainer_mode": "separate_async",
         f"{custom}.path": "r.py",
         f"{custom}.name": "f",
         **{k: True for k in CHANGED if "sandbox_fusion.url" in k or "overlong" in k},

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.installed_verl import VERSIONS
 from support.trainer_fixtures import config, group, scored, segment, turn
 from torch import tensor
 
@@ -16,8 +17,6 @@ from agentrl.config import OptimConfig
 from agentrl.learner.algorithms import loss_weights, make_targets
 from agentrl.learner.batch import collate
 from agentrl.learner.optimizer import learning_rate
-
-from .conftest import VERSIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "verl.md"
 NORM = "seq-mean-token-sum-norm"

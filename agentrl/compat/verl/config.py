@@ -20,6 +20,7 @@ from agentrl.config.sources import Setting, assignment, read_overrides
 from agentrl.config.trackers import TRACKERS
 from agentrl.config.verl_keys import (
     CHANGED,
+    CHOICES,
     MACHINE,
     REFUSED,
     RENAMED,
@@ -44,20 +45,6 @@ MAX_SHOWN = 150
 _ESTIMATOR = "algorithm.adv_estimator"
 CHARACTERS_PER_TOKEN = 4
 """The assumed length of a token of a tool's result."""
-
-ESTIMATORS = {
-    "gae": "ppo", "grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo",
-    "rloo_vectorized": "rloo", "reinforce_plus_plus": "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline", "remax": "remax",
-}  # fmt: skip
-"""`algorithm.name` for each of verl's advantage estimators that agentrl has."""
-OTHER_ESTIMATORS = (
-    "opo", "grpo_passk", "gpg", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline",
-)  # fmt: skip
-"""verl's other advantage estimators. Any other name is one of the user's own."""
-LOSSES = ("vanilla", "gspo", "cispo")
-KL_TYPES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-TOOL_FORMATS = {"hermes": "hermes", "gpt-oss": "gpt_oss", "qwen3_coder": "qwen3_coder"}
 
 
 @dataclass
@@ -157,8 +144,7 @@ def recognize_version(keys: Collection[str]) -> tuple[str, str]:
     nearest = [version for version in versions if distance(version) == least]
     version = nearest[-1]
     if lacking := sorted(known - versions[version].keys()):
-        more = ", ..." if len(lacking) > 3 else ""
-        return version, f"{version}, the nearest version (it lacks {', '.join(lacking[:3])}{more})"
+        return version, f"{version}, the nearest version (it lacks {', '.join(lacking[:3])})"
     others = f" (and of {', '.join(nearest[:-1])})" if nearest[1:] else ""
     return version, f"{version}{others}"
 
@@ -390,10 +376,10 @@ def _with_references(value: Any, setting: Setting) -> Any:
 def _algorithm(t: _Translator) -> None:
     path = _ESTIMATOR
     name = t.name(path)
-    if name in ESTIMATORS:
-        t.take("algorithm.name", ESTIMATORS[name], path)
-    elif name in OTHER_ESTIMATORS:
-        t.refuse(path, f"agentrl has the estimators {', '.join(ESTIMATORS)}")
+    if name in CHOICES["estimators"]:
+        t.take("algorithm.name", CHOICES["estimators"][name], path)
+    elif name in CHOICES["other_estimators"]:
+        t.refuse(path, f"agentrl has the estimators {', '.join(CHOICES['estimators'])}")
     else:
         t.take(path, name, path)
     rank = "actor_rollout_ref.model.lora_rank"
@@ -413,11 +399,11 @@ def _algorithm(t: _Translator) -> None:
         t.take("algorithm.dual_clip", t.get(dual), dual)
     else:
         t.change("algorithm.dual_clip", 0.0, f"verl's {t.name(loss)} does not have it", dual)
-    if t.name(loss) not in LOSSES:
+    if t.name(loss) not in CHOICES["losses"]:
         t.refuse(
             loss,
-            f"agentrl has the losses {', '.join(LOSSES)}. For a loss of your own (@policy_loss),"
-            " set algorithm.policy_loss=NAME and remove this key",
+            f"agentrl has the losses {', '.join(CHOICES['losses'])}. For a loss of your own"
+            " (@policy_loss), set algorithm.policy_loss=NAME and remove this key",
         )
     low = f"{ACTOR}.clip_ratio_low"
     if t.number(low) > 1:
@@ -446,16 +432,11 @@ def _kl(t: _Translator) -> None:
             )
         kind = "algorithm.kl_penalty" if not t.get(in_loss) else kind
     if t.get(in_loss) or t.get(in_reward):
-        if (name := t.name(kind)) not in KL_TYPES:
-            t.refuse(kind, f"agentrl has the estimators {', '.join(KL_TYPES)}")
+        kinds = CHOICES["kl_types"]
+        if (name := t.name(kind)) not in kinds:
+            t.refuse(kind, f"agentrl has the estimators {', '.join(kinds)}")
         else:
-            t.take("algorithm.kl_type", KL_TYPES[name], kind)
-    for path in (
-        in_reward,
-        *(f"{control}.{k}" for k in ("type", "kl_coef", "target_kl", "horizon")),
-    ):
-        if not t.get(in_reward) and t.get(path):
-            t.drop(path, "no effect: algorithm.use_kl_in_reward is false")
+            t.take("algorithm.kl_type", kinds[name], kind)
 
 
 def _mini_batches(t: _Translator) -> None:
@@ -623,7 +604,7 @@ def _tools(t: _Translator) -> None:
         )
     form = f"{TURNS}.format"
     if form in t.settings:
-        name = TOOL_FORMATS.get(t.name(form), "auto")
+        name = CHOICES["tool_formats"].get(t.name(form), "auto")
         if name != "auto":
             t.take("rollout.tool_format", name, form)
         else:
@@ -657,7 +638,6 @@ def _loop(t: _Translator) -> None:
 
 def _validation(t: _Translator) -> None:
     t.change("val.greedy", False, "verl has one pass, at val.temperature")
-    t.drop(f"{ROLLOUT}.val_kwargs.do_sample", "val.temperature decides")
 
 
 def _engine(t: _Translator) -> None:
@@ -682,11 +662,9 @@ def _engine(t: _Translator) -> None:
     if engines > 1 and name in ("sglang", "vllm") and has_own:
         why = "verl has as many servers as the GPUs hold"
         t.change("rollout.engines", engines, why, *gpus, each)
-    t.drop(f"{ROLLOUT}.data_parallel_size", "rollout.engines is the number of servers")
-    merge, backend = "actor_rollout_ref.model.lora.merge", f"{ROLLOUT}.checkpoint_engine.backend"
+    merge = "actor_rollout_ref.model.lora.merge"
     if t.get(merge):
         t.take("rollout.lora", "merge", merge)
-    t.drop(backend, "rollout.sync=auto chooses the fastest way")
 
 
 def _is_asynchronous(t: _Translator) -> bool:

@@ -15,18 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.sources import Setting, parse_value, read_yaml
+from agentrl.config.verl_keys import GROUPS, MAPPINGS
 
-MAPPINGS = (
-    "data.apply_chat_template_kwargs",
-    "custom_reward_function.reward_kwargs",
-    "reward.custom_reward_function.reward_kwargs",
-)
-"""verl's keys whose values are mappings."""
-_GROUPS = (
-    "actor", "algorithm", "critic", "data", "engine", "model", "npu_profile", "optim", "profiler",
-    "ref", "reward", "reward_manager", "reward_model", "rollout",
-)  # fmt: skip
-"""The parts of verl's own ppo_trainer.yaml, such as `actor@actor_rollout_ref.actor: dp_actor`."""
 _SEARCH = "hydra.searchpath"
 _INTERPOLATION = re.compile(r"\$\{((?:[^${}]|\{\})*)\}")
 """Its default may be `{}`."""
@@ -68,7 +58,7 @@ def read_verl_config(file: str, mistakes: list[str]) -> dict[str, Setting]:
         name = entry if isinstance(entry, str) else ""
         included = Path(file).with_name(f"{name}.yaml")
         groups = entry if isinstance(entry, dict) else [name]
-        if name.startswith("ppo_") or all(re.split("[@/]", str(g))[0] in _GROUPS for g in groups):
+        if name.startswith("ppo_") or all(re.split("[@/]", str(g))[0] in GROUPS for g in groups):
             continue
         if name and included.is_file() and included.resolve() != Path(file).resolve():
             merged |= read_verl_config(str(included), mistakes)

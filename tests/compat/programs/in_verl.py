@@ -1,8 +1,8 @@
 """Calls functions of an installed verl. It runs in an environment that has verl, not agentrl.
 
 Each line of the input is a call, `{"name": "MODULE:FUNCTION", "args": [...], "kwargs": {...}}`, and
-each line of the output is `[what the function returned, the error]`. `{"tensor": [...]}`, `{"array": [...]}` and
-`{"namespace": {...}}` stand for such objects.
+each line of the output is `[what the function returned, the error]`. `{"tensor": [...]}`,
+`{"array": [...]}` and `{"namespace": {...}}` stand for such objects.
 """
 
 import contextlib
@@ -109,7 +109,9 @@ def main():
         # verl prints to stdout.
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                function = getattr(importlib.import_module(module), name) if name else globals()[module]
+                function = (
+                    getattr(importlib.import_module(module), name) if name else globals()[module]
+                )
                 answer = [encode(function(*decode(call["args"]), **decode(call["kwargs"]))), ""]
         except Exception:
             answer = [None, traceback.format_exc()]
