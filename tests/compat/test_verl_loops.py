@@ -15,7 +15,7 @@ from agentrl.config import AgentConfig, Config
 from agentrl.data import load_samples
 from agentrl.engine.scripted import Scripted
 from agentrl.errors import UserError
-from agentrl.interactions import Reply, interaction
+from agentrl.interactions import Interaction, Reply, interaction
 from agentrl.registry import load_file
 from agentrl.testing import byte_tokenizer
 from agentrl.tools import tool
@@ -30,7 +30,7 @@ TOKENIZER = byte_tokenizer()
 def lines_of(section: str) -> str:
     """Return the Python code of a section of the page."""
     text = PAGE.read_text().partition(f"\n### {section}\n")[2].partition("\n### ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (code,) = re.findall(r"```(?:python|text)\n(.*?)```", text, re.DOTALL)
     return code
 
 
@@ -41,9 +41,9 @@ def load(tmp_path, section: str) -> None:
 
 @pytest.fixture(autouse=True)
 def own_names():
-    with registry.agent_loops.isolated(), registry.interactions.isolated():
-        with registry.tools.isolated(keep=()):
-            yield
+    loops, interactions = registry.agent_loops.isolated(), registry.interactions.isolated()
+    with loops, interactions, registry.tools.isolated(keep=()):
+        yield
 
 
 def played(loop: str, *turns, **row):
@@ -70,11 +70,11 @@ def test_a_tool_agent_loop(tmp_path):
     load(tmp_path, "A ToolAgentLoop")
     add_tool()
     t = played("until_done", call("step", text="a"), call("step", text="DONE"), tools=("step",))
-    assert len(t.turns) == 2 and t.turn_reward == pytest.approx(-0.2)
+    assert len(t.turns) == 2 and t.turn_rewards("turn") == pytest.approx(-0.2)
 
     @interaction("teacher")
-    class Teacher:
-        def respond(self, messages):
+    class Teacher(Interaction):
+        async def respond(self, messages):
             return Reply("Again.", done=len(messages) > 3)
 
     t = played("until_done", "a", "b", interaction="teacher")

@@ -1,9 +1,10 @@
 """Writes `agentrl/config/verl_defaults.csv`, the keys of verl's versions: `make verl-keys`.
 
-It also writes the config of a run of verl 0.9.1, which the tests translate. Each version's wheel has
-its config as one file for each training engine, which verl generates from its Hydra files
-(`_generated_ppo_*trainer.yaml`). A row of the table is a key with a default, the first and the last
-of the versions that have it, and the engines, if not all of a version do.
+It also writes the config of a run of verl 0.9.1, which the tests translate.
+
+Each version's wheel has its config as one file for each training engine, which verl generates from
+its Hydra files (`_generated_ppo_*trainer.yaml`). A row of the table is a key with a default, the
+first and the last of the versions that have it, and the engines, if not all of a version do.
 """
 
 from __future__ import annotations
