@@ -4,11 +4,11 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support import verl_defaults
+from support.forked_python import run_agentrl
 from support.installed_verl import VERL, VERSIONS
 from support.verl_defaults import GRPO
 
@@ -651,7 +651,7 @@ def test_a_run_of_0_9_1_is_its_settings(tmp_path):
         (["actor_rollout_ref.rollout.multi_turn.interaction_config_path=i.yaml"],
          "0.7.1 (and of 0.7.0)"),
         (["actor_rollout_ref.rollout.multi_turn.interaction_config_path=i.yaml",
-          "trainer.v1.trainer_mode=sync", "data.audio_key=audio"],
+          "trainer.v1.trainer_mode=sync", "skip.rollout.enable=false"],
          "0.9.1, the nearest version (it lacks"
          " actor_rollout_ref.rollout.multi_turn.interaction_config_path)"),
         (["no.such.key=1"], "0.9.1 (and of 0.7.0, 0.7.1, 0.8.0, 0.9.0)"),
@@ -661,9 +661,16 @@ def test_the_version_is_recognized_by_its_keys(tmp_path, settings, text):
     assert translated(tmp_path, MULTI_TURN, *settings).version == text
 
 
+def test_a_setting_without_a_value_is_a_mistake_if_verl_reads_it(tmp_path):
+    text = MULTI_TURN.replace("train_batch_size: 256", "train_batch_size: ???\n  audio_key: ???")
+    (mistake,) = translated(tmp_path, text).mistakes
+    assert "data.train_batch_size=VALUE" in mistake
+
+
 def test_a_value_of_a_key_that_only_verl_has_is_refused(tmp_path):
     done = translated(tmp_path, MULTI_TURN, "actor_rollout_ref.actor.qat.enable=true")
-    assert "qat.enable=true (command line): agentrl has no such setting" in done.mistakes[0]
+    assert "qat.enable=true (command line): agentrl has no such" in done.mistakes[0]
+    assert "verl's default, actor_rollout_ref.actor.qat.enable=false." in done.mistakes[0]
     assert not translated(tmp_path, MULTI_TURN, "actor_rollout_ref.actor.qat.enable=false").mistakes
 
 
@@ -718,11 +725,9 @@ def test_a_run_of_0_9_1_trains_two_steps(tmp_path):
         str(RUN), f"data.train_files={rows}", "data.val_files=null", "data.train_batch_size=4",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2", "data.max_response_length=64",
         "trainer.total_training_steps=2", "trainer.n_gpus_per_node=1", "trainer.device=cpu",
-        "trainer.logger=[console]", "rollout.name=local", "--model", "tiny",
-        "--output", str(tmp_path / "run"),
+        "trainer.logger=[console]", "rollout.name=local",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "agentrl", "train", *words]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_agentrl("train", *words, "--model", "tiny", "--output", tmp_path / "run")
     assert not done.returncode, done.stdout + done.stderr
     assert "Its keys are those of verl 0.9.1.\n" in done.stdout
     run = load_run(tmp_path / "run")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.installed_verl import VERL
 
 from agentrl import registry
 from agentrl.agent_loops.play import play
@@ -29,7 +30,7 @@ TOKENIZER = byte_tokenizer()
 
 def lines_of(section: str) -> str:
     """Return the Python code of a section of the page."""
-    text = PAGE.read_text().partition(f"\n### {section}\n")[2].partition("\n### ")[0]
+    text = re.split(r"\n##+ ", PAGE.read_text().partition(f"\n### {section}\n")[2])[0]
     (code,) = re.findall(r"```(?:python|text)\n(.*?)```", text, re.DOTALL)
     return code
 
@@ -163,6 +164,21 @@ def test_files_of_verl_recipe(tmp_path, monkeypatch, path, refused):
         return
     with pytest.raises(UserError, match=rf"{refused}.*docs/verl\.md"):
         load_file(f"recipe/{path}")
+
+
+@pytest.mark.verl
+def test_function_tools_of_0_9_1():
+    load_file(str(VERL / "0.9.1/tests/experimental/agent_loop/function_tool_examples.py"))
+    names = ("get_weather", "calculator", "fetch_url")
+    calls = [
+        call("get_weather", city="Tokyo"),
+        call("calculator", expression="(3+4)*5"),
+        call("fetch_url", url="a"),
+    ]
+    t = played("tool_agent", *calls, "Done.", tools=names)
+    weather, number, page = (m.content for m in t.messages if m.role == "tool")
+    assert json.loads(weather) == {"temperature_c": 17.3, "condition": "drizzle"}
+    assert number == "35" and page and not page.startswith("Error")
 
 
 TASK = """

@@ -116,9 +116,8 @@ def translate(
     strategy = settings.get("model_engine") or settings.get(f"{ACTOR}.strategy")
     keys = verl_versions(str(strategy and strategy.value))[version]
     # verl reads only the values that it needs, so `???` in the others is no mistake.
-    settings = {
-        p: s for p, s in settings.items() if s.value != "???" or p in MACHINE or p not in keys
-    }
+    unread = {"", *UNNEEDED}
+    settings = {p: s for p, s in settings.items() if s.value != "???" or known_key(p) not in unread}
     values = {**keys, **{path: s.value for path, s in settings.items()}}
     settings = resolve(settings, values, translation.mistakes)
     overridden = {setting.path for setting in agentrl_settings}
@@ -336,7 +335,8 @@ class _Translator:
         elif path.startswith("hydra."):
             self.drop(path, "settings of Hydra itself")
         elif any(path in keys for keys in verl_versions().values()):
-            self.refuse(path, "agentrl has no such setting, and does what verl's default does")
+            default = assignment(path, self._default(path))
+            self.refuse(path, f"agentrl has no such setting; it is like verl's default, {default}")
         else:
             close = did_you_mean(path, [*RENAMED, *CHANGED, *UNNEEDED, *REFUSED, *SHARED])
             self.refuse(path, f"this key is neither verl's, as far as known, nor agentrl's.{close}")
