@@ -588,6 +588,12 @@ def test_interpolations_that_cannot_be_resolved_are_mistakes(tmp_path, value, me
     assert re.search(message, done.mistakes[0])
 
 
+def test_a_default_that_depends_on_a_mistake_is_no_second_one(tmp_path):
+    settings = "actor_rollout_ref.rollout.n='${no.such}'", "actor_rollout_ref.actor.rollout_n=1"
+    (mistake,) = translated(tmp_path, MULTI_TURN, *settings).mistakes
+    assert "actor_rollout_ref.rollout.n=" in mistake and "does not set no.such" in mistake
+
+
 def test_defaults_are_files_of_the_same_folder(tmp_path):
     verl_yaml(tmp_path, "data: {train_batch_size: 8, seed: 5}\ndefaults: [ppo_trainer]\n", "b.yaml")
     text = (
@@ -784,7 +790,7 @@ def test_every_changed_key_is_read_by_the_translation():
     for settings in ({}, given, newer):
         done = Translation()
         made = {k: Setting(k, v, "test") for k, v in settings.items()}
-        translator = _Translator(made, done, verl_versions()["0.9.1"], {}, {}, ())
+        translator = _Translator(made, done, verl_versions()["0.9.1"], {}, ())
         translator.settings = Watched(translator.settings)
         for part in _PARTS:
             part(translator)

@@ -28,6 +28,7 @@ from agentrl.config.verl_keys import (
     SHARED,
     UNNEEDED,
     VALUES,
+    VERL_KEYS,
     explain_key,
     known_key,
     verl_versions,
@@ -114,14 +115,15 @@ def translate(
             settings[path] = replace(setting, path=path)
     version, translation.version = recognize_version(settings)
     strategy = settings.get("model_engine") or settings.get(f"{ACTOR}.strategy")
-    keys = verl_versions(str(strategy and strategy.value))[version]
+    versions = verl_versions(str(strategy and strategy.value))
+    # A key that this version lacks has the default of the newest version that has it.
+    defaults = {k: v for has in [*versions.values(), versions[version]] for k, v in has.items()}
     # verl reads only the values that it needs, so `???` in the others is no mistake.
     unread = {"", *UNNEEDED}
     settings = {p: s for p, s in settings.items() if s.value != "???" or known_key(p) not in unread}
-    values = {**keys, **{path: s.value for path, s in settings.items()}}
-    settings = resolve(settings, values, translation.mistakes)
+    settings = resolve(settings, defaults, translation.mistakes)
     overridden = {setting.path for setting in agentrl_settings}
-    _Translator(settings, translation, keys, values, set_by_ours, overridden).run()
+    _Translator(settings, translation, defaults, set_by_ours, overridden).run()
     translation.settings += agentrl_settings
     return translation
 
@@ -155,8 +157,7 @@ class _Translator:
         self,
         settings: Mapping[str, Setting],
         translation: Translation,
-        keys: Mapping[str, Any],
-        values: Mapping[str, Any],
+        defaults: Mapping[str, Any],
         set_by_ours: Mapping[str, Setting | None],
         overridden: Collection[str],
     ):
@@ -165,8 +166,7 @@ class _Translator:
         Args:
             settings: the settings by key.
             translation: the results are appended to it.
-            keys: the default of each key in this version of verl.
-            values: verl's value of each key, in which interpolations are not replaced.
+            defaults: verl's default of each key, with its interpolations.
             set_by_ours: the keys of `settings` whose value the user set by agentrl's name, and the
                 setting that it replaces. The config checks these values.
             overridden: the keys of agentrl's that the user set by agentrl's name.
@@ -177,7 +177,8 @@ class _Translator:
             if clip in self.settings and path in settings and settings[path].value is None:
                 self.settings[path] = replace(self.settings[clip], path=path)
         self.translation = translation
-        self._keys, self._values = keys, values
+        self._defaults = defaults
+        self._values = {**defaults, **{path: s.value for path, s in settings.items()}}
         self._set_by_ours = set_by_ours
         self._overridden = overridden
         self._dropped: dict[str, list[str]] = {}
@@ -187,7 +188,7 @@ class _Translator:
         for path in self.settings:
             self._check(path)
         translated = {*RENAMED, *SHARED} - {*MACHINE}
-        defaults = dict.fromkeys(p for p in self._keys if p in translated - {*self.settings})
+        defaults = dict.fromkeys(p for p in self._defaults if p in translated - {*self.settings})
         if "trainer.total_training_steps" in self.settings:
             defaults.pop("trainer.total_epochs", None)
             self.drop(
@@ -221,13 +222,8 @@ class _Translator:
         return None if path in MACHINE else self._default(path)
 
     def _default(self, path: str) -> Any:
-        """Return verl's default of a key, in this version or, if it lacks the key, in the newest.
-
-        It is None for a key that no version has.
-        """
-        versions = [self._keys, *reversed(verl_versions().values())]
-        default = next((keys[path] for keys in versions if path in keys), None)
-        return resolve_value(default, self._values, path)
+        """Return verl's default of a key; None for a key that no version has."""
+        return resolve_value(self._defaults.get(path), self._values, path)
 
     def _is_default(self, setting: Setting) -> bool:
         return _is_same(setting.value, self._default(setting.path))
@@ -334,11 +330,11 @@ class _Translator:
             self.drop(path, (UNNEEDED | CHANGED)[above])
         elif path.startswith("hydra."):
             self.drop(path, "settings of Hydra itself")
-        elif any(path in keys for keys in verl_versions().values()):
+        elif path in self._defaults:
             default = assignment(path, self._default(path))
             self.refuse(path, f"agentrl has no such setting; it is like verl's default, {default}")
         else:
-            close = did_you_mean(path, [*RENAMED, *CHANGED, *UNNEEDED, *REFUSED, *SHARED])
+            close = did_you_mean(path, [*VERL_KEYS, *self._defaults])
             self.refuse(path, f"this key is neither verl's, as far as known, nor agentrl's.{close}")
 
     def _same(self, value: Any) -> Any:

@@ -71,15 +71,16 @@ def read_verl_config(file: str, mistakes: list[str]) -> dict[str, Setting]:
 
 
 def resolve(
-    settings: Mapping[str, Setting], values: Mapping[str, Any], mistakes: list[str]
+    settings: Mapping[str, Setting], defaults: Mapping[str, Any], mistakes: list[str]
 ) -> dict[str, Setting]:
     """Return the settings with their interpolations replaced by values.
 
     Args:
         settings: all settings of a config, by key.
-        values: the values of all keys, defaults included.
+        defaults: verl's default of each key.
         mistakes: the list to which mistakes are appended: interpolations that cannot be resolved.
     """
+    values = {**defaults, **{path: s.value for path, s in settings.items()}}
     resolved = {}
     for path, setting in settings.items():
         try:
