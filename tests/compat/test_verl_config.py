@@ -169,6 +169,18 @@ def test_the_command_line_translates_it(tmp_path, capsys):
     )
 
 
+def test_the_version_is_named_next_to_mistakes_too(tmp_path, capsys):
+    words = [
+        verl_yaml(tmp_path),
+        "actor_rollout_ref.rollout.top_p=0.9",
+        "skip.rollout.enable=false",
+    ]
+    with pytest.raises(ConfigError, match="full distribution"):
+        read_config(None, words, model="other/model")
+    out = capsys.readouterr().out
+    assert out == f"{words[0]} is translated to agentrl's keys. Its keys are those of verl 0.9.1.\n"
+
+
 def test_a_key_of_agentrls_also_counts_where_a_value_is_computed_from_it(tmp_path):
     config = config_of(translated(tmp_path, MULTI_TURN, "rollout.n=2"))
     assert (config.rollout.n, config.algorithm.mini_batch_size) == (2, 128)
