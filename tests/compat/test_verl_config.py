@@ -170,11 +170,8 @@ def test_the_command_line_translates_it(tmp_path, capsys):
 
 
 def test_the_version_is_named_next_to_mistakes_too(tmp_path, capsys):
-    words = [
-        verl_yaml(tmp_path),
-        "actor_rollout_ref.rollout.top_p=0.9",
-        "skip.rollout.enable=false",
-    ]
+    switch = "trainer.v1.separate_async.hybrid_rollout.enable_switch=false"
+    words = [verl_yaml(tmp_path), "actor_rollout_ref.rollout.top_p=0.9", switch]
     with pytest.raises(ConfigError, match="full distribution"):
         read_config(None, words, model="other/model")
     out = capsys.readouterr().out
