@@ -23,6 +23,10 @@ AGENTS := $(CACHE)/agents-$(firstword $(shell \
 # Packages of other projects' environments (agentrl/doors), each list in a Python of its own.
 DOORS := $(CACHE)/test-doors-$(firstword $(shell \
 	{ cat tests/doors/packages/*.txt; $(PYTHON) -c 'import sys; print(sys.version)'; } | cksum))
+# verl's versions (tests/compat/packages), which verl's numbers and agentrl/config/verl_defaults.csv are from.
+VERL := $(CACHE)/verl-$(firstword $(shell \
+	{ cat tests/compat/packages/*.txt; $(PYTHON) -c 'import sys; print(sys.version)'; } | cksum))
+VERL_VERSIONS := $(patsubst tests/compat/packages/%.txt,%,$(wildcard tests/compat/packages/[0-9]*.txt))
 # Harbor and NeMo Gym need a newer Python than agentrl.
 DOORS_PYTHON ?= $(firstword $(foreach p,python3.14 python3.13 python3.12 $(PYTHON),\
 	$(shell $p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $p)))
@@ -32,7 +36,7 @@ SGLANG_READY := $(if $(AGENTRL_SGLANG_PYTHON),,$(if $(filter Linux,$(shell uname
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-vllm test-trackers test-doors recipes-check check lint format setup sglang agents doors quick-doors docs models
+.PHONY: help demo test test-all test-gpu test-vllm test-trackers test-doors test-verl recipes-check check lint format setup sglang agents doors quick-doors verl verl-keys docs models
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -40,10 +44,10 @@ help:  ## this list
 demo: $(VENV)/.installed  ## a policy learns to use a calculator: minutes on two CPU cores
 	$(BIN)/agentrl train --dataset datasets/arithmetic_train.parquet --val-dataset datasets/arithmetic_val.parquet --model tiny --output runs/demo
 
-test: setup  ## the tests, all but `slow`, `doors`, `gpu`, `vllm` and `trackers`
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not doors and not gpu and not vllm and not trackers" $(PYTEST_ARGS)
+test: setup  ## the tests, all but `slow`, `doors`, `gpu`, `verl`, `vllm` and `trackers`
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not doors and not gpu and not verl and not vllm and not trackers" $(PYTEST_ARGS)
 
-test-all: setup doors  ## the tests, all but `gpu`, `vllm` and `trackers`
+test-all: setup doors verl  ## the tests, all but `gpu`, `vllm` and `trackers`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not vllm and not trackers" --hypothesis-profile=thorough $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed-dev  ## the tests that need a GPU
@@ -58,6 +62,9 @@ test-trackers: $(VENV)/.installed-dev  ## the tests that need the trackers, whic
 
 test-doors: setup doors  ## the tests of the doors to other projects' environments
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/doors $(PYTEST_ARGS)
+
+test-verl: $(VENV)/.installed-dev verl  ## the tests that compare with verl's own code, several versions of it
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m verl tests/compat $(PYTEST_ARGS)
 
 recipes-check: $(VENV)/.installed-dev  ## rewards, masks, advantages and updates of the recipes' stored runs, computed again
 	OMP_NUM_THREADS=1 $(BIN)/python recipes/check.py --weights
@@ -85,6 +92,12 @@ quick-doors: $(DOORS)/games/.installed
 	@ln -sfn $(DOORS) .venv-doors
 
 doors: quick-doors $(patsubst tests/doors/packages/%.txt,$(DOORS)/%/.installed,$(wildcard tests/doors/packages/*.txt))  ## packages of environments: .venv-doors, a link into the user's cache
+
+verl: $(VERL)/.installed  ## verl's versions: .venv-verl, a link into the user's cache
+	@ln -sfn $(VERL) .venv-verl
+
+verl-keys: $(VENV)/.installed-dev verl  ## verl's keys and defaults, from verl's own files
+	PYTHONPATH=tests $(BIN)/python -m support.verl_defaults
 
 docs: $(VENV)/.installed-dev  ## the documentation that is written by a program
 	$(BIN)/python -m agentrl.config.page > docs/config.md
@@ -123,6 +136,14 @@ $(DOORS)/%/.installed:
 	@echo "installing the packages of tests/doors/packages/$*.txt into $(DOORS)/$* (a minute, once)"
 	$(if $(filter harbor nemo-gym,$*),$(DOORS_PYTHON),$(PYTHON)) -m venv $(DOORS)/$*
 	$(DOORS)/$*/bin/python -m pip install --quiet --no-compile --ignore-requires-python -r tests/doors/packages/$*.txt
+	@touch $@
+
+$(VERL)/.installed:
+	@echo "installing the packages of verl into $(VERL) (1.5 GB, some minutes, once)"
+	$(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/python -m pip install --quiet --no-compile -r tests/compat/packages/requirements.txt
+	for v in $(VERL_VERSIONS); do $(VERL)/bin/python -m pip install --quiet --no-compile --no-deps \
+		--target $(VERL)/$$v -r tests/compat/packages/$$v.txt || exit 1; done
 	@touch $@
 
 # SGLang pins torch exactly, and without a GPU it wants only a part of what it names.

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from agentrl.errors import ConfigError, RegistryError, UserError
-from agentrl.file_loaders import door_of, file_loaders
+from agentrl.file_loaders import door_names, door_of, file_loaders
 from agentrl.siblings import make_siblings_importable
 
 T = TypeVar("T")
@@ -32,6 +32,11 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     by_lower = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return f" Did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def suggest_door(address: object) -> str:
+    """Return ` Did you mean 'DOOR:NAME'?` for an address with almost the name of a door, or ""."""
+    return did_you_mean(str(address).partition(":")[0], [f"{name}:NAME" for name in door_names()])
 
 
 class Registry(Generic[T]):

@@ -19,6 +19,7 @@ from agentrl import (
     load_config,
     tool,
 )
+from agentrl.preflight import environment as environment_check
 from agentrl.preflight.environment import EnvironmentCheck
 from agentrl.rewards import Scorer
 from agentrl.testing import byte_tokenizer
@@ -198,6 +199,15 @@ def test_a_sound_environment_passes():
     assert {c.status for c in checks.values()} == {"passed", "measured"}, checks
     detail = checks["time and memory"].detail
     assert re.search(r"[\d.]+ ms \(p50\), [\d.]+ ms \(p99\).* \d+ episodes/s with \d+ at", detail)
+
+
+def test_a_slow_environment_shows_its_progress(monkeypatch, capsys):
+    check(Sound, WORDS[:1])
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(environment_check, "PROGRESS_SECONDS", 0.0)
+    check(Sound, WORDS[:1])
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0] == "episode 1: gold, row 0, 0 s" and len(shown) > 30
 
 
 @pytest.mark.parametrize("cls", FAULTS, ids=lambda cls: cls.__name__)

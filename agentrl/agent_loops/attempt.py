@@ -142,6 +142,8 @@ class Attempt:
     `messages` and `foreign` hold references to the messages, so that no id is reused."""
     foreign: dict[int, Message] = field(default_factory=dict)
     """The assistant messages that the policy did not sample (`Episode.foreign`), by `id`."""
+    parses_calls: bool = True
+    """False if the environment of the row offers no tools: turns are texts, whatever is in them."""
     main: int = 0
     """The conversation that becomes number 0 in the trajectory."""
     scores: Scores | None = None

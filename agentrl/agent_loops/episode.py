@@ -203,9 +203,11 @@ class Episode:
         # The prompt may end with an opened thinking tag, which belongs to the text for parsers.
         opening = "" if parse else template.thinking.opening(prompt)
         full_text = opening + text
-        calls = (
-            parse(full_text) if parse else await self._runtime.parse_calls(full_text, self._schemas)
-        )
+        calls: list[ToolCall] = []
+        if parse:
+            calls = parse(full_text)
+        elif attempt.parses_calls or self._schemas:
+            calls = await self._runtime.parse_calls(full_text, self._schemas)
         if opening:
             calls = _shift_spans(calls, -len(opening))
         # No `await` and no user code follows, so the turn is added completely or not at all.

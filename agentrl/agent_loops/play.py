@@ -82,6 +82,7 @@ async def play_episode(
             has_open_tools = True
             opened = await _open_tools(attempt)
             observed.extend(opened.messages)
+            attempt.parses_calls = bool(opened.functions or not sample.environment)
         # After the tools are open: a toolbox reads the tools of a server then.
         every = runtime.toolbox.schemas(sample.tools)
         tool_schemas = copy_value([s for s in every if s["function"]["name"] in opened.functions])

@@ -20,12 +20,12 @@ def list_() -> None:
     from agentrl.doors.install import installed_version
     from agentrl.file_loaders import door_names
 
-    for name in door_names():
-        door = find_door(name)
-        version = "needs no package"
-        if door.requirements:
-            version = installed_version(door) or f"agentrl doors install {name}"
-        echo(f"{name:14} {door.description:45} {version}")
+    doors = [find_door(name) for name in door_names()]
+    width = max(len(door.description) for door in doors)
+    for door in doors:
+        version = installed_version(door) if door.requirements else "needs no package"
+        version = version or f"agentrl doors install {door.name}"
+        echo(f"{door.name:14} {door.description:{width}} {version}")
 
 
 @app.command()
@@ -37,7 +37,7 @@ def install(
     ] = None,
     python: Annotated[
         str,
-        typer.Option(help="The Python of its virtual environment. Default: one that fits."),
+        typer.Option(help="Make a new virtual environment of this Python. Default: one that fits."),
     ] = "",
 ) -> None:
     """Install a door's package into a virtual environment that only this door uses.

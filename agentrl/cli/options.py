@@ -108,7 +108,7 @@ def read_config(
         if isinstance(files := flag_values.get(key), list):
             flag_values[key] = _rows_of(files)
     mistakes: list[str] = []
-    report, yaml_path = "", str(config) if config else None
+    version, report, yaml_path = "", "", str(config) if config else None
     load = partial(load_config, yaml_path, overrides, flag_values)
     try:
         verl_file = _verl_config(config, overrides)
@@ -122,7 +122,7 @@ def read_config(
         from agentrl.compat.verl.config import translate
 
         translation = translate(verl_file, overrides[1:], flag_values)
-        report = translation.report()
+        version, report = translation.version, translation.report()
         load = partial(
             load_config,
             flags=flag_values,
@@ -130,8 +130,10 @@ def read_config(
             mistakes=translation.mistakes,
         )
     loaded = load(all_mistakes=mistakes)
+    if version:
+        echo(f"{verl_file} is translated to agentrl's keys. Its keys are those of verl {version}.")
     if report and not mistakes:
-        echo(f"{verl_file} is translated from verl's keys to agentrl's.\n{report}\n")
+        echo(f"{report}\n")
     if loaded.model.path == TINY:
         from agentrl.demo import tiny_settings
 
@@ -332,6 +334,8 @@ def _refuse_mistakes(
     from agentrl.errors import ConfigError, UserError
     from agentrl.preflight import find_problems, load_files
 
+    if any(": YAML syntax: " in m for m in mistakes):  # The rest of the file is not known.
+        refuse(mistakes)
     problems = []
     file_problems = load_files(config)
     are_rows_set = any(m.startswith(("data.train=", "data.val=")) for m in mistakes)
@@ -358,8 +362,8 @@ def _refuse_mistakes(
         is_reward_valid=not any(m.startswith("reward.") for m in mistakes),
     )
     if not mistakes:
-        raise ConfigError("\n".join(problems))
-    refuse([*mistakes, *(problem.replace("\n", "\n    ") for problem in problems)])
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    refuse([*mistakes, *(text.replace("\n", "\n    ") for text in dict.fromkeys(problems))])
 
 
 def _explain_old_run(output: str) -> str:

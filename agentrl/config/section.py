@@ -7,6 +7,8 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from agentrl.registry import suggest_door
+
 _URL = re.compile(r"\s*(?!mcp\+)[A-Za-z][\w+.-]+:/")
 """A scheme of two letters or more: `C:/runs` is a path. `mcp+` begins the address of a server."""
 
@@ -20,7 +22,7 @@ def refuse_url(path: str) -> str:
     if _URL.match(path):
         raise ValueError(
             f"{path!r} is a URL, but only paths on this machine are supported. Mount the storage,"
-            " or copy the files, and name the local path"
+            f" or copy the files, and name the local path.{suggest_door(path)}"
         )
     return path
 

@@ -674,8 +674,8 @@ class Config(Section):
     @property
     def all_files(self) -> list[str]:
         """`files`, and environments and doors in the form that `load_file` reads."""
-        rows = [(door_of(name), name) for name in self.data.files]
-        named = [*(row for row in rows if row[0]), *self.environments.items()]
+        rows = [("", name) for name in self.data.files if door_of(name)]
+        named = [*rows, *self.environments.items()]
         return [*self.files, *(f"environment+{address}#{name}" for name, address in named)]
 
     @property

@@ -267,7 +267,8 @@ def read_yaml(
         mistakes.append(f"{file}: is not a YAML file ({e})")
     except yaml.MarkedYAMLError as e:
         line = f":{e.problem_mark.line + 1}" if e.problem_mark else ""
-        mistakes.append(f"{file}{line}: YAML syntax: {e.problem or e.context}")
+        hint = ". Put a text with ? into quotation marks" if "'?'" in (e.problem or "") else ""
+        mistakes.append(f"{file}{line}: YAML syntax: {e.problem or e.context}{hint}")
     except yaml.YAMLError as e:
         mistakes.append(f"{file}: YAML syntax: {e}")
     return []

@@ -1,8 +1,15 @@
-"""verl's config keys (`verl_keys.yaml`), and the messages about them."""
+"""verl's config keys, and the messages about them.
+
+`verl_keys.yaml` says what agentrl makes of a key. `verl_defaults.csv` has the keys of verl's
+versions; `make verl-keys` writes it from verl's own files.
+"""
 
 from __future__ import annotations
 
+import csv
+import json
 from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +17,66 @@ import yaml
 
 _TABLE = yaml.safe_load(Path(__file__).with_name("verl_keys.yaml").read_text("utf-8"))
 
+
+def _by_key(keys_of_texts: dict[str, list[str]]) -> dict[str, str]:
+    return {key: text for text, keys in keys_of_texts.items() for key in keys}
+
+
 RENAMED: dict[str, str] = _TABLE["renamed"]
 """agentrl's key of the same meaning, for each of verl's."""
 CHANGED: dict[str, str] = _TABLE["changed"]
 """Advice on the keys whose meaning differs."""
-UNNEEDED: dict[str, str] = _TABLE["unneeded"]
+UNNEEDED = _by_key(_TABLE["unneeded"])
 """Advice on the keys that need no counterpart."""
-REFUSED: dict[str, dict[str, Any]] = _TABLE["refused"]
-"""The keys that change what is learned and have no counterpart: `text` and `same`."""
+REFUSED = _by_key(_TABLE["refused"])
+"""Advice on the keys that change what is learned and have no counterpart."""
+SAME: dict[str, list[Any]] = _TABLE["same"]
+"""The values of refused keys that are what agentrl does, where that is not verl's default."""
 SHARED: list[str] = _TABLE["shared"]
 """The keys that verl and agentrl have in common."""
 VALUES: dict[str, dict[Any, Any]] = _TABLE["values"]
 """agentrl's value for each of verl's, for the keys where they are written differently."""
-DEFAULTS: dict[str, Any] = _TABLE["defaults"]
-"""verl's defaults."""
+CHOICES: dict[str, Any] = _TABLE["choices"]
+"""The choices of some keys, by a name for them."""
+MAPPINGS: list[str] = _TABLE["mappings"]
+"""The keys whose values are mappings."""
+GROUPS: list[str] = _TABLE["groups"]
+"""The parts of verl's own ppo_trainer.yaml, such as `actor@actor_rollout_ref.actor: dp_actor`."""
+MACHINE: list[str] = _TABLE["machine"]
+"""The keys whose defaults are not taken."""
 
 VERL_KEYS: dict[str, str] = {
     **{key: f"Use {ours}" for key, ours in RENAMED.items()},
     **CHANGED,
     **UNNEEDED,
-    **{key: entry["text"] for key, entry in REFUSED.items()},
+    **REFUSED,
 }
 """Advice for each of verl's dotted keys that agentrl does not have."""
 
 _SECTIONS = ("actor_rollout_ref.", "critic.", "custom_reward_function.", "reward_model.")
 """The sections that only verl has."""
+
+
+@cache
+def verl_versions(engine: str = "dp") -> dict[str, dict[str, Any]]:
+    """Return the keys of each version of verl, oldest first, with their defaults.
+
+    Args:
+        engine: verl's training engine (`model_engine`), whose defaults count where they differ. For
+            FSDP and names that are none of verl's it is `dp`.
+    """
+    with Path(__file__).with_name("verl_defaults.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    rows.sort(
+        key=lambda row: (engine not in (row["engines"] or engine), "dp" not in row["engines"])
+    )
+    names = {name for row in rows for name in (row["first"], row["last"])}
+    order = sorted(names, key=lambda name: [*map(int, name.split("."))])
+    versions: dict[str, dict[str, Any]] = {name: {} for name in order}
+    for row in rows:
+        for name in order[order.index(row["first"]) : order.index(row["last"]) + 1]:
+            versions[name].setdefault(row["key"], json.loads(row["default"]))
+    return versions
 
 
 def known_key(path: str) -> str:
@@ -54,7 +96,7 @@ def explain_key(path: str, mappings: Collection[str] = ()) -> str:
     if above := known_key(path):
         suffix = path.removeprefix(above) if RENAMED.get(above) in mappings else ""
         return f"this is verl's name. {VERL_KEYS[above]}{suffix}"
-    if path.startswith(_SECTIONS):
+    if path.startswith(_SECTIONS) or any(path in keys for keys in verl_versions().values()):
         return "this is verl's name, and agentrl has no such setting"
     return ""
 

@@ -165,9 +165,9 @@ def _check_tools(sample: Sample) -> Problems:
         counts.update(function.name for function in tool.functions)
         kwargs = sample.tools_kwargs.get(name, {}).get("create_kwargs", {})
         if tool.is_class:
-            for problem in find_argument_problems(
-                tool.target, kwargs, injected=tool.constructor_injected
-            ):
+            cls, injected = tool.target, tool.constructor_injected
+            problems = find_argument_problems(cls, kwargs, injected=injected)
+            for problem in problems or (cls._problems(kwargs) if tool.is_environment else ()):
                 yield f"{column}_kwargs", f"{tool.label}: {problem}"
         elif kwargs:
             yield "tools_kwargs", f"tool {name!r} is a function; only a class takes create_kwargs"
@@ -190,7 +190,8 @@ def _explain_unknown(column: str, name: str) -> str:
     names = sorted(n for n, tool in registry.tools.items() if tool.is_environment)
     return (
         f"no environment named {name!r}.{registry.did_you_mean(name, names)}"
-        f" Registered: {', '.join(names) or 'none'}. {registry.where_to_load()}"
+        f" Registered: {', '.join(names) or 'none'}. {registry.where_to_load()}, or name its"
+        f' server: environments={{{name}: "openenv://HOST:PORT"}} (docs/doors.md)'
     )
 
 

@@ -31,8 +31,8 @@ from agentrl.data.rows import (
 )
 from agentrl.data.table import DEFAULT_LOOP, UNNAMED, Table, kind_of, load_table
 from agentrl.errors import DataError
-from agentrl.file_loaders import door_names, door_of, file_loaders
-from agentrl.registry import did_you_mean
+from agentrl.file_loaders import door_of, file_loaders
+from agentrl.registry import suggest_door
 from agentrl.trajectory import Sample
 
 log = logging.getLogger("agentrl")
@@ -339,8 +339,7 @@ def list_files(source: Source) -> list[tuple[str, float]]:
         if has_magic(path) and not Path(expanded).exists():
             matching = sorted(glob(expanded, recursive=True))
             if not matching:
-                hint = did_you_mean(path.partition(":")[0], door_names()) if ":" in path else ""
-                raise DataError(f"no file matches {path} (in {Path.cwd()}).{hint}")
+                raise DataError(f"no file matches {path} (in {Path.cwd()}).{suggest_door(path)}")
         else:
             matching = [path]
         for file in matching:

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from agentrl.errors import DataError
 from agentrl.plural import plural
-from agentrl.registry import did_you_mean
+from agentrl.registry import did_you_mean, suggest_door
 from agentrl.regular_files import atomic_file
 
 KWARGS = ("extra_info", "tools_kwargs", "interaction_kwargs", "environment_kwargs")
@@ -114,7 +114,7 @@ def find_file(path: str | Path) -> Path:
     """
     file = Path(path).expanduser()
     if file.suffix not in SUFFIXES:
-        raise DataError(f"{path}: a dataset is a .parquet or a .jsonl file")
+        raise DataError(f"{path}: a dataset is a .parquet or a .jsonl file.{suggest_door(path)}")
     if file.exists() and not file.is_file():
         raise DataError(f"{path}: is not a regular file. For the files of a folder: {path}/*")
     if not file.is_file():

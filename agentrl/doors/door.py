@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from agentrl.errors import ConfigError, DataError
 from agentrl.file_loaders import SHIPPED_DOORS, door_names, door_of
 from agentrl.installation import home
 from agentrl.registry import ENVIRONMENT, did_you_mean
+
+log = logging.getLogger("agentrl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +85,34 @@ _loaded: set[str] = set()
 def load(address: str) -> None:
     """Register the environment or the loop at an address `environment+DOOR:REST#ALIAS`.
 
-    `agentrl.registry.load_file` calls it, once for each file of a config.
+    The address of rows has no alias: they use the name of the door. `agentrl.registry.load_file`
+    calls it, once for each file of a config.
 
     Raises:
         UserError: nothing is at the address. The message says what to start or to install.
     """
     if address not in _loaded:
         rest, _, alias = address.removeprefix(ENVIRONMENT).rpartition("#")
-        find_door(rest.partition(":")[0]).load(alias, rest)
+        door = find_door(rest.partition(":")[0])
+        if alias or door.rows:  # `rows_file` says what is wrong with other rows.
+            door.load(alias or door.name, rest)
         _loaded.add(address)
 
 
 def check_doors(config: Config) -> None:
-    """Raise `UserError` if a door whose rows a config names cannot be used with it."""
+    """Raise `UserError` if a door whose rows a config names cannot be used with it.
+
+    Warn if it names the same rows twice, such as for validation.
+    """
+    seen: dict[str, str] = {}
+    for address in filter(door_of, config.data.files):
+        part, _, query = address.partition("?")
+        rows = f"{part}?{sorted({'seed': '0', **dict(parse_qsl(query)), 'n': ''}.items())}"
+        if rows in seen:
+            log.warning(
+                "%s and %s: the same rows. Give one another seed or name", seen[rows], address
+            )
+        seen[rows] = address
     for name in sorted({door_of(name) for name in config.data.files} - {""}):
         if check := find_door(name).check:
             check(config)
@@ -111,7 +129,8 @@ def rows_file(address: str) -> str:
     name = address.partition(":")[0]
     door = find_door(name)
     if door.rows is None:
-        raise DataError(f"{address}: the door {name} has no rows. Name its servers in environments")
+        use = f'environments={{NAME: "{address}"}}'
+        raise DataError(f"{address} is a server, not rows. Write {use}, and rows that name it")
     rows = [dict(row) for row in door.rows(address)]
     if not rows:
         raise DataError(f"{address} has no rows")

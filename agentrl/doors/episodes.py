@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from agentrl.agent_loops import Episode, agent_loop
 from agentrl.agent_loops.control import EpisodeControl
 from agentrl.doors.program import program
+from agentrl.errors import Infrastructure, UserCodeError
 from agentrl.gateway.agent import Agent, play_agent
 from agentrl.gateway.requests import MODEL
 from agentrl.tools.environment import Environment
@@ -41,8 +42,15 @@ class PackageEnvironment(Environment):
         return uuid.uuid4().hex
 
     async def _call(self, function: str, **arguments: Any) -> Any:
-        """Call a function of the program for this episode. See `Program.call` for its errors."""
-        return await program(self._door).call(function, episode=self._episode, **arguments)
+        """Call a function of the program for this episode. See `Program.call` for its errors.
+
+        An error of the package is `Infrastructure`: as the error of a tool, the model would read
+        it, and the episode would have a reward.
+        """
+        try:
+            return await program(self._door).call(function, episode=self._episode, **arguments)
+        except UserCodeError as e:
+            raise Infrastructure(str(e)) from e
 
     async def close(self) -> None:
         """Free what the process has of the episode."""

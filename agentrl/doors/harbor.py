@@ -7,6 +7,7 @@ tool loop, with the policy behind our gateway as its model (loop `harbor_agent`)
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ TIMEOUT = 7200.0
 MAX_SECONDS = 3600
 """The longest time limit of a command."""
 
-_allowed: set[tuple[str, str]] = set()
-"""The folders that the config names, with their agents. Rows cannot name others."""
+_allowed: list[tuple[str, dict[str, Any]]] = []
+"""The folders that the config names, with the settings of their tasks. Rows cannot have others."""
 
 
 class HarborTask(PackageEnvironment):
@@ -80,14 +81,17 @@ def _settings(task: Mapping[str, Any], config: SandboxConfig) -> dict[str, Any]:
     """Return what Harbor needs for the task of a row.
 
     Raises:
-        UserCodeError: the config does not name the folder of the task, or not with its agent.
+        UserCodeError: the config does not name the folder of the task with these settings.
     """
-    path, agent = Path(task.get("task", "")), task.get("agent", "")
-    if not {(str(path), agent), (str(path.parent), agent)} & _allowed:
-        names = ", ".join(sorted(folder for folder, _ in _allowed)) or "none"
-        raise UserCodeError(f"the config does not name the task {str(path)!r}. It names: {names}")
+    path = Path(os.path.normpath(task.get("task") or ""))  # DIR/.. is not a task of DIR
+    settings = {k: v for k, v in task.items() if k != "task"}
+    if not any((str(p), settings) in _allowed for p in (path, path.parent)):
+        names = ", ".join(f"{folder} with {named}" for folder, named in _allowed) or "none"
+        raise UserCodeError(
+            f"the config does not name the task {str(path)!r} with {settings}. It names: {names}"
+        )
     backend, options = _backend(config)
-    return {**task, "backend": backend, "options": options}
+    return {**settings, "task": str(path), "backend": backend, "options": options}
 
 
 def _backend(config: SandboxConfig) -> tuple[str, dict[str, Any]]:
@@ -98,44 +102,44 @@ def _backend(config: SandboxConfig) -> tuple[str, dict[str, Any]]:
 
 
 def _read(address: str) -> tuple[str, dict[str, Any]]:
+    """Return the folder of an address, and the settings of its tasks."""
     defaults = {"agent": "", "agent_timeout_multiplier": 1.0, "gateway": "127.0.0.1"}
     folder, options = read_address(address, defaults, only=True)
     file, colon, name = options["agent"].rpartition(":")
     if file.endswith(".py"):
         options["agent"] = f"{Path(file).expanduser().resolve()}{colon}{name}"
-    return str(Path(folder).expanduser().resolve()), options
+    settings = {"multiplier": options.pop("agent_timeout_multiplier")}
+    settings |= options if options["agent"] else {}
+    return str(Path(folder).expanduser().resolve()), settings
 
 
 def rows(address: str) -> list[Mapping[str, Any]]:
     """Return the rows of `harbor:DIR?agent=NAME&gateway=ADDRESS&agent_timeout_multiplier=1.0`."""
-    folder, options = _read(address)
-    agent, multiplier = options["agent"], options["agent_timeout_multiplier"]
-    made = call_once(NAME, "rows", folder=folder, agent=agent)
+    folder, settings = _read(address)
+    made = call_once(NAME, "rows", folder=folder, agent=settings.get("agent", ""))
     return [
         {
             "prompt": prompt,
             "data_source": f"{NAME}/{Path(folder).name}",
-            **_player({"task": task, "multiplier": multiplier}, options),
+            **_player({"task": task, **settings}),
             "solution_script": solution,
         }
         for task, prompt, solution in made
     ]
 
 
-def _player(task: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def _player(task: dict[str, Any]) -> dict[str, Any]:
     """Return the columns with the environment, or with the agent, that plays a task."""
-    if not options["agent"]:
-        return {"environment": NAME, "environment_kwargs": task}
-    chosen = {key: options[key] for key in ("agent", "gateway")}
-    return {"agent_name": AGENT_LOOP, "extra_info": {NAME: {**task, **chosen}}}
+    if "agent" in task:
+        return {"agent_name": AGENT_LOOP, "extra_info": {NAME: task}}
+    return {"environment": NAME, "environment_kwargs": task}
 
 
 def load(alias: str, address: str) -> None:
     """Register the environment and the loop, and allow rows to name the tasks of this folder."""
     environment(alias, timeout=TIMEOUT)(HarborTask)
     package_loop(AGENT_LOOP)(harbor_agent)
-    folder, options = _read(address)
-    _allowed.add((folder, options["agent"]))
+    _allowed.append(_read(address))
 
 
 def check(config: Config) -> None:

@@ -21,15 +21,17 @@ def install(door: Door, packages: Sequence[str] = (), python: str = "") -> str:
     Args:
         door: the door.
         packages: other packages, or another version of its own, as pip takes them.
-        python: the Python to use; "": this one, or the first on PATH that is new enough.
+        python: the Python for a new virtual environment; "": the existing one, else one with this
+            Python, or with the first on PATH that is new enough.
 
     Raises:
         UserError: no Python is new enough, or pip failed.
     """
     folder = environment_folder(door.name)
-    if not (folder / "bin" / "python").exists():
+    if python or not (folder / "bin" / "python").exists():
+        if folder.is_symlink():
+            folder.unlink()
         shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
         _run([python or _find_python(door), "-m", "venv", str(folder)])
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
     _run([*pip, "-q", *door.requirements, *packages])

@@ -10,6 +10,7 @@ servers have no descriptions, and that of a server with the route `/{path}` has 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from glob import glob
@@ -30,6 +31,8 @@ NAME = "nemo-gym"
 MAX_METRICS = 16
 """The most metrics of an episode. Some verifiers report a number for each of their checks."""
 SCHEMAS_ADVICE = f"write {NAME}://HOST:PORT?rows=FILE in environments, with the file of the rows"
+ROUTES = ("seed_session", "verify", "close_session")
+"""The routes that the model must not call."""
 PROMPT_FIELDS = ("previous_response_id", "conversation", "prompt")
 """The fields by which a server of OpenAI's Responses API adds to the prompt."""
 
@@ -45,11 +48,19 @@ class ResourcesServer(Environment):
     def __init__(self, row: dict[str, Any], sample: Sample):
         self._row, self._prompt_length = row, len(sample.prompt)
         self._cookies: dict[str, str] = {}
-        offered = schemas_of(row["responses_create_params"], "the row")
-        for name, schema in offered.items():
-            if self._schemas.get(name) != schema:
-                raise UserError(f"no tool {name!r} of this schema: {SCHEMAS_ADVICE}")
-        self.tools = list(offered)
+        for problem in self._problems({"row": row}):
+            raise UserError(problem)
+        self.tools = list(schemas_of(row["responses_create_params"], "the row"))
+
+    @classmethod
+    def _problems(cls, arguments: Mapping[str, Any]) -> list[str]:
+        """Return which tools of a row the environment does not have."""
+        offered = schemas_of(arguments["row"].get("responses_create_params", {}), "the row")
+        return [
+            f"no tool {name!r} of this schema: {SCHEMAS_ADVICE}"
+            for name, schema in offered.items()
+            if cls._schemas.get(name) != schema
+        ]
 
     async def start(self) -> None:
         """Open the session."""
@@ -71,13 +82,18 @@ class ResourcesServer(Environment):
         """Return the reward of the verifier. Other numbers of its answer become metrics."""
         response = response_of(messages[self._prompt_length :], self._row)
         _, text = await self._post("/verify", {**self._row, "response": response})
-        answer = orjson.loads(text)
+        answer: dict[str, Any]
+        try:
+            answer = dict(orjson.loads(text))
+        except (TypeError, ValueError):
+            answer = {"failure_kind": "no JSON object", "failure_reason": f"{text:.500}"}
         if answer.get("mask_sample") or not isinstance(answer.get("reward"), int | float):
             why = f"{answer.get('failure_kind')}: {answer.get('failure_reason')}"
             raise Infrastructure(f"{NAME}: {self._client.base_url}/verify: no valid reward: {why}")
         known = {*self._row, "reward", "mask_sample"}
         numbers = {k: v for k, v in answer.items() if k not in known and isinstance(v, int | float)}
-        numbers |= answer.get("reward_components") or {}
+        if isinstance(components := answer.get("reward_components"), dict):
+            numbers |= {k: v for k, v in components.items() if isinstance(v, int | float)}
         return Scores(answer["reward"], metrics=dict(islice(numbers.items(), MAX_METRICS)))
 
     async def close(self) -> None:
@@ -159,6 +175,9 @@ def schemas_of(params: Mapping[str, Any], where: str) -> dict[str, dict[str, Any
     for tool in params.get("tools") or []:
         if tool.get("type") != "function":
             raise _unsupported(where, f"the built-in tool {tool.get('type')}")
+        # The name is the path of a request.
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", str(tool.get("name"))) or tool["name"] in ROUTES:
+            raise _unsupported(where, f"a tool with the name {tool.get('name')!r}")
         parameters = tool.get("parameters") or {"type": "object", "properties": {}}
         texts = {"name": tool["name"], "description": tool.get("description") or ""}
         schema = {"type": "function", "function": {**texts, "parameters": parameters}}
@@ -219,8 +238,9 @@ def read_gym_rows(pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def rows(address: str) -> list[Mapping[str, Any]]:
     """Return the rows of `nemo-gym:FILE?environment=NAME`."""
-    path, options = read_address(address, {"environment": NAME}, only=True)
-    alias = options["environment"]
+    path, options = read_address(address, {"environment": ""}, only=True)
+    if not (alias := options["environment"]):
+        raise UserError(f"{address} names no server of environments: add ?environment=ALIAS")
     constant = {"data_source": f"{NAME}/{alias}", "environment": alias}
     made = []
     for where, row in read_gym_rows(path):

@@ -106,7 +106,7 @@ def load(alias: str, address: str) -> None:
     except UserError as e:
         raise UserError(
             f"environments.{alias}: no OpenEnv server at {url} ({e}). Start it, for example"
-            " `uvicorn server:app --port PORT`"
+            " `uvicorn server:app --port PORT`" + ", or leave out the path" * (url.count("/") > 2)
         ) from None
     if not server["text"] and not server["tools"]:
         raise UserError(f"{where}: the server lists no MCP tools")

@@ -12,17 +12,27 @@ from typing import Any
 from agentrl.doors.door import Door, read_address
 from agentrl.doors.episodes import SEEDS, TIMEOUT
 from agentrl.doors.program import call_once, program
+from agentrl.errors import UserCodeError
 from agentrl.tools.environment import Environment, environment
 from agentrl.trajectory import Message, Sample
 
 NAME = "reasoning-gym"
 
+_allowed: list[tuple[str, int, dict[str, Any]]] = []
+"""The tasks that the config names, with their seeds and options. Rows cannot name others."""
+
 
 class ReasoningTask(Environment):
     """A question. The answer is the text in <answer> and </answer>."""
 
-    def __init__(self, **entry: Any):
-        self._entry = entry
+    def __init__(self, task: str, seed: int, options: dict[str, Any], index: int):
+        if (task, seed, options) not in _allowed:
+            names = ", ".join(f"{named} with {chosen}" for named, _, chosen in _allowed) or "none"
+            raise UserCodeError(
+                f"the config does not name the task {task!r} with seed={seed} and {options}."
+                f" It names: {names}"
+            )
+        self._entry = {"task": task, "seed": seed, "options": options, "index": index}
 
     async def reward(self, messages: Sequence[Message]) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the package's score."""
@@ -39,8 +49,7 @@ class ReasoningTask(Environment):
 
 def rows(address: str) -> list[Mapping[str, Any]]:
     """Return the rows of `reasoning-gym:TASK?n=500&seed=0&OPTION=VALUE`."""
-    task, options = read_address(address, {"n": 500, "seed": 0})
-    n, seed = options.pop("n"), options.pop("seed") * SEEDS
+    task, seed, options, n = _read(address)
     made = call_once(NAME, "rows", task=task, n=n, seed=seed, options=options)
     entry = {"task": task, "seed": seed, "options": options}
     return [
@@ -58,8 +67,17 @@ def rows(address: str) -> list[Mapping[str, Any]]:
     ]
 
 
+def _read(address: str) -> tuple[str, int, dict[str, Any], int]:
+    """Return the task of an address, the package's first seed, the options and the rows."""
+    task, options = read_address(address, {"n": 500, "seed": 0})
+    n, seed = options.pop("n"), options.pop("seed") * SEEDS
+    return task, seed, options, n
+
+
 def load(alias: str, address: str) -> None:
-    """Register the environment."""
+    """Register the environment, and allow rows to name this task."""
+    task, seed, options, _ = _read(address)
+    _allowed.append((task, seed, options))
     environment(alias, timeout=TIMEOUT)(ReasoningTask)
 
 

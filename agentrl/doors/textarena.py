@@ -13,11 +13,15 @@ from typing import Any
 from agentrl.doors.door import Door, read_address
 from agentrl.doors.episodes import SEEDS, TIMEOUT, PackageEnvironment
 from agentrl.doors.program import call_once
+from agentrl.errors import UserCodeError
 from agentrl.replies import Reply
 from agentrl.tools.environment import environment
 from agentrl.trajectory import Message, Scores
 
 NAME = "textarena"
+
+_allowed: set[str] = set()
+"""The games that the config names. Rows cannot name others."""
 
 
 class TextGame(PackageEnvironment):
@@ -26,6 +30,9 @@ class TextGame(PackageEnvironment):
     _door = NAME
 
     def __init__(self, game: str, seed: int):
+        if game not in _allowed:
+            names = ", ".join(sorted(_allowed)) or "none"
+            raise UserCodeError(f"the config does not name the game {game!r}. It names: {names}")
         self._game, self._seed, self._outcome = game, seed, 0.0
 
     async def start(self) -> list[Message]:
@@ -62,7 +69,8 @@ def rows(address: str) -> list[Mapping[str, Any]]:
 
 
 def load(alias: str, address: str) -> None:
-    """Register the environment."""
+    """Register the environment, and allow rows to name this game."""
+    _allowed.add(address.partition(":")[2].partition("?")[0])
     environment(alias, timeout=TIMEOUT)(TextGame)
 
 

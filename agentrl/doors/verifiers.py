@@ -19,25 +19,27 @@ from agentrl.errors import UserCodeError
 
 NAME = "verifiers"
 
-_allowed: set[str] = set()
-"""The environments that the config names. Rows cannot name others."""
+_allowed: list[tuple[str, dict[str, Any]]] = []
+"""The environments that the config names, with their options. Rows cannot name others: an option
+may be the address of a judge, or the variable with its key."""
 
 
 async def verifiers(ep: Episode) -> None:
     """Let an environment of verifiers drive the episode."""
     task = ep.sample.extra.get(NAME) or {}
-    if task.get("env") not in _allowed:
+    env, options = task.get("env"), task.get("options") or {}
+    if (env, options) not in _allowed:
+        names = ", ".join(f"{name!r} with {named}" for name, named in _allowed) or "none"
         raise UserCodeError(
-            f"row {ep.sample.row}: no environment {task.get('env')!r} of verifiers in the config."
-            f" It names: {', '.join(sorted(_allowed)) or 'none'}"
+            f"row {ep.sample.row}: no environment {env!r} of verifiers with the options {options}"
+            f" in the config. It names: {names}"
         )
     await play_in_package(ep, NAME, "play", task)
 
 
 def rows(address: str) -> list[Mapping[str, Any]]:
     """Return the rows of `verifiers:ENVIRONMENT?n=500&OPTION=VALUE`."""
-    env, options = _read(address)
-    n = options.pop("n")
+    env, n, options = _read(address)
     made = call_once(NAME, "rows", env=env, n=n, options=options)
     return [
         {
@@ -53,12 +55,14 @@ def rows(address: str) -> list[Mapping[str, Any]]:
 def load(alias: str, address: str) -> None:
     """Register the loop, and allow rows to name this environment."""
     package_loop(alias)(verifiers)
-    _allowed.add(_read(address)[0])
+    env, _, options = _read(address)
+    _allowed.append((env, options))
 
 
-def _read(address: str) -> tuple[str, dict[str, Any]]:
+def _read(address: str) -> tuple[str, int, dict[str, Any]]:
     env, options = read_address(address, {"n": 500})
-    return (str(Path(env).expanduser().resolve()) if env.endswith(".py") else env), options
+    n = options.pop("n")
+    return (str(Path(env).expanduser().resolve()) if env.endswith(".py") else env), n, options
 
 
 DOOR = Door(

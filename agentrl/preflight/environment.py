@@ -47,6 +47,7 @@ from agentrl.process_memory import find_process_bytes
 from agentrl.rewards import Scorer
 from agentrl.rewards.leaks import shows_answer
 from agentrl.signatures import find_argument_problems
+from agentrl.terminal import echo
 from agentrl.tools import Environment, LocalToolbox
 from agentrl.trajectory import Message, Sample, Scored
 
@@ -58,6 +59,8 @@ MAX_AT_ONCE = 64
 """The largest number of concurrent episodes that the measurement of the speed tries."""
 SPEED_UP = 1.15
 """The measurement ends if twice as many concurrent episodes raise the speed by a lower factor."""
+PROGRESS_SECONDS = 5.0
+"""After this time without a line, the next episode that ends is shown."""
 EPSILON = 1e-6
 """Rewards that differ by less are equal."""
 EXITS = ("end", "budget", "exception", "cancellation")
@@ -155,6 +158,7 @@ class EnvironmentCheck:
         self._sampler = PolicySampler(self._template)
         self._runtime = cache(self._make_runtime)
         self._played: list[PlayedEpisode] = []
+        self._shown = time.perf_counter()
 
     async def run(self) -> list[Check]:
         """Return the results of all checks."""
@@ -205,6 +209,11 @@ class EnvironmentCheck:
         seconds = time.perf_counter() - start
         played = PlayedEpisode(name, sample, scored, error, is_late, seconds)
         self._played.append(played)
+        if time.perf_counter() - self._shown > PROGRESS_SECONDS:
+            self._shown = time.perf_counter()
+            echo(
+                f"episode {len(self._played)}: {name}, row {sample.row}, {seconds:.0f} s", err=True
+            )
         return played
 
     def _make_runtime(self, **budgets: int) -> Runtime:

@@ -140,7 +140,7 @@ def make_plan(config: Config) -> Plan:
             )
             _attempt(partial(check_graders, graded, scorer, file, first), problems)
     if problems or scorer is None:
-        raise DataError("\n".join(problems))
+        raise DataError("\n".join(dict.fromkeys(problems)))
     for file, first, samples in parts:
         for leak in find_leaks(samples(), _tools_text(), file, first):
             log.warning("%s", leak)

@@ -249,6 +249,7 @@ class _Client(PlainProcess):
 _PACKAGES = {"docker": "docker.io", "podman": "podman"}
 # Parts of the engines' messages in lower case, and the remedies. The first match counts.
 _FIXES = (
+    ("no module named", "The Python of {image} lacks standard modules. Choose another image"),
     (
         "permission denied while trying to connect",
         "Add your user to the group docker, or use sandbox.backend=podman, which needs no service",

@@ -112,6 +112,11 @@ class Environment:
         """
         return None
 
+    @classmethod
+    def _problems(cls, arguments: Mapping[str, Any]) -> list[str]:
+        """Return what is wrong with the values in a row's environment_kwargs. Doors define it."""
+        return []
+
 
 E = TypeVar("E", bound=type[Environment])
 _BASE_ATTRIBUTES = frozenset(vars(Environment))

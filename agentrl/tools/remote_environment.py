@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from agentrl.errors import ToolServerError, UserError
+from agentrl.errors import ConfigError, ToolServerError, UserError
 from agentrl.registry import ENVIRONMENT, tools
 from agentrl.replies import Reply
 from agentrl.tools.environment import Environment, environment_of_schemas
@@ -40,10 +40,11 @@ def load(address: str) -> None:
     url, _, alias = address.removeprefix(ENVIRONMENT).rpartition("#")
     try:
         specs = HttpToolbox(url, os.environ.get(TOKEN_VARIABLE, "")).read_tools()
-    except ToolServerError as e:
+    except (ToolServerError, ConfigError) as e:
         raise UserError(
             f"environments.{alias}: no environment at {url} ({e}). Start its program, for example"
-            " `agentrl tools serve FILE --port PORT`"
+            " `agentrl tools serve FILE --port PORT`. Servers of other projects:"
+            " openenv://HOST:PORT, nemo-gym://HOST:PORT"
         ) from None
     offered = [spec for _, spec in specs.items() if spec.environment is not None]
     chosen = [s for s in offered if s.name == alias] or offered

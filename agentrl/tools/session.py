@@ -22,7 +22,7 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -114,6 +114,13 @@ class Opened(NamedTuple):
     """Which of `respond` and `reward` its environment has."""
 
 
+def _start(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Start a task whose error need not be read: all that wait for it may be cancelled earlier."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
+
+
 class ToolSession:
     """The tools of one episode."""
 
@@ -164,7 +171,7 @@ class ToolSession:
         if not self._classes:
             return Opened((), tuple(self._functions))
         if self._opening is None:
-            self._opening = asyncio.create_task(self._make(create_kwargs))
+            self._opening = _start(self._make(create_kwargs))
         return await asyncio.shield(self._opening)
 
     async def _make(self, create_kwargs: Mapping[str, Mapping[str, Any]]) -> Opened:
@@ -192,7 +199,7 @@ class ToolSession:
             ToolServerError: `respond()` could not start, or raised `Infrastructure`.
         """
         if turn not in self._replies:
-            self._replies[turn] = asyncio.create_task(self._reply(messages))
+            self._replies[turn] = _start(self._reply(messages))
         return await asyncio.shield(self._replies[turn])
 
     async def _reply(self, messages: Sequence[Message]) -> Reply | None:
@@ -209,7 +216,7 @@ class ToolSession:
             ToolServerError: `reward()` could not start, or raised `Infrastructure`.
         """
         if self._scores is None:
-            self._scores = asyncio.create_task(self._score(messages))
+            self._scores = _start(self._score(messages))
         return await asyncio.shield(self._scores)
 
     async def _score(self, messages: Sequence[Message]) -> Scores:

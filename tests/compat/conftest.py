@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.installed_verl import VERSIONS, InstalledVerl
 
 from agentrl import play
 from agentrl.testing import Scripted, byte_tokenizer
@@ -61,3 +62,11 @@ def yaml_of(folder: Path, text: str, **modules: str) -> str:
         (folder / f"{name}.py").write_text(content)
     (folder / "file.yaml").write_text(text)
     return str(folder / "file.yaml")
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def installed(request):
+    """Each version of verl that `make verl` installs."""
+    verl = InstalledVerl(request.param)
+    yield verl
+    verl.close()

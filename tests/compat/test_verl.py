@@ -271,7 +271,7 @@ def test_a_compute_score_with_verls_imports():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- name: my_loop\n  _target_: a.b.Loop\n", r"agent loops of verl's.*docs/verl.md"),
+        ("- name: my_loop\n  _target_: a.b.Loop\n", r"'my_loop' \(a.b.Loop\).*docs/verl.md"),
         ("model: {path: tiny}\n", "not a file of verl's tools or interactions.*--config"),
         ("tools: [{config: {}}]\n", r"tools\[0\] needs a class_name"),
         ("tools: [{class_name: no_such.Tool, config: {}}]\n", "no_such.*does not load"),
@@ -341,10 +341,26 @@ def test_names_of_other_verl_modules_are_refused_where_they_are_used(tmp_path):
         load_file(str(file))
 
 
-def test_verls_agent_loops_are_refused_with_a_link_to_the_docs(tmp_path):
-    file = tmp_path / "loops.py"
-    file.write_text("from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register\n")
-    with pytest.raises(UserError, match=r"docs/verl\.md.*@agent_loop"):
+REGISTERED = [
+    ("experimental.agent_loop.agent_loop", "AgentLoopBase", "register", "@agent_loop"),
+    ("experimental.reward_loop.reward_manager", "RewardManagerBase", "register", "@reward"),
+    ("workers.reward_manager", "AbstractRewardManager", "register", "@reward"),
+    ("trainer.ppo.core_algos", "AdvantageEstimator", "register_adv_est", "@advantage_estimator"),
+    ("trainer.ppo.core_algos", "agg_loss", "register_policy_loss", "@policy_loss"),
+]
+
+
+@pytest.mark.parametrize(("module", "base", "decorator", "ours"), REGISTERED)
+def test_what_verls_decorators_register_is_refused_by_its_name(
+    tmp_path, module, base, decorator, ours
+):
+    text = f"from verl.{module} import {base}, {decorator}\n"
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    load_file(str(file))  # It registers nothing.
+    file = tmp_path / "yours.py"
+    file.write_text(text + f"@{decorator}('my_name')\nclass Mine({base}):\n    pass\n")
+    with pytest.raises(UserError, match=rf"@{decorator}\('my_name'\): .*docs/.*\.md.*{ours}"):
         load_file(str(file))
 
 

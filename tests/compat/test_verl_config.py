@@ -7,12 +7,27 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support import verl_defaults
+from support.forked_python import run_agentrl
+from support.installed_verl import VERL, VERSIONS
+from support.verl_defaults import GRPO
 
+from agentrl import load_run
 from agentrl.cli.options import read_config
 from agentrl.compat.verl.config import _PARTS, Translation, _Translator, translate
 from agentrl.config import FIELDS, load_config
 from agentrl.config.sources import Setting
-from agentrl.config.verl_keys import CHANGED, DEFAULTS, REFUSED, RENAMED, SHARED, UNNEEDED, VALUES
+from agentrl.config.verl_keys import (
+    CHANGED,
+    MACHINE,
+    REFUSED,
+    RENAMED,
+    SAME,
+    SHARED,
+    UNNEEDED,
+    VALUES,
+    verl_versions,
+)
 from agentrl.errors import ConfigError
 
 from .conftest import FIXTURES
@@ -95,8 +110,8 @@ def test_a_config_is_translated_and_reported(tmp_path):
     assert "algorithm.mini_batch_size=512" in changed and "64 times rollout.n=8" in changed
     dropped = report.partition("\nno counterpart:\n")[2].partition("\n\n")[0]
     assert "data.max_prompt_length=1024: Not supported: prompts are never truncated" in dropped
-    assert "data.return_raw_chat=true: Not needed" in dropped
-    defaults = report.partition("which the config does not set:\n")[2]
+    assert "return_raw_chat" not in report  # It has verl's default.
+    defaults = report.partition("verl's defaults:\n")[2]
     assert "  optim.weight_decay=0.01\n" in defaults
 
 
@@ -129,12 +144,15 @@ def test_several_files_and_names_of_columns(tmp_path):
 
 @pytest.mark.parametrize("value", ["7", pytest.param("false", marks=pytest.mark.slow)])
 def test_every_setting_is_in_one_of_the_lists(tmp_path, value):
-    """No key of a config disappears, whatever its value is."""
+    """No key of a config disappears, whatever its value is, unless it is verl's default."""
+    defaults = {k: v for has in verl_versions().values() for k, v in has.items()}
     file, keys = verl_yaml(tmp_path), {*RENAMED, *CHANGED, *UNNEEDED, *REFUSED, *SHARED}
     for path in sorted(keys):
         done = translate(file, [f"{path}={value}"])
         lines = "\n".join([done.report(), *done.mistakes])
-        assert f"{path}=" in lines or f"{path}.*" in lines, (path, value)
+        may_be_default = re.search(r"(?i)\bfalse\}?$", str(defaults.get(path)))
+        if not (may_be_default and value == "false"):
+            assert f"{path}=" in lines or f"{path}.*" in lines, (path, value)
 
 
 def test_the_command_line_translates_it(tmp_path, capsys):
@@ -145,7 +163,19 @@ def test_the_command_line_translates_it(tmp_path, capsys):
     assert (config.trainer.seed, config.rollout.max_turns) == (3, 2)
     assert config.model.path == "other/model"
     out = capsys.readouterr().out
-    assert out.startswith(f"{file} is translated from verl's keys to agentrl's.\ntaken:\n")
+    assert out.startswith(
+        f"{file} is translated to agentrl's keys. Its keys are those of verl 0.9.1 (and of 0.7.0,"
+        " 0.7.1, 0.8.0, 0.9.0).\ntaken:\n"
+    )
+
+
+def test_the_version_is_named_next_to_mistakes_too(tmp_path, capsys):
+    switch = "trainer.v1.separate_async.hybrid_rollout.enable_switch=false"
+    words = [verl_yaml(tmp_path), "actor_rollout_ref.rollout.top_p=0.9", switch]
+    with pytest.raises(ConfigError, match="full distribution"):
+        read_config(None, words, model="other/model")
+    out = capsys.readouterr().out
+    assert out == f"{words[0]} is translated to agentrl's keys. Its keys are those of verl 0.9.1.\n"
 
 
 def test_a_key_of_agentrls_also_counts_where_a_value_is_computed_from_it(tmp_path):
@@ -264,7 +294,7 @@ COMMANDS = json.loads((FIXTURES / "commands.json").read_text())
 
 
 def test_recorded_commands_of_verls_examples_and_recipes(tmp_path):
-    """75 of 122 commands are translated, and their configs load. Each refusal names its key."""
+    """72 of 122 commands are translated, and their configs load. Each refusal names its key."""
     file = verl_yaml(tmp_path, "defaults: [ppo_trainer, _self_]\n")
     sizes = {"model_type": "qwen3", "max_position_embeddings": 32768}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
@@ -276,12 +306,13 @@ def test_recorded_commands_of_verls_examples_and_recipes(tmp_path):
             config_of(done, overrides=["trainer.ray_address=auto"])  # some are for several machines
         except ConfigError as e:
             refused[script] = str(e)
-    assert (len(COMMANDS["commands"]), len(refused)) == (122, 47)
+    assert (len(COMMANDS["commands"]), len(refused)) == (122, 50)
     reasons = [
         "custom_cls", "loss_mode", "adv_estimator", "distillation.enabled", "trainer.device=npu",
         "reward_model.enable", "routing_replay", "router_replay", "mtp.enable", "bypass_mode",
         "agent_loop_config_path", "kl_loss_type", "lora.rank", "lora_adapter_path", "fp8_recipe",
         "exclude_modules", "tis_cap=0.5_4.0", "hydra.searchpath",
+        "lr_scheduler_type=cosine (verl's default)",  # of model_engine=veomni
     ]  # fmt: skip
     assert not [s for s, text in refused.items() if not any(r in text for r in reasons)]
 
@@ -516,7 +547,7 @@ def test_interpolations_are_resolved(tmp_path, monkeypatch):
     text = (
         "actor_rollout_ref:\n  model: {path: '${oc.env:MY_MODEL}'}\n"
         "  actor: {ppo_mini_batch_size: '${data.train_batch_size}',"
-        " grad_clip: '${.optim.num_cycles}', optim: {num_cycles: 2}}\n"
+        " grad_clip: '${.optim.weight_decay}', optim: {weight_decay: 2}}\n"
         "  rollout: {name: '${oc.env:NO_SUCH_ENGINE,sglang}', n: '${oc.select:no.such,4}'}\n"
         "data: {train_batch_size: 32, train_files: 'rows/${algorithm.adv_estimator}.parquet'}\n"
         "algorithm: {adv_estimator: grpo}\n"
@@ -566,6 +597,12 @@ def test_interpolations_that_cannot_be_resolved_are_mistakes(tmp_path, value, me
     assert re.search(message, done.mistakes[0])
 
 
+def test_a_default_that_depends_on_a_mistake_is_no_second_one(tmp_path):
+    settings = "actor_rollout_ref.rollout.n='${no.such}'", "actor_rollout_ref.actor.rollout_n=1"
+    (mistake,) = translated(tmp_path, MULTI_TURN, *settings).mistakes
+    assert "actor_rollout_ref.rollout.n=" in mistake and "does not set no.such" in mistake
+
+
 def test_defaults_are_files_of_the_same_folder(tmp_path):
     verl_yaml(tmp_path, "data: {train_batch_size: 8, seed: 5}\ndefaults: [ppo_trainer]\n", "b.yaml")
     text = (
@@ -581,6 +618,146 @@ def test_defaults_are_files_of_the_same_folder(tmp_path):
     assert "'no_such'" in done.mistakes[0] and str(tmp_path) in done.mistakes[0]
 
 
+# -- verl's versions ------------------------------------------------------------------------------
+
+RUN = FIXTURES / "grpo_0.9.1.yaml"
+"""What Hydra stores in `.hydra/config.yaml` of a run of verl 0.9.1 (`support.verl_defaults`)."""
+
+
+def whole(version: str, engine: str = "dp", **changes) -> str:
+    """Return a config that has all keys of a version."""
+    keys = {**verl_versions(engine)[version], "actor_rollout_ref.rollout.name": "sglang", **changes}
+    return json.dumps({"actor_rollout_ref.hybrid_engine": True, **keys})
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+def test_all_defaults_of_a_version_are_silent(tmp_path, version, engine):
+    done = translated(tmp_path, whole(version, engine))
+    config = config_of(done, flags={"model.path": "m"})
+    assert done.version == version
+    assert (config.algorithm.name, config.data.batch_size, config.rollout.n) == ("ppo", 1024, 1)
+    taken = ["rollout.name=sglang  (actor_rollout_ref.rollout.name=sglang)"]
+    assert (done.taken, done.changed, done.overridden, done.dropped) == (taken, [], [], [])
+
+
+def test_a_run_of_0_9_1_is_its_settings(tmp_path):
+    """The whole config of a run means what its settings mean on verl's own defaults."""
+    done = translate(str(RUN), ())
+    assert done.version == "0.9.1" and not done.mistakes
+    file = verl_yaml(tmp_path, "defaults: [ppo_trainer]\n")
+    by_settings = translate(file, GRPO)
+    # The run's folder is verl's default if the whole config is translated.
+    folder = [line for line in by_settings.changed if line.startswith("trainer.output=")]
+    assert sorted(done.taken) == sorted(by_settings.taken)
+    assert sorted([*done.changed, *folder]) == sorted(by_settings.changed)
+    whole, short = ({s.path: s.value for s in d.settings} for d in (done, by_settings))
+    assert whole.items() >= short.items()
+    machine = {f"trainer.{key}" for key in ("seed", "device", "nnodes", "placement")}
+    machine |= {"optim.compile", "rollout.sleep", "rollout.tool_format", "trainer.resume"}
+    assert {*whole} - {*short} <= machine
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ([], "0.9.1 (and of 0.7.0, 0.7.1, 0.8.0, 0.9.0)"),
+        (["trainer.v1.trainer_mode=sync"], "0.9.1 (and of 0.9.0)"),
+        (["actor_rollout_ref.rollout.multi_turn.interaction_config_path=i.yaml"],
+         "0.7.1 (and of 0.7.0)"),
+        (["actor_rollout_ref.rollout.multi_turn.interaction_config_path=i.yaml",
+          "trainer.v1.trainer_mode=sync", "skip.rollout.enable=false"],
+         "0.9.1, the nearest version (it lacks"
+         " actor_rollout_ref.rollout.multi_turn.interaction_config_path)"),
+        (["no.such.key=1"], "0.9.1 (and of 0.7.0, 0.7.1, 0.8.0, 0.9.0)"),
+    ],
+)  # fmt: skip
+def test_the_version_is_recognized_by_its_keys(tmp_path, settings, text):
+    assert translated(tmp_path, MULTI_TURN, *settings).version == text
+
+
+def test_a_setting_without_a_value_is_a_mistake_if_verl_reads_it(tmp_path):
+    text = MULTI_TURN.replace("train_batch_size: 256", "train_batch_size: ???\n  audio_key: ???")
+    (mistake,) = translated(tmp_path, text).mistakes
+    assert "data.train_batch_size=VALUE" in mistake
+
+
+def test_a_value_of_a_key_that_only_verl_has_is_refused(tmp_path):
+    done = translated(tmp_path, MULTI_TURN, "actor_rollout_ref.actor.qat.enable=true")
+    assert "qat.enable=true (command line): agentrl has no such" in done.mistakes[0]
+    assert "verl's default, actor_rollout_ref.actor.qat.enable=false." in done.mistakes[0]
+    assert not translated(tmp_path, MULTI_TURN, "actor_rollout_ref.actor.qat.enable=false").mistakes
+
+
+def test_the_training_engine_has_its_defaults(tmp_path):
+    """With `model_engine=veomni`, verl's schedule is a cosine."""
+    done = translated(tmp_path, MULTI_TURN, "model_engine=veomni")
+    assert "lr_scheduler_type=cosine (verl's default)" in done.mistakes[0]
+    constant = "actor_rollout_ref.actor.optim.lr_scheduler_type=constant"
+    assert not translated(tmp_path, MULTI_TURN, "model_engine=veomni", constant).mistakes
+
+
+ASYNC = "trainer.v1.trainer_mode=separate_async"
+
+
+@pytest.mark.parametrize(
+    ("settings", "staleness", "cap"),
+    [
+        ([], 1, 2.0),
+        (["trainer.v1.separate_async.num_warmup_batches=1.5"], 2, 2.0),
+        (["trainer.v1.sampler.max_off_policy_threshold=2",
+          "trainer.v1.separate_async.num_warmup_batches=4"], 1, 2.0),
+        (["algorithm.rollout_correction.rollout_is=token",
+          "algorithm.rollout_correction.rollout_is_threshold=3"], 1, 3.0),
+    ],
+)  # fmt: skip
+def test_separate_async_is_a_staleness(tmp_path, settings, staleness, cap):
+    machine = [
+        "actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=4",
+        "actor_rollout_ref.rollout.free_cache_engine=true", "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    ]  # fmt: skip
+    done = translated(tmp_path, MULTI_TURN, ASYNC, *machine, *settings)
+    config = config_of(done)
+    assert config.trainer.max_staleness == staleness and config.algorithm.tis_cap == cap
+    assert (config.trainer.placement, config.rollout.sleep) == ("separate", "none")
+    assert (config.trainer.n_gpus_per_node, config.rollout.engines) == (2, 2)
+    (line,) = (line for line in done.changed if line.startswith("trainer.max_staleness="))
+    assert ASYNC in line and "none is dropped for its age" in line
+
+
+def test_other_modes_of_the_trainer(tmp_path):
+    done = translated(tmp_path, MULTI_TURN, "trainer.v1.trainer_mode=colocate_async")
+    assert "sync and separate_async (trainer.max_staleness)" in done.mistakes[0]
+    old = translated(tmp_path, MULTI_TURN, ASYNC, "trainer.use_v1=false")
+    assert not old.mistakes and config_of(old).trainer.max_staleness == 0
+
+
+def test_a_run_of_0_9_1_trains_two_steps(tmp_path):
+    rows = Path(__file__).parents[2] / "datasets" / "arithmetic_train.parquet"
+    words = [
+        str(RUN), f"data.train_files={rows}", "data.val_files=null", "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2", "data.max_response_length=64",
+        "trainer.total_training_steps=2", "trainer.n_gpus_per_node=1", "trainer.device=cpu",
+        "trainer.logger=[console]", "rollout.name=local",
+    ]  # fmt: skip
+    done = run_agentrl("train", *words, "--model", "tiny", "--output", tmp_path / "run")
+    assert not done.returncode, done.stdout + done.stderr
+    assert "Its keys are those of verl 0.9.1.\n" in done.stdout
+    run = load_run(tmp_path / "run")
+    assert run.metrics.column("step").to_pylist() == [1, 2]
+    assert run.config["rollout"]["n"] == 5 and run.config["algorithm"]["kl_loss_coef"] == 0.001
+
+
+@pytest.mark.verl
+def test_the_table_and_the_run_are_verls_own():
+    """`make verl-keys` writes both."""
+    folders = {version: VERL / version for version in VERSIONS}
+    assert verl_defaults.table(folders) == verl_defaults.TABLE.read_text()
+    assert verl_defaults.composed_run() == RUN.read_text()
+
+
 # -- the table ------------------------------------------------------------------------------------
 
 
@@ -589,7 +766,8 @@ def test_every_key_of_the_table_is_in_one_part_of_it():
     keys = [key for part in parts for key in part]
     assert len(set(keys)) == len(keys)
     assert set(RENAMED.values()) <= FIELDS.keys() and set(SHARED) <= FIELDS.keys()
-    assert {*DEFAULTS, *VALUES} <= {*RENAMED, *CHANGED, *SHARED, *REFUSED}
+    assert {*VALUES} <= {*RENAMED, *CHANGED, *SHARED}
+    assert {*SAME} <= {*REFUSED} and {*MACHINE} <= {*RENAMED, *CHANGED, *SHARED}
 
 
 def test_every_changed_key_is_read_by_the_translation():
@@ -611,6 +789,7 @@ def test_every_changed_key_is_read_by_the_translation():
         "algorithm.filter_groups.enable": True,
         "actor_rollout_ref.actor.use_kl_loss": True,
         "trainer.resume_mode": "resume_path",
+        "trainer.v1.trainer_mode": "separate_async",
         f"{custom}.path": "r.py",
         f"{custom}.name": "f",
         **{k: True for k in CHANGED if "sandbox_fusion.url" in k or "overlong" in k},
@@ -619,7 +798,8 @@ def test_every_changed_key_is_read_by_the_translation():
     newer["algorithm.use_kl_in_reward"] = True
     for settings in ({}, given, newer):
         done = Translation()
-        translator = _Translator({k: Setting(k, v, "test") for k, v in settings.items()}, done)
+        made = {k: Setting(k, v, "test") for k, v in settings.items()}
+        translator = _Translator(made, done, verl_versions()["0.9.1"], {}, ())
         translator.settings = Watched(translator.settings)
         for part in _PARTS:
             part(translator)

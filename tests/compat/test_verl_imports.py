@@ -239,7 +239,6 @@ def test_verls_default_grader_has_no_other_data_sources():
         ("from verl.utils.reward_score.geo3k import compute_score", "images"),
         ("from verl.tools.geo3k_tool import Geo3kTool", r"tools\.geo3k_tool`: .* images"),
         ("import verl.tools.mcp_search_tool", r"mcp\+http://HOST/PATH"),
-        ("import verl.experimental.agent_loop", "@agent_loop"),
     ],
 )
 def test_modules_that_cannot_be_replaced_are_refused_with_the_reason(tmp_path, line, reason):

@@ -1,60 +1,49 @@
-"""docs/verl.md, "Where numbers differ": each line of the table, on a batch of a few tokens.
+"""docs/verl.md, "Where numbers differ": each row of the table, on a batch of a few tokens.
 
-verl's numbers are literals. With AGENTRL_VERL (a git clone), verl's own functions must return them.
+What verl's own functions return is checked with `make test-verl`, in each version of verl. The
+table says in which versions they differ from agentrl's.
 """
 
-import ast
-import os
-import subprocess
-from collections import defaultdict
-from types import SimpleNamespace
+import re
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from support.installed_verl import VERSIONS
 from support.trainer_fixtures import config, group, scored, segment, turn
 from torch import tensor
-from torch.optim.lr_scheduler import LambdaLR
 
 from agentrl.config import OptimConfig
 from agentrl.learner.algorithms import loss_weights, make_targets
 from agentrl.learner.batch import collate
 from agentrl.learner.optimizer import learning_rate
 
-from .conftest import TAG
-
-MODE = "seq-mean-token-sum-norm"
-
-
-def function_of_verl(name: str):
-    """Return a function of verl's from the clone that AGENTRL_VERL names."""
-    space: dict = {"torch": torch, "np": np, "defaultdict": defaultdict, "LambdaLR": LambdaLR}
-    for path in ("verl/utils/torch_functional.py", "verl/trainer/ppo/core_algos.py"):
-        command = ["git", "-C", os.environ["AGENTRL_VERL"], "show", f"{TAG}:{path}"]
-        source = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.FunctionDef) and (
-                path.endswith("functional.py") or node.name == name
-            ):
-                node.decorator_list, node.returns = [], None
-                for argument in [*node.args.args, *node.args.kwonlyargs]:
-                    argument.annotation = None
-                exec(compile(ast.Module([node], []), path, "exec"), space)
-        space["verl_F"] = SimpleNamespace(**space)
-    return space[name]
+PAGE = Path(__file__).parents[2] / "docs" / "verl.md"
+NORM = "seq-mean-token-sum-norm"
+CORE = "verl.trainer.ppo.core_algos"
 
 
-def assert_close(actual: torch.Tensor, expected) -> None:
-    torch.testing.assert_close(actual.float(), tensor(expected).float(), atol=1e-4, rtol=0)
+def versions_that_differ(case: str) -> tuple[str, ...]:
+    """Return the versions in the row of the table whose case begins with a text."""
+    table = PAGE.read_text().partition("## Where numbers differ")[2]
+    (row,) = (line for line in table.splitlines() if line.startswith(f"| {case}"))
+    cell = row.split(" | ")[1]
+    if cell == "all":
+        return VERSIONS
+    first, last = re.fullmatch(r"(\S+)(?: to (\S+))?", cell).groups()
+    return VERSIONS[VERSIONS.index(first) : VERSIONS.index(last or first) + 1]
 
 
-def check_verl(name: str, expected, *args, **kwargs) -> None:
-    """Check what a function of verl's returns, if AGENTRL_VERL names a clone."""
-    if "AGENTRL_VERL" not in os.environ:
-        return
-    returned = function_of_verl(name)(*args, **kwargs)
-    returned = returned[0] if isinstance(returned, tuple) else returned
-    assert_close(returned, expected)
+def is_close(actual, expected) -> bool:
+    a, b = torch.as_tensor(actual).float(), torch.as_tensor(expected).float()
+    return torch.allclose(a, b, atol=1e-4, rtol=0)
+
+
+def check(installed, case: str, theirs, ours, expected) -> None:
+    """Check verl's result where it differs by the table, and that it is agentrl's elsewhere."""
+    differs = installed.version in versions_that_differ(case)
+    assert is_close(theirs, expected if differs else ours), (theirs, ours)
+    assert differs != is_close(theirs, ours)
 
 
 def batch_of(*rewards: float, lengths=None, groups=None):
@@ -76,76 +65,185 @@ def advantages(batch, **keys):
     return targets.advantages[batch.action_mask]
 
 
-def test_a_norm_is_also_divided_by_the_rollouts():
-    batch = batch_of(1.0, 0.0, lengths=[2, 4])
-    mask = batch.action_mask
-    ours = loss_weights(batch, MODE, 0, 10).sum().item()
-    assert ours == pytest.approx(6 / 10 / 2)
-    check_verl("agg_loss", 0.6, torch.ones(mask.shape), mask, MODE, loss_scale_factor=10)
+def tensor_of(rows) -> dict:
+    return {"tensor": rows}
 
 
-def test_a_token_mean_is_that_of_the_mini_batch():
-    """verl's worker takes the mean of each micro-batch, weighted by its rows."""
-    batch = batch_of(1.0, 0.0, lengths=[2, 4])
-    mask = batch.action_mask
-    losses = torch.where(mask, tensor([[1.0], [4.0]]), 0.0)
-    ours = (loss_weights(batch, "token-mean", 0, 10) * losses).sum().item()
-    assert ours == pytest.approx((2 * 1 + 4 * 4) / 6)
-    verls = (1.0 + 4.0) / 2
-    for row, mean in ((0, 1.0), (1, 4.0)):
-        check_verl("agg_loss", mean, losses[row : row + 1], mask[row : row + 1], "token-mean")
-    assert ours != pytest.approx(verls)
+LOSSES, MASK = [[1.0, 1.0, 0.0, 0.0], [4.0] * 4], [[1, 1, 0, 0], [1, 1, 1, 1]]
+"""The losses of the tokens of two rollouts."""
 
 
-@pytest.mark.parametrize(
-    ("name", "function", "verls"),
-    [
-        ("grpo", "compute_grpo_outcome_advantage", [7.0, -0.7071, 0.7071]),
-        ("rloo", "compute_rloo_outcome_advantage", [7.0, -2.0, 2.0]),
-    ],
-)
+def our_loss(mode: str, scale: int = 10) -> float:
+    weights = loss_weights(batch_of(1.0, 0.0, lengths=[2, 4]), mode, 0, scale)
+    return (weights * tensor(LOSSES)).sum().item()
+
+
+def test_our_losses():
+    assert our_loss(NORM) == pytest.approx((2 + 16) / 10 / 2)
+    assert our_loss("token-mean") == pytest.approx((2 + 16) / 6)
+
+
+@pytest.mark.verl
+def test_a_norm_of_verls(installed):
+    args = tensor_of(LOSSES), tensor_of(MASK), NORM
+    theirs = installed.call(f"{CORE}:agg_loss", *args, loss_scale_factor=10)
+    check(installed, f"`algorithm.loss_agg_mode={NORM}`", theirs, our_loss(NORM), 1.8)
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_a_mean_of_verls_over_one_micro_batch_is_ours(installed, mode):
+    theirs = installed.call(f"{CORE}:agg_loss", tensor_of(LOSSES), tensor_of(MASK), mode)
+    assert theirs == pytest.approx(our_loss(mode))
+
+
+@pytest.mark.verl
+def test_a_mean_of_verls_over_micro_batches(installed):
+    """Until 0.7.1, `dp_actor.py` weights the mean of each micro-batch by its rows."""
+    rows = [
+        {
+            "mask": [1] * n,
+            "advantages": [-loss] * n,
+            **{key: [-1.0] * n for key in ("log_probs", "old_log_probs", "ref_log_prob")},
+            "rollout_is_weights": [1.0] * n,
+        }
+        for loss, n in ((1.0, 2), (4.0, 4))
+    ]
+    if (installed.folder / "verl/workers/actor/dp_actor.py").exists():
+        means = [
+            installed.call(f"{CORE}:agg_loss", tensor_of([row]), tensor_of([mask]), "token-mean")
+            for row, mask in zip(LOSSES, MASK, strict=True)
+        ]
+        theirs = sum(means) / 2
+    else:
+        theirs = installed.call("ppo_losses", rows)
+    check(installed, "all means of losses", theirs, our_loss("token-mean"), (1 + 4) / 2)
+
+
+def test_a_rollout_of_two_rows_is_one_sequence():
+    two = scored([segment([1], ("A", [2])), segment([1], ("A", [2]))], 1.0, [turn(0, 0, 1)])
+    one = scored([segment([1], ("A", [2]))], 0.0, [turn(0, 0, 1)])
+    weights = loss_weights(collate([group(two, one)], 0), "seq-mean-token-mean", 0, 10)
+    assert weights[:, 0].tolist() == [0.25, 0.25, 0.5]
+
+
+@pytest.mark.verl
+def test_a_row_of_verls_is_a_sequence(installed):
+    mode = "seq-mean-token-mean"
+    theirs = [
+        installed.call(f"{CORE}:agg_loss", tensor_of(losses), tensor_of([[1]] * 3), mode)
+        for losses in ([[1.0], [0.0], [0.0]], [[0.0], [1.0], [0.0]], [[0.0], [0.0], [1.0]])
+    ]
+    check(installed, "sequence aggregations", theirs, [0.25, 0.25, 0.5], [1 / 3] * 3)
+
+
+GROUPS = [
+    ("grpo", "compute_grpo_outcome_advantage", [7.0, -0.7071, 0.7071]),
+    ("rloo", "compute_rloo_outcome_advantage", [7.0, -2.0, 2.0]),
+]
+ALONE = [7.0, 1.0, 3.0]
+"""The rewards of a group of one and a group of two."""
+
+
+def alone(name: str):
+    return advantages(batch_of(*ALONE, groups=[1, 2]), algorithm__name=name)
+
+
+@pytest.mark.parametrize(("name", "function", "verls"), GROUPS)
 def test_a_group_of_one_has_no_advantage(name, function, verls):
-    batch = batch_of(7.0, 1.0, 3.0, groups=[1, 2])
-    ours = advantages(batch, algorithm__name=name)
-    assert_close(ours, [0.0, *verls[1:]])
-    rewards, index = tensor([[7.0], [1.0], [3.0]]), np.array([0, 1, 1])
-    check_verl(function, [[v] for v in verls], rewards, torch.ones(3, 1), index)
+    assert is_close(alone(name), [0.0, *verls[1:]])
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize(("name", "function", "verls"), GROUPS)
+def test_a_group_of_one_of_verls(installed, name, function, verls):
+    rewards, index = tensor_of([[r] for r in ALONE]), {"array": [0, 1, 1]}
+    theirs, _ = installed.call(f"{CORE}:{function}", rewards, tensor_of([[1.0]] * 3), index)
+    ours = [[a] for a in alone(name).tolist()]
+    check(installed, "a group of one rollout", theirs, ours, [[a] for a in verls])
+
+
+BASELINE = "reinforce_plus_plus_baseline"
+FOUR = [1.0, 3.0, 0.0, 8.0]
+WHITE = [-0.2970, 0.2970, -1.1882, 1.1882]
 
 
 def test_whitening_is_a_key_of_its_own():
-    batch = batch_of(1.0, 3.0, 0.0, 8.0, groups=[2, 2])
-    name = "reinforce_plus_plus_baseline"
-    plain = advantages(batch, algorithm__adv_estimator=name)
+    batch = batch_of(*FOUR, groups=[2, 2])
+    plain = advantages(batch, algorithm__adv_estimator=BASELINE)
     assert plain.tolist() == [-1.0, 1.0, -4.0, 4.0]
-    white = advantages(batch, algorithm__name=name)
-    verls = [-0.2970, 0.2970, -1.1882, 1.1882]
-    assert_close(white, verls)
-    rewards, index = tensor([[1.0], [3.0], [0.0], [8.0]]), np.array([0, 0, 1, 1])
-    function = "compute_reinforce_plus_plus_baseline_outcome_advantage"
-    check_verl(function, [[v] for v in verls], rewards, torch.ones(4, 1), index)
+    assert is_close(advantages(batch, algorithm__name=BASELINE), WHITE)
 
 
-def test_the_return_of_reinforce_plus_plus_passes_over_observations():
+@pytest.mark.verl
+def test_the_whitening_of_verls(installed):
+    theirs, _ = installed.call(
+        f"{CORE}:compute_{BASELINE}_outcome_advantage",
+        tensor_of([[r] for r in FOUR]),
+        tensor_of([[1.0]] * 4),
+        {"array": [0, 0, 1, 1]},
+    )
+    plain = [[-1.0], [1.0], [-4.0], [4.0]]
+    case = "`adv_estimator=reinforce_plus_plus_baseline`"
+    check(installed, case, theirs, plain, [[w] for w in WHITE])
+
+
+def over_two_turns(**keys):
+    """A rollout of two turns around an observation has reward 1, one of a turn has 0."""
     row = segment([1], ("A", [2, 3]), ("E", [4]), ("A", [5]))
     other = segment([1], ("A", [2, 3, 4, 5]))
     turns = [turn(0, 0, 2), turn(0, 3, 4)]
     batch = collate([group(scored([row], 1.0, turns), scored([other], 0.0, [turn(0, 0, 4)]))], 0)
-    name = "reinforce_plus_plus"
-    ours = advantages(batch, algorithm__adv_estimator=name)
+    return advantages(batch, **keys)
+
+
+def test_the_return_of_reinforce_plus_plus_passes_over_observations():
+    ours = over_two_turns(algorithm__adv_estimator="reinforce_plus_plus")
     assert ours.tolist() == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-    # verl whitens: what was 0 is equal again, so the first two tokens got no reward.
-    verls = [[-0.3780, -0.3780, 0.0, 2.2678], [-0.3780] * 4]
-    rewards = tensor([[0.0, 0.0, 0.0, 1.0], [0.0] * 4])
-    mask = tensor([[1.0, 1.0, 0.0, 1.0], [1.0] * 4])
-    gamma = SimpleNamespace(gamma=1.0)
-    function = "compute_reinforce_plus_plus_outcome_advantage"
-    check_verl(function, verls, rewards, mask, gamma)
+
+
+@pytest.mark.verl
+def test_the_return_of_verls_reinforce_plus_plus(installed):
+    mask = [[1.0, 1.0, 0.0, 1.0], [1.0] * 4]
+    returned, _ = installed.call(
+        f"{CORE}:compute_reinforce_plus_plus_outcome_advantage",
+        tensor_of([[0.0, 0.0, 0.0, 1.0], [0.0] * 4]),
+        tensor_of(mask),
+        config={"namespace": {"gamma": 1.0}},
+    )
+    theirs = tensor(returned)[tensor(mask).bool()]
+    ours = over_two_turns(algorithm__name="reinforce_plus_plus")
+    # What was 0 before it was whitened is equal again: the first two tokens got no reward.
+    reset = [-0.3780, -0.3780, 2.2678, *[-0.3780] * 4]
+    check(installed, "`reinforce_plus_plus` over several turns", theirs, ours, reset)
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize("weight", [1.0, 0.5])
+def test_verls_kl_has_no_importance_weight(installed, weight):
+    """agentrl's has: `tests/learner/test_tis.py`."""
+    row = {
+        "mask": [1, 1],
+        "advantages": [0.0, 0.0],
+        "log_probs": [-1.0, -1.0],
+        "old_log_probs": [-1.0, -1.0],
+        "ref_log_prob": [-1.5, -1.0],
+        "rollout_is_weights": [weight] * 2,
+    }
+    settings = {"use_kl_loss": True, "kl_loss_coef": 1.0, "kl_loss_type": "k1"}
+    theirs = installed.call("ppo_losses", [row], **settings)
+    assert theirs == pytest.approx(0.25)
+    assert installed.version in versions_that_differ("KL in the loss with importance weights")
 
 
 def test_the_first_step_of_the_warm_up_has_a_rate():
     rates = [learning_rate(1.0, OptimConfig(lr_warmup_steps=4), 10, step) for step in range(1, 7)]
     assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
-    if "AGENTRL_VERL" in os.environ:
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-        schedule = function_of_verl("get_constant_schedule_with_warmup")(optimizer, 4)
-        assert schedule.get_last_lr() == [0.0]
+
+
+@pytest.mark.verl
+def test_the_first_step_of_verls_warm_up_has_none(installed):
+    theirs = installed.call("first_rates", 4, 6)
+    ours = [0.2, 0.4, 0.6, 0.8, 1.0, 1.0]
+    case = "learning rate of the first warm-up step"
+    check(installed, case, theirs, ours, [0.0, 0.25, 0.5, 0.75, 1.0, 1.0])

@@ -191,6 +191,56 @@ def test_addresses():
             read_address(f"harbor:a?{query}", options)
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"data.train": "reasoning-gym"}, "Did you mean 'reasoning-gym:NAME'?"),
+        ({"data.train": "reasoning_gym:ab?n=3"}, "Did you mean 'reasoning-gym:NAME'?"),
+        ({"data.train": "opnenv://localhost:1"}, "Did you mean 'openenv:NAME'?"),
+        ({"data.train": "openenv://localhost:1"}, "openenv://localhost:1 is a server, not rows"),
+        ({"environments": {"maze": "opnenv://x:1"}}, "projects: openenv://HOST:PORT, nemo-gym://"),
+        ({"environments": {"maze": "http://127.0.0.1:1"}}, "projects: openenv://HOST:PORT, nemo"),
+        ({"environments": {"maze": "localhost:1"}}, "environments.maze: no environment at loc"),
+        ({"data.train": "harbor:x?agnt=y"}, "no option agnt. Options: agent, agent_timeout_"),
+        ({}, 'or name its server: environments={maze: "openenv://HOST:PORT"}'),
+    ],
+)
+def test_an_address_of_almost_a_door_says_what_to_write(tmp_path, own_registries, keys, message):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "environment": "maze"}')
+    with pytest.raises(UserError) as raised:
+        make_plan(load_config(None, [], {"data.train": str(tmp_path / "rows.jsonl"), **keys}))
+    assert message in str(raised.value)
+    assert "Start it," not in str(raised.value)  # of `openenv://` in data.train
+    assert str(raised.value).count(message) == 1
+
+
+def test_a_query_in_yaml_needs_quotation_marks(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("data: {train: textarena:Mastermind-v0?n=3}")
+    with pytest.raises(SystemExit):
+        main(["check", "-c", str(tmp_path / "run.yaml")])
+    shown = capsys.readouterr().err
+    assert "1 mistake" in shown and "Put a text with ? into quotation marks" in shown
+
+
+def test_the_same_rows_in_training_and_validation_are_a_warning(caplog):
+    keys = {"data.train": "textarena:Mastermind-v0", "data.val": "textarena:Mastermind-v0?n=9"}
+    door.check_doors(load_config(None, [], keys))
+    assert "textarena:Mastermind-v0?n=9: the same rows. Give one another seed" in caplog.text
+    caplog.clear()
+    door.check_doors(load_config(None, [], keys | {"data.val": "textarena:Mastermind-v0?seed=1"}))
+    assert not caplog.text
+
+
+def test_the_list_has_columns(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("AGENTRL_HOME", str(tmp_path))
+    with pytest.raises(SystemExit):
+        main(["doors", "list"])
+    lines = capsys.readouterr().out.splitlines()
+    at = lines[1].index("needs no package")
+    assert lines[1].startswith("nemo-gym ")
+    assert all(line[at - 1] == " " and line[at] != " " for line in lines)
+
+
 def test_all_shipped_doors_load():
     assert all(door.find_door(name).name == name for name in SHIPPED_DOORS)
 
@@ -248,6 +298,11 @@ def test_an_environment_of_your_own(tmp_path, monkeypatch):
         use(own, tmp_path)
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "mine")], check=True)
     assert use(own, tmp_path / "mine") == installed_version(own) != ""
+    # Another Python means a new environment, and leaves yours as it is.
+    owned = Door("pip", "", print, requirements=("pip",))
+    install(owned, python=sys.executable)
+    assert not program.environment_folder("pip").is_symlink()
+    assert (tmp_path / "mine" / "bin" / "python").exists()
     with pytest.raises(UserError, match="does not have the package harbor"):
         use(Door("harbor", "", print), tmp_path / "mine")
 

@@ -1,6 +1,8 @@
 """reasoning-gym and TextArena: rows, scores of the packages, many episodes at once, training."""
 
+import copy
 import re
+import threading
 
 import pytest
 from support.at_once import play_at_once
@@ -8,15 +10,17 @@ from support.at_once import play_at_once
 from agentrl import load_config, play
 from agentrl.cli import main
 from agentrl.demo import TINY_SETTINGS
-from agentrl.errors import DataError
+from agentrl.errors import DataError, Infrastructure, UserCodeError
 from agentrl.preflight import make_plan
 from agentrl.record import METRICS, read_metrics
 from agentrl.testing import Scripted, byte_tokenizer
 from agentrl.trainer import Trainer
+from agentrl.workers import child_process
 
 TOKENIZER = byte_tokenizer()
 LETTERS = "reasoning-gym:letter_counting?n=3&seed=1&max_words=5"
 GUESS = "textarena:GuessTheNumber-v0?n=4"
+TURNS = ["rollout.max_turns=20"]
 
 
 @pytest.fixture
@@ -72,14 +76,20 @@ def test_a_mixture_has_weights(games):
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("reasoning-gym:letter_count?n=2", r"no task 'letter_count'. Tasks: .*letter_counting"),
+        (
+            "reasoning-gym:letter_count?n=2",
+            "no task 'letter_count'. Did you mean letter_counting, ",
+        ),
         ("reasoning-gym:letter_counting?n=two", "the option n=two must be of type int"),
-        ("reasoning-gym:letter_counting?n=2&max_wrds=5", "unexpected keyword argument 'max_wrds'"),
-        ("textarena:Mastermnd-v0?n=2", "no game 'Mastermnd-v0'. Similar ones: Mastermind-v0"),
+        ("reasoning-gym:letter_counting?max_wrds=5", "no option 'max_wrds'. Options: .*max_words"),
+        ("reasoning-gym:letter_counting?max_words=x", "max_words=x must be a number, as 15"),
+        ("textarena:Mastermnd-v0?n=2", "no game 'Mastermnd-v0'. Did you mean Mastermind-v0, "),
+        # Its files need Python 3.12, which reads them and finds that it is a game for two.
+        ("textarena:Chess-v0", r"a newer Python than 3\.11.*--python python3.12|players has to"),
         ("textarena:TicTacToe-v0", "The number of players has to be 2"),
         ("textarena:GuessTheNumber-v0?rows=2", "no option rows. Options: n, seed"),
         ("textarena:GuessTheNumber-v0?n=0", "has no rows"),
-        ("reasoning-gim:leg_counting?n=3", "no file matches .*Did you mean 'reasoning-gym'"),
+        ("reasoning-gim:leg_counting?n=3", "no file matches .* mean 'reasoning-gym:NAME'"),
     ],
 )
 def test_wrong_addresses_are_refused(games, address, message):
@@ -151,3 +161,36 @@ def test_tiny_trains_on_both(games, tiny_model, tmp_path):
     Trainer(load_config(None, overrides, flags, preset=TINY_SETTINGS)).run()
     metrics = [values for _, values in read_metrics(tmp_path / "run" / METRICS)]
     assert len([m for m in metrics if "critic/score/mean" in m]) == 5
+
+
+def test_rows_cannot_name_other_games_and_tasks(games):
+    [game, *_], [task, *_] = rows_of(GUESS), rows_of(LETTERS)
+    game.tools_kwargs["textarena"]["create_kwargs"]["game"] = "TwentyQuestions-v0"
+    with pytest.raises(UserCodeError, match="does not name the game 'TwentyQuestions-v0'"):
+        play_script(game, ["[1]"])
+    for chosen in ({"task": "composite"}, {"options": {"max_words": 6}}, {"seed": 3}):
+        changed = copy.deepcopy(task)
+        changed.tools_kwargs["reasoning-gym"]["create_kwargs"].update(chosen)
+        with pytest.raises(UserCodeError, match="does not name the task"):
+            play_script(changed, ["<answer>1</answer>"])
+
+
+def test_a_process_that_is_killed_among_200_games_gives_no_reward(games):
+    """Each game has the reward of its moves, or none."""
+    samples = rows_of("textarena:GuessTheNumber-v0?n=200")
+    moves = [f"[{i}]" for i in range(1, 21)]
+    own = [t.scores.outcome for t in play_at_once(samples, moves, TOKENIZER, TURNS)]
+    killed = threading.Event()
+
+    def answer(prompt, turn):
+        if turn == 3 and not killed.is_set():
+            killed.set()
+            for child in list(child_process._children):
+                child.kill()
+        return moves[turn]
+
+    results = play_at_once(samples, lambda sample: answer, TOKENIZER, TURNS, keep_errors=True)
+    errors = [r for r in results if isinstance(r, Exception)]
+    assert killed.is_set() and errors and all(isinstance(e, Infrastructure) for e in errors)
+    for result, outcome in zip(results, own, strict=True):
+        assert isinstance(result, Exception) or result.scores.outcome == outcome

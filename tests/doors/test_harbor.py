@@ -201,7 +201,7 @@ def test_tasks_that_cannot_be_played_are_refused_by_name(world):
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("harbor:podmann", "no backend 'podmann'. Harbor's backends: .*podman"),
+        ("harbor:podmann", "no backend 'podmann'. Did you mean podman"),
         ("harbor:podman?keep=1", "Unknown option 'keep'"),
         ("harbor:e2b", "=harbor:e2b: harbor: .*the backend e2b does not work.*E2B_API_KEY"),
         ("harbor:modal", r"the backend modal does not work.*pip install 'harbor\[modal\]'"),
@@ -240,6 +240,29 @@ def test_rows_cannot_name_tasks_of_other_folders(world, tmp_path):
     sample.tools_kwargs["harbor"]["create_kwargs"]["task"] = str(other)
     with pytest.raises(UserCodeError, match="the config does not name the task"):
         play(sample, Scripted(["done"], TOKENIZER), TOKENIZER, config=world.config())
+
+
+@pytest.mark.parametrize("chosen", [{"task": ".."}, {"multiplier": 1e9}])
+def test_rows_cannot_leave_the_folder_or_choose_settings(world, chosen):
+    path = world.task()
+    [sample] = world.samples()
+    shutil.copytree(path, world.folder, dirs_exist_ok=True)
+    shutil.move(world.folder / "task.toml", world.folder.parent / "task.toml")
+    if "task" in chosen:
+        chosen = {"task": f"{world.folder}/.."}
+    sample.tools_kwargs["harbor"]["create_kwargs"].update(chosen)
+    with pytest.raises(UserCodeError, match="the config does not name the task"):
+        play(sample, Scripted(["done"], TOKENIZER), TOKENIZER, config=world.config())
+
+
+def test_rows_cannot_choose_the_agent_or_the_address_of_the_gateway(world):
+    world.task()
+    config = world.config(options="?agent=nop")
+    for chosen in ({"gateway": "0.0.0.0"}, {"agent": "oracle"}, {"agent": ""}):
+        [sample] = make_plan(config).train
+        sample.extra["harbor"].update(chosen)
+        with pytest.raises(UserCodeError, match="the config does not name the task"):
+            play(sample, Scripted(["done"], TOKENIZER), TOKENIZER, config=config)
 
 
 @pytest.mark.proves("harbor", "tools", "reward", "sandbox")
@@ -505,6 +528,21 @@ class Caller(Other):
 )
 
 
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        ("mini-swe", "no agent 'mini-swe'. Did you mean mini-swe-agent"),
+        ("{tmp}/none.py:Caller", "No module named 'none'"),
+        ("{tmp}/caller.py:Caler", "has no attribute 'Caler'"),
+    ],
+)
+def test_an_agent_that_does_not_exist_is_refused(world, tmp_path, agent, message):
+    world.task()
+    (tmp_path / "caller.py").write_text(AGENT)
+    with pytest.raises(DataError, match=message):
+        make_plan(world.config(options=f"?agent={agent.format(tmp=tmp_path)}"))
+
+
 def test_an_agent_in_the_sandbox_reaches_the_gateway(world, tmp_path):
     path = world.task()
     compose = path / "environment/docker-compose.yaml"
@@ -564,9 +602,7 @@ def test_agents_of_the_package_are_scored_by_its_verifier(world, name, reward):
     api = {"url": "http://127.0.0.1:9", "key": "-", "model": "policy"}
 
     async def run():
-        return await program("harbor").call(
-            "agent", episode="one", task=str(path), **options, **api
-        )
+        return await program("harbor").call("agent", task=str(path), **options, **api)
 
-    assert asyncio.run(run()) == {"reward": reward, "metrics": {}}
+    assert asyncio.run(run()) == {"outcome": reward, "metrics": {}}
     assert "harbor" in registry.tools

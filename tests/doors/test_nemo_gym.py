@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fastapi import Body, FastAPI, Request
+from fastapi import Body, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from support.small_server import serving
@@ -28,6 +28,7 @@ from agentrl.doors import nemo_gym
 from agentrl.errors import ConfigError, DataError, Infrastructure, UserCodeError, UserError
 from agentrl.http.client import fetch_json
 from agentrl.http.pool import pool_of_loop
+from agentrl.preflight import make_plan
 from agentrl.testing import Scripted, byte_tokenizer, call
 from agentrl.tools import LocalToolbox
 
@@ -73,6 +74,7 @@ class PlainServer:
     def __init__(self, **extra):
         self.app, self.extra = FastAPI(), extra
         self.sums, self.closed, self.verified, self.status = {}, [], [], 200
+        self.text = ""
         for path in ("seed_session", "add", "crash", "busy", "hang", "verify", "close_session"):
             self.app.post(f"/{path}")(getattr(self, path))
         self.paths = []
@@ -107,6 +109,8 @@ class PlainServer:
 
     async def verify(self, request: Request, body: dict = Body()):
         self.verified.append(body)
+        if self.text:
+            return Response(self.text)
         total = self.sums[request.cookies["session"]]
         answer = {**body, "reward": float(body["expected"] == total), "sum": total}
         return JSONResponse({**answer, "mask_sample": False, **self.extra}, self.status)
@@ -177,6 +181,9 @@ def test_rows_become_prompts_and_keep_everything(tmp_path):
         ({"metadata": {"audio_path": "a.wav"}}, "metadata.audio_path"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{**ADD, "name": "../verify"}]}, "a tool with the name '../verify'"),
+        ({"tools": [{**ADD, "name": "verify"}]}, "a tool with the name 'verify'"),
+        ({"tools": [{**ADD, "name": "a\r\nb"}]}, "a tool with the name"),
     ],
 )
 def test_rows_that_agentrl_cannot_play_are_refused_by_name(tmp_path, changes, problem):
@@ -191,7 +198,7 @@ def test_other_rows_and_options_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no option env\. Options: environment"):
         nemo_gym.rows("nemo-gym:x.jsonl?env=sums")
     with pytest.raises(DataError, match=r"none\.jsonl"):
-        nemo_gym.rows(f"nemo-gym:{tmp_path}/none.jsonl")
+        nemo_gym.rows(f"nemo-gym:{tmp_path}/none.jsonl?environment=sums")
 
 
 def test_addresses_in_a_config(tmp_path):
@@ -199,7 +206,7 @@ def test_addresses_in_a_config(tmp_path):
     environments = {"sums": "nemo-gym://localhost:8000?rows=train.jsonl"}
     config = load_config(None, [], {"data.train": address, "environments": environments})
     assert config.all_files == [
-        f"environment+{address}#nemo-gym",
+        f"environment+{address}#",
         "environment+nemo-gym://localhost:8000?rows=train.jsonl#sums",
     ]
 
@@ -271,10 +278,23 @@ def test_a_session_that_a_cookie_does_not_close(tmp_path):
 def test_a_row_offers_its_own_tools(tmp_path):
     [chat] = samples_of(tmp_path, CHAT)
     with served(tmp_path) as plain:
-        trajectory = play_turns(chat, call("add", amount=1), "5")
-        assert trajectory.turns[0].tool_results[0].error == "unknown_tool"
-        assert trajectory.scores.outcome == 1.0
-        assert plain.verified[0]["response"]["tool_choice"] == "none"
+        trajectory = play_turns(chat, call("add", amount=1))
+        assert [turn.tool_calls for turn in trajectory.turns] == [()]
+        response = plain.verified[0]["response"]
+        assert response["tool_choice"] == "none"
+        assert '"add"' in response["output"][0]["content"][0]["text"]
+
+
+def test_rows_whose_tools_have_no_schemas_are_refused_before_they_are_played(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW))
+    rows = f"nemo-gym:{tmp_path}/rows.jsonl"
+    with serving(PlainServer().app) as url:
+        servers = {"bare": f"nemo-gym:{url.removeprefix('http:')}"}
+        keys = {"data.train": f"{rows}?environment=bare", "environments": servers}
+        with pytest.raises(DataError, match=r"row 0, environment_kwargs: .*'add'.*\?rows=FILE"):
+            make_plan(load_config(None, [], keys))
+    with pytest.raises(UserError, match=r"names no server of environments: add \?environment="):
+        nemo_gym.rows(rows)
 
 
 def test_a_row_with_an_unknown_tool_is_not_played(tmp_path):
@@ -318,12 +338,16 @@ def test_a_malformed_call_is_a_part_of_the_text():
         ({}, 422, r"answered 422"),
         ({"mask_sample": True, "failure_kind": "judge_failed"}, 200, "no valid reward: judge_fail"),
         ({"reward": None}, 200, "no valid reward"),
+        ("<html>", 200, "no valid reward: no JSON object: <html>"),
+        ("[1]", 200, "no valid reward: no JSON object"),
+        ('{"reward": NaN}', 200, "no valid reward: no JSON object"),
     ],
 )
 def test_no_reward_is_not_a_reward_of_0(tmp_path, extra, status, problem):
     [sample] = samples_of(tmp_path, ROW)
+    text, extra = (extra, {}) if isinstance(extra, str) else ("", extra)
     with served(tmp_path, **extra) as plain, pytest.raises(Infrastructure, match=problem):
-        plain.status = status
+        plain.status, plain.text = status, text
         play_turns(sample, "5")
 
 

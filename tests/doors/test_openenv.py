@@ -253,6 +253,16 @@ def test_a_server_that_is_started_again_does_not_continue_the_episode(use_packag
         assert get(port, "open") == 0
 
 
+def test_an_answer_that_is_broken_is_no_reward(use_packages, tmp_path):
+    """The model would read the error of a tool, and the episode would have the reward 0."""
+    use_packages("openenv")
+    with running(HERE / "environments" / "openenv_broken.py") as port:
+        [sample] = samples_of(tmp_path, port)
+        for number in range(7):
+            with pytest.raises(Infrastructure, match="openenv: "):
+                play(sample, [call("step", number=number), "Done"])
+
+
 @pytest.fixture
 def short_limits(tmp_path, monkeypatch):
     """The program with limits of 1 s."""
@@ -379,7 +389,7 @@ def test_200_episodes_at_once_have_states_of_their_own(port, tmp_path):
     [
         ("openenv://127.0.0.1:{free}", r"environments.maze: no OpenEnv server at http://127.* \(.*"
          r"GET .*Connection refused.*uvicorn server:app"),
-        ("openenv://127.0.0.1:{port}/web", "no OpenEnv server at .*HTTP Error 404"),
+        ("openenv://127.0.0.1:{port}/web", "no OpenEnv server at .*HTTP Error 404.* leave out the"),
         ("openenv:127.0.0.1:{port}", "is not openenv://HOST:PORT"),
         ("openenv:ftp://127.0.0.1", "is not openenv://HOST:PORT"),
         ("openenv://", "is not openenv://HOST:PORT"),

@@ -73,8 +73,8 @@ def test_an_episode_that_exceeds_its_budget_has_no_reward(use_packages):
         ("verifiers", V0, r"words.py cannot be imported.*install verifiers 'verifiers<0.4'"),
         ("verifiers", "verifiers:no-such-env", "no environment 'no-such-env': no module"),
         ("verifiers", f"{V1}?harness=bash", "runs commands of the policy.*runtime=docker"),
-        ("verifiers", f"{V1}?counts=3", "counts"),
-        ("verifiers-v0", f"{V0}?kinds=3", "unexpected keyword argument 'kinds'"),
+        ("verifiers", f"{V1}?counts=3", "no option 'counts'. Options: .*count, harness, runtime"),
+        ("verifiers-v0", f"{V0}?kinds=3", "no option 'kinds'. Options: kind, count"),
     ],
 )
 def test_wrong_environments_are_refused(use_packages, packages, address, message):
@@ -100,6 +100,48 @@ def test_an_error_of_the_environment_is_no_reward(use_packages, tmp_path):
     [sample] = rows_of(f"verifiers:{tmp_path}/broken.py?n=1&kind=asking")
     with pytest.raises(Infrastructure, match=r"verifiers: .*simulator is down"):
         play_at_once([sample], ["It is 1"] * 3, TOKENIZER)
+
+
+def test_a_row_cannot_choose_options(use_packages):
+    """An option may be the address of a judge, or the name of a variable with its key."""
+    use_packages("verifiers-v0", "verifiers")
+    [sample] = rows_of(f"{V0}?n=1&count=1")
+    sample.extra["verifiers"]["options"] = {"count": 1, "judge_url": "http://other"}
+    with pytest.raises(UserCodeError, match=r"with the options .*other.* in the config"):
+        play_at_once([sample], ["It is 1"], TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "openai.APIConnectionError(request=None)",
+        "ConnectionRefusedError(111)",
+        "RuntimeError('judge') from openai.APITimeoutError(request=None)",
+    ],
+)
+def test_a_judge_that_is_down_is_no_reward(use_packages, tmp_path, error):
+    """The rubric of v0 only logs the error, and counts it as 0."""
+    use_packages("verifiers-v0", "verifiers")
+    text = (FOLDER / "words.py").read_text()
+    right = 'return float(completion[-1]["content"].endswith(answer))'
+    assert text.count(right) == 1
+    judge = f'if "judge" in completion[-1]["content"]: raise {error}\n        {right}'
+    (tmp_path / "judged.py").write_text("import openai\n" + text.replace(right, judge))
+    [sample] = rows_of(f"verifiers:{tmp_path}/judged.py?n=1")
+    with pytest.raises(Infrastructure, match="calling reward function right: "):
+        play_at_once([sample], ["judge 1"], TOKENIZER)
+    [played] = play_at_once([sample], ["It is 1"], TOKENIZER)
+    assert played.scores.outcome == 1.0
+
+
+def test_an_error_of_a_reward_function_is_the_reward_0_of_the_package(use_packages, tmp_path):
+    """Otherwise a policy could have bad episodes dropped."""
+    use_packages("verifiers-v0", "verifiers")
+    text = (FOLDER / "words.py").read_text()
+    (tmp_path / "parsing.py").write_text(text.replace(".endswith(answer)", ".upper(int(answer))"))
+    [sample] = rows_of(f"verifiers:{tmp_path}/parsing.py?n=1")
+    [played] = play_at_once([sample], ["It is 1"], TOKENIZER)
+    assert played.scores.outcome == 0.0
 
 
 @pytest.mark.proves("verifiers", "200 episodes at once")

@@ -190,6 +190,25 @@ async def test_an_image_that_is_missing_or_has_no_python_is_an_error_with_its_re
     assert containers() == []
 
 
+@needs_podman
+async def test_a_python_without_standard_modules_is_an_error_with_its_remedy(podman):
+    # Debian's python3-minimal has no json.
+    part, image = f"agentrl-{os.getpid()}-part", "localhost/agentrl-test-part:1"
+    remove = "import os, shutil; shutil.rmtree(os.path.dirname(os.__file__) + '/json')"
+    for words in (
+        ["run", "--name", part, "--network", "none", IMAGE, "/usr/bin/python3", "-c", remove],
+        ["commit", "-q", part, image],
+        ["rm", part],
+    ):
+        subprocess.run(["podman", *words], check=True, capture_output=True)
+    try:
+        async with opened(images=[image]) as place:
+            with pytest.raises(SandboxError, match=f"The Python of {image} lacks standard modules"):
+                await place.run("1")
+    finally:
+        subprocess.run(["podman", "rmi", image], check=True, capture_output=True)
+
+
 def test_an_engine_without_images_is_a_contradiction():
     with pytest.raises(ConfigError, match=r"sandbox.backend=podman needs the images .* set"):
         load_config(None, ["sandbox.backend=podman"])

@@ -13,10 +13,14 @@ from agentrl.trajectory import Sample, Trajectory
 
 
 def play_at_once(
-    samples: Sequence[Sample], script, tokenizer, overrides: Sequence[str] = ()
+    samples: Sequence[Sample],
+    script,
+    tokenizer,
+    overrides: Sequence[str] = (),
+    keep_errors: bool = False,
 ) -> list[Trajectory]:
     """Play samples at the same time, each with a script of its own: a list of texts, or a function
-    from the sample to one."""
+    from the sample to one. With `keep_errors`, the error of an episode is its result."""
     config = load_config(None, ["rollout.timeout_s=600", *overrides])
     template = make_template(tokenizer, config)
 
@@ -32,7 +36,8 @@ def play_at_once(
     async def play_all() -> list[Trajectory]:
         toolbox = LocalToolbox()
         try:
-            return await asyncio.gather(*(play(i, s, toolbox) for i, s in enumerate(samples)))
+            plays = (play(i, s, toolbox) for i, s in enumerate(samples))
+            return await asyncio.gather(*plays, return_exceptions=keep_errors)
         finally:
             await toolbox.aclose()
 

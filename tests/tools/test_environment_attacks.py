@@ -2,6 +2,7 @@
 
 import asyncio
 import datetime
+import gc
 import json
 import threading
 import time
@@ -16,6 +17,7 @@ from fastapi import FastAPI
 from agentrl import (
     Environment,
     Message,
+    Reply,
     Sample,
     Scores,
     environment,
@@ -98,8 +100,9 @@ def test_no_reward_beside_a_call_that_never_ends():
 
 
 @pytest.mark.parametrize("hook", ["respond", "score"])
-def test_close_ends_an_async_hook_at_once(hook):
+def test_close_ends_an_async_hook_at_once(hook, caplog):
     # The close of a cancelled episode waited 5 s, and closed the object beside the running hook.
+    # asyncio complained of the hook's error, which nobody waits for any more.
     events = []
 
     @environment("slow")
@@ -130,7 +133,29 @@ def test_close_ends_an_async_hook_at_once(hook):
         return seconds
 
     assert asyncio.run(main()) < 2
-    assert sorted(events) == ["closed", "ended"]
+    gc.collect()
+    assert sorted(events) == ["closed", "ended"] and not caplog.records
+
+
+# -- turns ----------------------------------------------------------------------------------------
+
+
+def test_without_tools_a_call_is_a_text():
+    # A game got no move, and the model read that a call was malformed.
+    text = '<tool_call>\n{"name": "go", "arguments": {}}\n</tool_call>'
+
+    @environment("echo")
+    class Echo(Environment):
+        async def respond(self, messages):
+            return Reply(messages[-1].content.upper(), done=len(messages) == 6)
+
+        async def reward(self):
+            return 1.0
+
+    trajectory = play_turns(sample_of("echo"), [text, "</tool_call>", "end"])
+    replies = [m.content for m in trajectory.messages if m.role == "user"][1:]
+    assert replies == [text.upper(), "</TOOL_CALL>"]
+    assert not any(turn.tool_calls for turn in trajectory.turns)
 
 
 # -- odd values -----------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Translate a config of verl's to agentrl's keys, and report what could not be translated.
 
-What the config does not set has verl's default (`verl_keys.yaml`), not agentrl's, unless it
-concerns the machine: GPUs, memory, engines.
+What the config does not set has verl's default (`verl_defaults.csv`), not agentrl's, unless it
+concerns the machine: GPUs, memory, engines. The defaults are those of the version of verl that has
+the config's keys.
 """
 
 from __future__ import annotations
@@ -12,21 +13,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agentrl.compat.verl.hydra import read_verl_config, resolve
+from agentrl.compat.verl.hydra import read_verl_config, resolve, resolve_value
 from agentrl.config import FIELDS
 from agentrl.config.environment import hide_secrets, map_leaves, replace_texts
 from agentrl.config.sources import Setting, assignment, read_overrides
 from agentrl.config.trackers import TRACKERS
 from agentrl.config.verl_keys import (
     CHANGED,
-    DEFAULTS,
+    CHOICES,
+    MACHINE,
     REFUSED,
     RENAMED,
+    SAME,
     SHARED,
     UNNEEDED,
     VALUES,
+    VERL_KEYS,
     explain_key,
     known_key,
+    verl_versions,
 )
 from agentrl.data.dataset import list_files
 from agentrl.data.files import read_batches
@@ -35,25 +40,12 @@ from agentrl.registry import agent_loops, did_you_mean
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TURNS = f"{ROLLOUT}.multi_turn"
+MODE, SAMPLER = "trainer.v1.trainer_mode", "trainer.v1.sampler.max_off_policy"
 MAX_SHOWN = 150
 """The maximum length of a setting in messages, in characters."""
 _ESTIMATOR = "algorithm.adv_estimator"
 CHARACTERS_PER_TOKEN = 4
 """The assumed length of a token of a tool's result."""
-
-ESTIMATORS = {
-    "gae": "ppo", "grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo",
-    "rloo_vectorized": "rloo", "reinforce_plus_plus": "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline", "remax": "remax",
-}  # fmt: skip
-"""`algorithm.name` for each of verl's advantage estimators that agentrl has."""
-OTHER_ESTIMATORS = (
-    "opo", "grpo_passk", "gpg", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline",
-)  # fmt: skip
-"""verl's other advantage estimators. Any other name is one of the user's own."""
-LOSSES = ("vanilla", "gspo", "cispo")
-KL_TYPES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-TOOL_FORMATS = {"hermes": "hermes", "gpt-oss": "gpt_oss", "qwen3_coder": "qwen3_coder"}
 
 
 @dataclass
@@ -74,6 +66,8 @@ class Translation:
     """agentrl's settings that stand for verl's defaults."""
     mistakes: list[str] = field(default_factory=list)
     """What must be changed before the config can be translated."""
+    version: str = ""
+    """The version of verl whose keys the config has, as a text."""
 
     def report(self) -> str:
         """Return the lines under headings."""
@@ -82,7 +76,7 @@ class Translation:
             "overridden by the command line": self.overridden,
             "changed": self.changed,
             "no counterpart": self.dropped,
-            "verl's defaults, which the config does not set": self.defaults,
+            "verl's defaults": self.defaults,
         }
         return "\n".join(
             f"{title}:\n" + "".join(f"  {line}\n" for line in lines)
@@ -119,14 +113,41 @@ def translate(
             if not is_verls:
                 set_by_ours[path] = settings.get(path)
             settings[path] = replace(setting, path=path)
+    version, translation.version = recognize_version(settings)
+    strategy = settings.get("model_engine") or settings.get(f"{ACTOR}.strategy")
+    versions = verl_versions(str(strategy and strategy.value))
+    # A key that this version lacks has the default of the newest version that has it.
+    defaults = {k: v for has in [*versions.values(), versions[version]] for k, v in has.items()}
     # verl reads only the values that it needs, so `???` in the others is no mistake.
-    settings = {
-        p: s for p, s in settings.items() if s.value != "???" or known_key(p) not in UNNEEDED
-    }
+    unread = {"", *UNNEEDED}
+    settings = {p: s for p, s in settings.items() if s.value != "???" or known_key(p) not in unread}
+    settings = resolve(settings, defaults, translation.mistakes)
     overridden = {setting.path for setting in agentrl_settings}
-    _Translator(resolve(settings, translation.mistakes), translation, set_by_ours, overridden).run()
+    _Translator(settings, translation, defaults, set_by_ours, overridden).run()
     translation.settings += agentrl_settings
     return translation
+
+
+def recognize_version(keys: Collection[str]) -> tuple[str, str]:
+    """Return the version of verl whose keys a config has, and a text that names it.
+
+    If several have all of them, it is the newest, or for a whole config that verl has written the
+    one that has the fewest others. If none has all, it is the one that has the most.
+    """
+    versions = verl_versions()
+    known = {key for key in keys if any(key in has for has in versions.values())}
+
+    def distance(version: str) -> tuple[int, int]:
+        has = versions[version].keys()
+        return len(known - has), len(has - known) * (2 * len(known) > len(has))
+
+    least = min(map(distance, versions))
+    nearest = [version for version in versions if distance(version) == least]
+    version = nearest[-1]
+    if lacking := sorted(known - versions[version].keys()):
+        return version, f"{version}, the nearest version (it lacks {', '.join(lacking[:3])})"
+    others = f" (and of {', '.join(nearest[:-1])})" if nearest[1:] else ""
+    return version, f"{version}{others}"
 
 
 class _Translator:
@@ -136,14 +157,16 @@ class _Translator:
         self,
         settings: Mapping[str, Setting],
         translation: Translation,
-        set_by_ours: Mapping[str, Setting | None] | None = None,
-        overridden: Collection[str] = (),
+        defaults: Mapping[str, Any],
+        set_by_ours: Mapping[str, Setting | None],
+        overridden: Collection[str],
     ):
         """Prepare the translation.
 
         Args:
             settings: the settings by key.
             translation: the results are appended to it.
+            defaults: verl's default of each key, with its interpolations.
             set_by_ours: the keys of `settings` whose value the user set by agentrl's name, and the
                 setting that it replaces. The config checks these values.
             overridden: the keys of agentrl's that the user set by agentrl's name.
@@ -154,7 +177,9 @@ class _Translator:
             if clip in self.settings and path in settings and settings[path].value is None:
                 self.settings[path] = replace(self.settings[clip], path=path)
         self.translation = translation
-        self._set_by_ours = set_by_ours or {}
+        self._defaults = defaults
+        self._values = {**defaults, **{path: s.value for path, s in settings.items()}}
+        self._set_by_ours = set_by_ours
         self._overridden = overridden
         self._dropped: dict[str, list[str]] = {}
         self._reported: set[str] = set()
@@ -162,7 +187,8 @@ class _Translator:
     def run(self) -> None:
         for path in self.settings:
             self._check(path)
-        defaults = dict.fromkeys(path for path in DEFAULTS if path not in self.settings)
+        translated = {*RENAMED, *SHARED} - {*MACHINE}
+        defaults = dict.fromkeys(p for p in self._defaults if p in translated - {*self.settings})
         if "trainer.total_training_steps" in self.settings:
             defaults.pop("trainer.total_epochs", None)
             self.drop(
@@ -174,6 +200,8 @@ class _Translator:
             if path in self._reported:
                 continue
             above = known_key(path)
+            if self.get(path) in (None, {}):
+                continue
             if above in RENAMED:
                 self.take(RENAMED[above] + path.removeprefix(above), self.value(path), path)
             elif path in SHARED and path not in (_ESTIMATOR, "trainer.logger"):
@@ -181,8 +209,7 @@ class _Translator:
         for part in _PARTS:
             part(self)
         for path in [p for p in self.settings if p not in self._reported]:
-            same = path in REFUSED
-            self.drop(path, "as agentrl does" if same else "no effect with the other settings")
+            self.drop(path, "no effect with the other settings")
         for text, paths in self._dropped.items():
             self.translation.dropped.append(f"{', '.join(paths)}: {text}")
 
@@ -190,7 +217,16 @@ class _Translator:
 
     def get(self, path: str) -> Any:
         """Return verl's value of a key: from the config, or verl's default."""
-        return self.settings[path].value if path in self.settings else DEFAULTS.get(path)
+        if path in self.settings:
+            return self.settings[path].value
+        return None if path in MACHINE else self._default(path)
+
+    def _default(self, path: str) -> Any:
+        """Return verl's default of a key; None for a key that no version has."""
+        return resolve_value(self._defaults.get(path), self._values, path)
+
+    def _is_default(self, setting: Setting) -> bool:
+        return _is_same(setting.value, self._default(setting.path))
 
     def value(self, path: str) -> Any:
         """Return agentrl's value of a key that differs in its spelling only."""
@@ -231,11 +267,13 @@ class _Translator:
         """Set a key of agentrl's whose meaning differs."""
         self._set(ours, value, verls, self.translation.changed, f": {why}")
 
-    def drop(self, path: str, why: str) -> None:
-        """Report a key of the config that has no counterpart."""
+    def drop(self, path: str, why: str, if_default: bool = False) -> None:
+        """Report a key of the config that has no counterpart, verl's default only `if_default`."""
         if path not in self.settings:
             return
         self._reported.add(path)
+        if self._is_default(self.settings[path]) and not if_default:
+            return
         above = known_key(path)
         lines = self._dropped.setdefault(why, [])
         line = _shorten(self.settings[path]) if above in (path, "") else f"{above}.*"
@@ -245,7 +283,8 @@ class _Translator:
     def refuse(self, path: str, why: str) -> None:
         """Report a key that would silently change what is learned."""
         end = "" if why.endswith((".", "?")) else "."
-        self._mistake(path, f"{why}{end} {path}=null leaves it out")
+        null = f" {path}=null leaves it out" if path in self.settings else ""
+        self._mistake(path, f"{why}{end}{null}")
 
     def _mistake(self, path: str, what: str) -> None:
         self._reported.add(path)
@@ -264,9 +303,9 @@ class _Translator:
         line = assignment(ours, value)
         if ours in self._overridden:
             before = [self._set_by_ours.get(setting.path, setting) for setting in used]
-            if replaced := [_shorten(setting) for setting in before if setting]:
+            if replaced := [_shorten(s) for s in before if s and not self._is_default(s)]:
                 self.translation.overridden.append(f"{ours}  ({', '.join(replaced)})")
-        elif used:
+        elif any(not self._is_default(setting) for setting in used):
             origin = ", ".join(map(_shorten, used))
             lines.append(f"{line}  ({origin}){why}" if origin != line else f"{line}{why}")
         elif value != FIELDS[ours].get_default(call_default_factory=True):
@@ -281,22 +320,32 @@ class _Translator:
             return
         if above in REFUSED and path.startswith("critic.") and self.get(_ESTIMATOR) != "gae":
             self.drop(path, f"no critic with {_ESTIMATOR}={self.get(_ESTIMATOR)}")
+        elif any(_is_same(value, self._same(same)) for same in SAME.get(path, ())):
+            self.drop(path, "as agentrl does")
+        elif self._is_default(self.settings[path]):
+            self.drop(path, REFUSED.get(path, ""), if_default=path in SAME)
         elif above in REFUSED:
-            same = [self._same(v) for v in REFUSED[above]["same"]]
-            if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in same):
-                self.refuse(path, REFUSED[above]["text"])
+            self.refuse(path, REFUSED[above])
         elif above in UNNEEDED or above in CHANGED:
             self.drop(path, (UNNEEDED | CHANGED)[above])
         elif path.startswith("hydra."):
             self.drop(path, "settings of Hydra itself")
+        elif path in self._defaults:
+            default = assignment(path, self._default(path))
+            self.refuse(path, f"agentrl has no such setting; it is like verl's default, {default}")
         else:
-            close = did_you_mean(path, [*RENAMED, *CHANGED, *UNNEEDED, *REFUSED, *SHARED])
+            close = did_you_mean(path, [*VERL_KEYS, *self._defaults])
             self.refuse(path, f"this key is neither verl's, as far as known, nor agentrl's.{close}")
 
     def _same(self, value: Any) -> Any:
         """Return a value of the table; `${key}` is the value of another key."""
         is_key = isinstance(value, str) and value.startswith("${")
         return self.get(value[2:-1]) if is_key else value
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Return whether two values are the same: 1 is 1.0, but not True."""
+    return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
 def _shorten(setting: Setting) -> str:
@@ -323,10 +372,10 @@ def _with_references(value: Any, setting: Setting) -> Any:
 def _algorithm(t: _Translator) -> None:
     path = _ESTIMATOR
     name = t.name(path)
-    if name in ESTIMATORS:
-        t.take("algorithm.name", ESTIMATORS[name], path)
-    elif name in OTHER_ESTIMATORS:
-        t.refuse(path, f"agentrl has the estimators {', '.join(ESTIMATORS)}")
+    if name in CHOICES["estimators"]:
+        t.take("algorithm.name", CHOICES["estimators"][name], path)
+    elif name in CHOICES["other_estimators"]:
+        t.refuse(path, f"agentrl has the estimators {', '.join(CHOICES['estimators'])}")
     else:
         t.take(path, name, path)
     rank = "actor_rollout_ref.model.lora_rank"
@@ -346,11 +395,11 @@ def _algorithm(t: _Translator) -> None:
         t.take("algorithm.dual_clip", t.get(dual), dual)
     else:
         t.change("algorithm.dual_clip", 0.0, f"verl's {t.name(loss)} does not have it", dual)
-    if t.name(loss) not in LOSSES:
+    if t.name(loss) not in CHOICES["losses"]:
         t.refuse(
             loss,
-            f"agentrl has the losses {', '.join(LOSSES)}. For a loss of your own (@policy_loss),"
-            " set algorithm.policy_loss=NAME and remove this key",
+            f"agentrl has the losses {', '.join(CHOICES['losses'])}. For a loss of your own"
+            " (@policy_loss), set algorithm.policy_loss=NAME and remove this key",
         )
     low = f"{ACTOR}.clip_ratio_low"
     if t.number(low) > 1:
@@ -379,16 +428,11 @@ def _kl(t: _Translator) -> None:
             )
         kind = "algorithm.kl_penalty" if not t.get(in_loss) else kind
     if t.get(in_loss) or t.get(in_reward):
-        if (name := t.name(kind)) not in KL_TYPES:
-            t.refuse(kind, f"agentrl has the estimators {', '.join(KL_TYPES)}")
+        kinds = CHOICES["kl_types"]
+        if (name := t.name(kind)) not in kinds:
+            t.refuse(kind, f"agentrl has the estimators {', '.join(kinds)}")
         else:
-            t.take("algorithm.kl_type", KL_TYPES[name], kind)
-    for path in (
-        in_reward,
-        *(f"{control}.{k}" for k in ("type", "kl_coef", "target_kl", "horizon")),
-    ):
-        if not t.get(in_reward) and t.get(path):
-            t.drop(path, "no effect: algorithm.use_kl_in_reward is false")
+            t.take("algorithm.kl_type", kinds[name], kind)
 
 
 def _mini_batches(t: _Translator) -> None:
@@ -474,9 +518,6 @@ def _memory(t: _Translator) -> None:
         t.take("optim.offload", "all", everything, moments)
     elif moments and t.get(moments):
         t.take("optim.offload", "optimizer", moments)
-    path = "actor_rollout_ref.hybrid_engine"
-    if path in t.settings:
-        t.take("trainer.placement", "colocated" if t.get(path) else "separate", path)
 
 
 def _importance_weights(t: _Translator) -> None:
@@ -488,6 +529,9 @@ def _importance_weights(t: _Translator) -> None:
     elif level in ("token", "sequence"):
         t.take("algorithm.tis_level", level, f"{correction}.rollout_is")
         t.take("algorithm.tis_cap", cap, f"{correction}.rollout_is_threshold")
+    elif level is None and _is_asynchronous(t):
+        why = "tokens of older weights need importance weights, which verl leaves out"
+        t.change("algorithm.tis_cap", cap, why, MODE)
     elif level is None:
         t.take("algorithm.tis_cap", 0.0)
     else:
@@ -556,7 +600,7 @@ def _tools(t: _Translator) -> None:
         )
     form = f"{TURNS}.format"
     if form in t.settings:
-        name = TOOL_FORMATS.get(t.name(form), "auto")
+        name = CHOICES["tool_formats"].get(t.name(form), "auto")
         if name != "auto":
             t.take("rollout.tool_format", name, form)
         else:
@@ -590,7 +634,6 @@ def _loop(t: _Translator) -> None:
 
 def _validation(t: _Translator) -> None:
     t.change("val.greedy", False, "verl has one pass, at val.temperature")
-    t.drop(f"{ROLLOUT}.val_kwargs.do_sample", "val.temperature decides")
 
 
 def _engine(t: _Translator) -> None:
@@ -598,22 +641,44 @@ def _engine(t: _Translator) -> None:
     name = {"hf": "local"}.get(t.name(path), t.name(path))
     if path in t.settings:
         t.take("rollout.name", name, path)
-    if sleep in t.settings and t.get(sleep) and name == "sglang":
+    hybrid, is_asynchronous = "actor_rollout_ref.hybrid_engine", _is_asynchronous(t)
+    if is_asynchronous:
+        t.take("trainer.placement", "separate", MODE, hybrid)
+    elif hybrid in t.settings:
+        t.take("trainer.placement", "colocated" if t.get(hybrid) else "separate", hybrid)
+    if sleep in t.settings and t.get(sleep) and name == "sglang" and not is_asynchronous:
         t.take("rollout.sleep", "all", sleep)
     else:
         t.drop(sleep, f"servers keep their memory with rollout.name={name}")
-    gpus = _count(t.get("trainer.n_gpus_per_node")) * _count(t.get("trainer.nnodes"))
+    machines = ROLLOUT if is_asynchronous else "trainer"
+    gpus = [f"{machines}.n_gpus_per_node", f"{machines}.nnodes"]
     each = f"{ROLLOUT}.tensor_model_parallel_size"
-    engines = gpus // _count(t.get(each))
-    is_colocated = t.get("actor_rollout_ref.hybrid_engine") is not False
-    if engines > 1 and name in ("sglang", "vllm") and is_colocated:
+    engines = _count(t.get(gpus[0])) * _count(t.get(gpus[1])) // _count(t.get(each))
+    has_own = is_asynchronous or t.get(hybrid) is not False
+    if engines > 1 and name in ("sglang", "vllm") and has_own:
         why = "verl has as many servers as the GPUs hold"
-        t.change("rollout.engines", engines, why, "trainer.n_gpus_per_node", each)
-    t.drop(f"{ROLLOUT}.data_parallel_size", "rollout.engines is the number of servers")
-    merge, backend = "actor_rollout_ref.model.lora.merge", f"{ROLLOUT}.checkpoint_engine.backend"
+        t.change("rollout.engines", engines, why, *gpus, each)
+    merge = "actor_rollout_ref.model.lora.merge"
     if t.get(merge):
         t.take("rollout.lora", "merge", merge)
-    t.drop(backend, "rollout.sync=auto chooses the fastest way")
+
+
+def _is_asynchronous(t: _Translator) -> bool:
+    return bool(t.get("trainer.use_v1")) and t.get(MODE) == "separate_async"
+
+
+def _staleness(t: _Translator) -> None:
+    ahead, most = "trainer.v1.separate_async.num_warmup_batches", f"{SAMPLER}_threshold"
+    if _is_asynchronous(t):
+        batches, versions = math.ceil(t.number(ahead) or 0), t.number(most) or math.inf
+        t.change(
+            "trainer.max_staleness",
+            max(0, min(batches, versions - 1)),
+            "so many batches ahead do rollouts begin, as in verl; none is dropped for its age",
+            *(MODE, ahead, most, f"{SAMPLER}_strategy"),
+        )
+    elif t.get("trainer.use_v1") and t.get(MODE) != "sync":
+        t.refuse(MODE, "agentrl has verl's sync and separate_async (trainer.max_staleness)")
 
 
 def _count(value: Any) -> int:
@@ -638,8 +703,9 @@ def _files(t: _Translator, path: str) -> list[str]:
 def _reward(t: _Translator) -> None:
     path = t.first("reward.custom_reward_function.path", "custom_reward_function.path")
     if path:
-        name = t.first(path.replace(".path", ".name")) or "custom_reward_function.name"
-        t.take("reward.function", f"{t.value(path)}:{t.get(name)}", path, name)
+        name = path.replace(".path", ".name")
+        function = f"{t.value(path)}:{t.get(name) or 'compute_score'}"
+        t.take("reward.function", function, path, name)
     for buffer in (
         "reward_model.overlong_buffer",
         "reward_model.reward_kwargs.overlong_buffer_cfg",
@@ -682,5 +748,5 @@ def _run(t: _Translator) -> None:
 
 _PARTS: tuple[Callable[[_Translator], None], ...] = (
     _algorithm, _kl, _mini_batches, _learning_rate, _positions, _memory, _importance_weights,
-    _filter, _turns, _tools, _loop, _validation, _engine, _rows, _reward, _run,
+    _filter, _turns, _tools, _loop, _validation, _engine, _staleness, _rows, _reward, _run,
 )  # fmt: skip

@@ -37,9 +37,10 @@ def load_yaml(path: Path) -> None:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
         raise UserError(f"{path} cannot be read as YAML: {e}") from None
     if isinstance(content, list) and any("_target_" in c for c in content if isinstance(c, dict)):
+        loops = ", ".join(f"{c.get('name')!r} ({c.get('_target_')})" for c in content)
         raise UserError(
-            f"{path} names agent loops of verl's (_target_). They keep token ids, which agentrl"
-            f" does itself. {PAGE} shows how to rewrite one as an `@agent_loop`."
+            f"{path}: the agent loops {loops}: they keep token ids, which agentrl does itself."
+            f" {PAGE} has the ten lines that replace one"
         )
     kinds = {"tools": _load_tool, "interaction": _load_interaction}
     lists = {k: v for k, v in content.items() if k in kinds} if isinstance(content, dict) else {}

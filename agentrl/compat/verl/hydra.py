@@ -2,7 +2,7 @@
 
 Supported are what verl's own example configs use: `defaults` lists, and the interpolations
 `${section.key}`, `${.key}`, `${oc.select:section.key,DEFAULT}` and `${oc.env:NAME,DEFAULT}`. verl's
-own configs (`ppo_trainer` and its parts) are not read: `verl_keys.yaml` has their defaults.
+own configs (`ppo_trainer` and its parts) are not read: `verl_defaults.csv` has their defaults.
 """
 
 from __future__ import annotations
@@ -15,19 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.sources import Setting, parse_value, read_yaml
-from agentrl.config.verl_keys import DEFAULTS
+from agentrl.config.verl_keys import GROUPS, MAPPINGS
 
-MAPPINGS = (
-    "data.apply_chat_template_kwargs",
-    "custom_reward_function.reward_kwargs",
-    "reward.custom_reward_function.reward_kwargs",
-)
-"""verl's keys whose values are mappings."""
-_GROUPS = (
-    "actor", "algorithm", "critic", "data", "engine", "model", "npu_profile", "optim", "profiler",
-    "ref", "reward", "reward_manager", "reward_model", "rollout",
-)  # fmt: skip
-"""The parts of verl's own ppo_trainer.yaml, such as `actor@actor_rollout_ref.actor: dp_actor`."""
 _SEARCH = "hydra.searchpath"
 _INTERPOLATION = re.compile(r"\$\{((?:[^${}]|\{\})*)\}")
 """Its default may be `{}`."""
@@ -69,7 +58,7 @@ def read_verl_config(file: str, mistakes: list[str]) -> dict[str, Setting]:
         name = entry if isinstance(entry, str) else ""
         included = Path(file).with_name(f"{name}.yaml")
         groups = entry if isinstance(entry, dict) else [name]
-        if name.startswith("ppo_") or all(re.split("[@/]", str(g))[0] in _GROUPS for g in groups):
+        if name.startswith("ppo_") or all(re.split("[@/]", str(g))[0] in GROUPS for g in groups):
             continue
         if name and included.is_file() and included.resolve() != Path(file).resolve():
             merged |= read_verl_config(str(included), mistakes)
@@ -81,14 +70,17 @@ def read_verl_config(file: str, mistakes: list[str]) -> dict[str, Setting]:
     return merged
 
 
-def resolve(settings: Mapping[str, Setting], mistakes: list[str]) -> dict[str, Setting]:
+def resolve(
+    settings: Mapping[str, Setting], defaults: Mapping[str, Any], mistakes: list[str]
+) -> dict[str, Setting]:
     """Return the settings with their interpolations replaced by values.
 
     Args:
         settings: all settings of a config, by key.
+        defaults: verl's default of each key.
         mistakes: the list to which mistakes are appended: interpolations that cannot be resolved.
     """
-    values = {**DEFAULTS, **{path: s.value for path, s in settings.items()}}
+    values = {**defaults, **{path: s.value for path, s in settings.items()}}
     resolved = {}
     for path, setting in settings.items():
         try:
@@ -102,6 +94,15 @@ def resolve(settings: Mapping[str, Setting], mistakes: list[str]) -> dict[str, S
         else:
             resolved[path] = replace(setting, value=value, references=used)
     return resolved
+
+
+def resolve_value(value: Any, values: Mapping[str, Any], path: str) -> Any:
+    """Return the value of the key `path` with its interpolations replaced.
+
+    Raises:
+        ValueError: the reason why one cannot be replaced.
+    """
+    return _resolve(value, values, [path], {})
 
 
 def _resolve(

@@ -8,66 +8,26 @@ import importlib.util
 import sys
 from abc import ABCMeta
 from collections.abc import Sequence
+from functools import partial
 from hashlib import blake2b
 from importlib.abc import Loader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import yaml
+
 from agentrl.errors import UserError
 
-# A module of verl's -> agentrl's module (in `agentrl.compat.verl`) and the names that it replaces;
-# "verl's:ours" where the two names differ.
-_MODULES: dict[str, tuple[str, ...]] = {
-    "verl.tools.base_tool": ("bases", "BaseTool", "OpenAIFunctionToolSchema", "ToolResponse"),
-    "verl.tools.schemas": (
-        "bases",
-        "OpenAIFunctionParametersSchema", "OpenAIFunctionPropertySchema", "OpenAIFunctionSchema",
-        "OpenAIFunctionToolSchema", "ToolResponse",
-    ),
-    "verl.tools.function_tool": ("bases", "function_tool"),
-    "verl.tools.gsm8k_tool": ("classes", "Gsm8kTool"),
-    "verl.tools.search_tool": ("classes", "SearchTool"),
-    "verl.tools.sandbox_fusion_tools": ("classes", "SandboxFusionTool"),
-    "verl.interactions.base": ("bases", "BaseInteraction"),
-    "verl.interactions.gsm8k_interaction": ("classes", "Gsm8kInteraction"),
-    "verl.utils.rollout_trace": ("bases", "rollout_trace_op"),
-    "verl.utils.hdfs_io": ("bases", "copy", "exists", "makedirs"),
-    "verl.utils.reward_score": ("reward_score", "default_compute_score"),
-    "verl.utils.reward_score.gsm8k": ("reward_score", "compute_score:gsm8k", "extract_solution"),
-    "verl.utils.reward_score.math": (
-        "reward_score", "compute_score:math_reward", "last_boxed_only_string", "remove_boxed",
-    ),
-    "verl.utils.reward_score.math_reward": (
-        "reward_score", "compute_score:math_reward", "last_boxed_only_string", "remove_boxed",
-    ),
-    "verl.utils.reward_score.math_batch": (
-        "reward_score", "compute_score:math_reward", "compute_score_batched",
-    ),
-    "verl.utils.reward_score.math_dapo": ("reward_score", "compute_score:math_dapo"),
-    "verl.utils.reward_score.math_verify": ("reward_score", "compute_score:math_verify"),
-    "verl.utils.reward_score.prime_math": ("reward_score", "compute_score:prime_math"),
-    "verl.utils.reward_score.prime_code": ("reward_score", "compute_score:prime_code"),
-    "verl.utils.reward_score.sandbox_fusion": ("reward_score", "compute_score:sandbox_fusion"),
-    "verl.utils.reward_score.search_r1_like_qa_em": ("reward_score", "compute_score:search_qa"),
-}  # fmt: skip
-_PACKAGES = {"verl", "verl.tools", "verl.interactions", "verl.utils", "verl.utils.reward_score"}
-_LOOPS = (
-    "not supported: agent loops of verl's keep token ids, which agentrl does itself. docs/verl.md"
-    " shows how to rewrite one as an `@agent_loop`"
-)
-_IMAGES = "not supported: it is for questions about images, and agentrl trains on text only"
-_MCP = "not needed: the tools of an MCP server are loaded with --file mcp+http://HOST/PATH"
-_REFUSED = {
-    "verl.experimental": _LOOPS,
-    "verl.workers": _LOOPS,
-    "verl.tools.geo3k_tool": _IMAGES,
-    "verl.tools.image_zoom_in_tool": _IMAGES,
-    "verl.utils.reward_score.geo3k": _IMAGES,
-    "verl.tools.mcp_base_tool": _MCP,
-    "verl.tools.mcp_search_tool": _MCP,
-}
+_TABLE = yaml.safe_load(Path(__file__).with_name("stand_ins.yaml").read_text("utf-8"))
+_MODULES: dict[str, list[str]] = _TABLE["modules"]
+"""agentrl's module (in `agentrl.compat.verl`) for each of verl's, and the names that it replaces;
+"verl's:ours" where the two names differ."""
+_PACKAGES = {name.rpartition(".")[0] for name in (*_MODULES, "verl.")}
+_REFUSED: dict[str, str] = _TABLE["refused"]
 """Modules of verl's that agentrl does not replace, with the reason."""
+_DECORATORS: dict[str, str] = _TABLE["decorators"]
+"""verl's decorators that register what agentrl refuses, with the reason."""
 
 _FOLDER = "agentrl_user_folder_"
 """The beginning of the names of packages for files with relative imports."""
@@ -184,6 +144,15 @@ class _Placeholder(ABCMeta):
         )
 
 
+def _refuse(decorator: str, name: object) -> None:
+    """Stand for a decorator with the name of what it registers.
+
+    Raises:
+        UserError: always.
+    """
+    raise UserError(f"@{decorator.rpartition('.')[2]}({name!r}): {_DECORATORS[decorator]}.")
+
+
 class _Module(ModuleType):
     """A module that looks its names up in agentrl, or in an installed verl, when they are used."""
 
@@ -200,6 +169,8 @@ class _Module(ModuleType):
         inner = f"{self.__name__}.{name}"
         if inner in _MODULES or inner in _PACKAGES or inner in _REFUSED:
             return importlib.import_module(inner)
+        if inner in _DECORATORS:
+            return partial(_refuse, inner)
         home, *names = _MODULES.get(self.__name__, ("",))
         names_here = {n.partition(":")[0]: n.rpartition(":")[2] for n in names}
         if name not in names_here:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib
 import io
 import re
 import shlex
@@ -25,6 +26,7 @@ from harbor.environments.base import BaseEnvironment
 from harbor.environments.factory import EnvironmentFactory
 from harbor.environments.podman import PodmanEnvironment
 from harbor.models.agent.context import AgentContext
+from harbor.models.agent.name import AgentName
 from harbor.models.environment_type import EnvironmentType
 from harbor.models.task.config import TaskOS
 from harbor.models.task.task import Task
@@ -32,6 +34,7 @@ from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfi
 from harbor.models.trial.result import TrialResult
 from harbor.trial.hooks import TrialEvent, TrialHookEvent
 from harbor.trial.trial import Trial
+from serve import Refused, Unavailable, unknown
 
 MAX_OUTPUT = 10_000
 """Characters of a command's output that the model reads: as many from the start as from the end."""
@@ -46,22 +49,10 @@ would leave its container behind."""
 TIME_IS_UP = "[the task's time limit is over: no more commands are run]"
 
 
-class Unavailable(Exception):
-    """Something failed that is no mistake of the policy."""
-
-    kind = "infrastructure"
-
-
-class Refused(Exception):
-    """The model's call cannot be run."""
-
-    kind = "refused"
-
-
 async def check(backend: str, options: dict[str, Any], folders: list[str]) -> None:
     """Raise an error if Harbor cannot use a backend here, or not for the tasks of some folders."""
     if backend not in (names := EnvironmentFactory.registered_names()):
-        raise ValueError(f"no backend {backend!r}. Harbor's backends: {', '.join(names)}")
+        raise unknown("backend", backend, names)
     try:
         EnvironmentFactory.run_preflight(EnvironmentType(backend), kwargs=options)
         for folder in folders:
@@ -114,6 +105,8 @@ def _config(
 
 def rows(folder: str, agent: str = "") -> list[tuple[str, str, str | None]]:
     """Return the path, the instruction and the solution of each task of a folder."""
+    if agent:
+        _find_agent(agent)
     found, problems = [], []
     for path in _tasks(folder):
         try:
@@ -385,23 +378,28 @@ async def agent(agent: str, url: str, key: str, model: str, **settings: Any) -> 
         model: its model.
         settings: those of `_config`.
     """
-    file, _, name = agent.rpartition(":")
-    if file.endswith(".py"):
-        if (folder := str(Path(file).parent)) not in sys.path:
-            sys.path.insert(0, folder)
-        agent = f"{Path(file).stem}:{name}"
     variables = {
-        "OPENAI_BASE_URL": url,
-        "OPENAI_API_BASE": url,
-        "OPENAI_API_KEY": key,
+        **dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), url),
+        **dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), key),
         "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
-        "ANTHROPIC_API_KEY": key,
     }
-    config = AgentConfig(name=agent, model_name=f"openai/{model}", env=variables)
+    config = AgentConfig(name=_find_agent(agent), model_name=f"openai/{model}", env=variables)
     try:
         return await _rewards(_open(key, config, settings))
     finally:
         await end(key)
+
+
+def _find_agent(agent: str) -> str:
+    """Return the name or the import path of an agent. Raise an error if it does not exist."""
+    file, colon, name = agent.rpartition(":")
+    if not colon and agent not in AgentName.values():
+        raise unknown("agent", agent, AgentName.values())
+    if file.endswith(".py"):
+        sys.path[:] = dict.fromkeys([str(Path(file).parent), *sys.path])
+        getattr(importlib.import_module(Path(file).stem), name)
+        agent = f"{Path(file).stem}:{name}"
+    return agent
 
 
 def _find(episode: str) -> _Episode:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from openenv.core.generic_client import GenericEnvClient
+from serve import Refused, Unavailable
 from websockets.exceptions import ConnectionClosed
 
 LIMITS = {"connect_timeout_s": 60.0, "message_timeout_s": 300.0, "websocket_ping_timeout_s": 300.0}
@@ -23,20 +24,8 @@ POLL_SECONDS = 0.05
 """How often a server is asked for a free session, whatever the number of episodes that wait."""
 
 
-class Unavailable(Exception):
-    """The server does not answer, or answers with an error."""
-
-    kind = "infrastructure"
-
-
 class NoFreeSession(Unavailable):
     """The server has as many sessions as it allows."""
-
-
-class Refused(Exception):
-    """The server refuses an action of the model."""
-
-    kind = "refused"
 
 
 class Session(GenericEnvClient):

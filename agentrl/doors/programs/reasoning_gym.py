@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
+from serve import check_options, unknown
 
 
 def rows(task: str, n: int, seed: int, options: dict[str, Any]) -> dict[str, Any]:
     """Return the system prompt, and the questions and answers of a task."""
     if task not in DATASETS:
-        raise ValueError(f"no task {task!r}. Tasks: {', '.join(sorted(DATASETS))}")
+        raise unknown("task", task, DATASETS)
+    defaults = {f.name: f.default for f in dataclasses.fields(DATASETS[task][1])}
+    check_options(options, {k: v for k, v in defaults.items() if k not in ("seed", "size")})
     entries = [dict(_tasks(task, n, seed, json.dumps(options))[i]) for i in range(n)]
     texts = [{"question": e["question"], "answer": e["answer"]} for e in entries]
     return {"system": SYSTEM_PROMPTS["default"], "entries": texts}

@@ -8,7 +8,7 @@ in both directions:
     {"cancel": 1}                                     ends the work for a request
     {"id": 1, "result": ...}                          an answer
     {"id": 1, "error": "TYPE: TEXT", "kind": ""}      an error; `kind` is the exception's attribute
-                                                      of this name: "infrastructure", "refused"
+                                                      of this name (`Unavailable`, `Refused`)
 
 A function that is not async runs in a thread. When standard input ends, all work is cancelled, and
 the program's function `close` is called, if it has one.
@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import difflib
 import importlib.util
 import inspect
 import json
@@ -26,9 +27,43 @@ import os
 import socket
 import sys
 import traceback
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 THREADS = 64
+
+
+class Unavailable(Exception):
+    """Something failed that is no mistake of the policy."""
+
+    kind = "infrastructure"
+
+
+class Refused(Exception):
+    """The model's call cannot be run."""
+
+    kind = "refused"
+
+
+def unknown(kind: str, name: str, names: Iterable[str]) -> ValueError:
+    """Return an error that lists the names most similar to an unknown one, or all if none is."""
+    close = difflib.get_close_matches(name, names := sorted(names), n=3, cutoff=0.4)
+    listed = f"Did you mean {', '.join(close)}?" if close else f"There are: {', '.join(names)}"
+    return ValueError(f"no {kind} {name!r}. {listed}")
+
+
+def check_options(options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raise an error if an option is unknown, or is no number although its default is one.
+
+    Args:
+        options: the options of an address.
+        known: the default of each option of the package.
+    """
+    for name, value in options.items():
+        if name not in known:
+            raise ValueError(f"no option {name!r}. Options: {', '.join(known) or 'none'}")
+        if isinstance(known[name], int | float) and not isinstance(value, int | float):
+            raise ValueError(f"the option {name}={value} must be a number, as {known[name]}")
 
 
 async def _answer(
@@ -89,6 +124,7 @@ def main(file: str) -> None:
     """Serve a program's functions until standard input ends."""
     channel = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # The package must not read the channel.
+    sys.modules["serve"] = sys.modules[__name__]  # Programs import it.
     spec = importlib.util.spec_from_file_location("door_program", file)
     assert spec and spec.loader
     program = importlib.util.module_from_spec(spec)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
+import platform
 import random
 import threading
 from typing import Any
 
 import textarena
+from serve import Unavailable, unknown
 from textarena.envs.registration import ENV_REGISTRY
-
-
-class Lost(Exception):
-    """The process was started again in the middle of a game."""
-
-    kind = "infrastructure"
-
 
 # All games take their random numbers from one generator of the process. So each game keeps the
 # state of its own, and makes its moves alone.
@@ -25,11 +19,14 @@ _games: dict[str, tuple[Any, Any]] = {}
 
 def check(game: str) -> None:
     """Raise an error if there is no such game for one player."""
-    games = sorted(n.removesuffix("-raw") for n in ENV_REGISTRY if n.endswith("-raw"))
+    games = {n.removesuffix("-raw") for n in ENV_REGISTRY if n.endswith("-raw")}
     if game not in games:
-        close = difflib.get_close_matches(game, games, n=3, cutoff=0.4)
-        raise ValueError(f"no game {game!r}. Similar ones: {', '.join(close or games)}")
-    textarena.make(f"{game}-raw").reset(num_players=1, seed=0)
+        raise unknown("game", game, games)
+    try:
+        textarena.make(f"{game}-raw").reset(num_players=1, seed=0)
+    except SyntaxError as e:
+        use = f"{platform.python_version()}: agentrl doors install textarena --python python3.12"
+        raise ValueError(f"{game} has a SyntaxError ({e}). Use a newer Python than {use}") from e
 
 
 def start(episode: str, game: str, seed: int) -> str:
@@ -44,7 +41,7 @@ def start(episode: str, game: str, seed: int) -> str:
 def move(episode: str, text: str) -> dict[str, Any]:
     """Make a move: the game's answer, and its reward if it is over."""
     if episode not in _games:
-        raise Lost("the game was lost, because its process ended")
+        raise Unavailable("the game was lost, because its process ended")
     env, state = _games[episode]
     with _generator:
         random.setstate(state)

@@ -9,26 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import importlib.util
+import inspect
 import itertools
 import json
+import logging
 import os
 import sys
 from pathlib import Path
 from typing import Any
+
+from serve import Unavailable, check_options
 
 POLICY_ERRORS = (
     "EmptyModelResponseError", "InvalidModelResponseError", "OverlongPromptError", "ToolError",
     "ToolParseError", "ToolCallError",
 )  # fmt: skip
 """The errors of v0 that a policy makes. The rubric scores such an episode."""
-
-
-class Unavailable(Exception):
-    """Something failed that is no mistake of the policy."""
-
-    kind = "infrastructure"
 
 
 async def rows(env: str, n: int, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -88,7 +87,7 @@ def _load(env: str, options: str) -> Any:
         is_new = importlib.util.find_spec("verifiers.legacy") is None
         raise ValueError(f"{env} cannot be imported: {e}{_ADVICE if is_new else ''}") from e
     if hasattr(found, "load_environment"):
-        return _Classic(name, json.loads(options))
+        return _Classic(name, found.load_environment, json.loads(options))
     return _Taskset(module, json.loads(options))
 
 
@@ -102,15 +101,44 @@ def _text(content: Any) -> str:
     return "".join(part["text"] for part in parts)
 
 
+_failures: contextvars.ContextVar[list[str]] = contextvars.ContextVar("failures")
+"""The failures of servers during the rubric of the running episode."""
+
+
+class _FailureHandler(logging.Handler):
+    """Keeps the errors of a judge or of another server, which v0 only logs, and counts as 0."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the error that is handled at the moment, if a server failed."""
+        import httpx
+        import openai
+
+        kinds = (ConnectionError, openai.APIError, httpx.TransportError)
+        text = record.getMessage()
+        error = sys.exc_info()[1] if text.startswith("Error calling reward function") else None
+        while error is not None:
+            # Status 400 may be caused by the policy: its text is too long for the judge.
+            if isinstance(error, kinds) and not isinstance(error, openai.BadRequestError):
+                _failures.get([]).append(f"{text}: {type(error).__name__}")
+                return
+            error = error.__cause__ or error.__context__
+
+
 class _Classic:
     """An environment of v0."""
 
-    def __init__(self, name: str, options: dict[str, Any]):
+    def __init__(self, name: str, function: Any, options: dict[str, Any]):
         try:
             from verifiers.legacy.utils.env_utils import load_environment
         except ImportError:
             raise ValueError(f"{name} has load_environment{_ADVICE}") from None
+        spec = inspect.getfullargspec(function)
+        if not spec.varkw:
+            check_options(options, dict.fromkeys([*spec.args, *spec.kwonlyargs]))
         self._env = load_environment(name, **options)
+        logger, handler = logging.getLogger("verifiers"), _FailureHandler()
+        if not any(isinstance(old, _FailureHandler) for old in logger.handlers):
+            logger.addHandler(handler)
         self._dataset = self._env.get_dataset()
 
     def prompts(self) -> Any:
@@ -123,6 +151,9 @@ class _Classic:
         from openai import AsyncOpenAI
         from verifiers.legacy.clients import OpenAIChatCompletionsClient
 
+        failures: list[str] = []
+        _failures.set(failures)
+
         # The gateway answers when the policy has; a repeated request would be another turn.
         async with AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=None) as client:
             output = await self._env.run_rollout(
@@ -131,6 +162,8 @@ class _Classic:
         error = output.get("error")
         if error and error["error"] not in POLICY_ERRORS:
             raise Unavailable(json.dumps(error, default=str)[:2000])
+        if failures:
+            raise Unavailable("; ".join(failures)[:2000])
         return {"outcome": output["reward"], "metrics": output["metrics"]}
 
 
@@ -141,10 +174,14 @@ class _Taskset:
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.configs.env import default_agent_harness
         from verifiers.v1.runtimes import SubprocessConfig
-        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+        from verifiers.v1.utils import loaders
 
         harness, runtime = options.pop("harness", ""), options.pop("runtime", "subprocess")
-        config = resolve_env_config({"taskset": {**options, "id": name}})
+        settings = loaders.taskset_config_type(name)
+        known = {k: field.default for k, field in settings.model_fields.items() if k != "id"}
+        if settings.model_config.get("extra") == "forbid":
+            check_options(options, {**known, "harness": "", "runtime": ""})
+        config = loaders.resolve_env_config({"taskset": {**options, "id": name}})
         agents = agent_config_fields(config)
         if len(agents) != 1:
             raise ValueError(f"{name} has the agents {', '.join(agents)}; one is supported")
@@ -156,7 +193,7 @@ class _Taskset:
         agent = {**fields.get(role, {}), "runtime": {"type": runtime}}
         if harness or own:
             agent["harness"] = chosen
-        self._env = load_environment(resolve_env_config({**fields, role: agent}))
+        self._env = loaders.load_environment(loaders.resolve_env_config({**fields, role: agent}))
         [used] = self._env._harnesses.values()
         if used.EXECUTES_CODE and runtime == SubprocessConfig().type:
             raise ValueError(
