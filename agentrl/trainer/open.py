@@ -21,7 +21,7 @@ from agentrl.engine.local import LocalEngine
 from agentrl.engine.local.load import resolve_device
 from agentrl.engine.open import EngineStart, describe_engine
 from agentrl.engine.remote.admin import in_thread
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, RunStopped
 from agentrl.learner.dispatch import Placement
 from agentrl.learner.learner import Learner
 from agentrl.learner.memory import LOCAL_ROWS
@@ -49,6 +49,7 @@ from agentrl.trainer.display import Display
 from agentrl.trainer.interrupt import Interrupt
 from agentrl.trainer.parts import Parts, RunState
 from agentrl.trainer.publisher import ROW_TOKENS_PER_SAMPLE, SAMPLED_SECONDS, Publisher
+from agentrl.trainer.recorded import RecordedStream
 from agentrl.trainer.resume import Start
 from agentrl.trainer.speed import describe_local_speed, measure_sampling
 from agentrl.trainer.stream import RolloutStream
@@ -99,14 +100,27 @@ def open_run(
         pad_id = tokenizer.pad_token_id
         pad_id = tokenizer.eos_token_id if pad_id is None else pad_id
         rollouts = stack.enter_context(open_rollouts(config, engine, template, plan.scorer))
-        stream = RolloutStream(
-            config, plan.train, rollouts, total_steps=start.total_steps, pad_id=pad_id
+        stream = (
+            RecordedStream(config, plan.train, Path(config.trainer.output))
+            if config.data.is_recorded
+            else RolloutStream(
+                config, plan.train, rollouts, total_steps=start.total_steps, pad_id=pad_id
+            )
         )
         stack.callback(stream.close)
         row = make_canary_row(plan, template, _canary_tokens(engine))
         publisher = _make_publisher(learner, engine, rollouts, row, canary)
         with display.phase("send the weights and compare the engine"):
             publisher.publish(state.step)
+        guard = MismatchGuard(publisher.noise)
+        if isinstance(stream, RecordedStream):
+            with display.phase("compare the recorded logprobs"):
+                problem = stream.verify(learner, start, state.step, guard.limit)
+            if problem:
+                display.warning(f"warning: {problem}")
+            is_new = start.checkpoint is None or start.is_new_fork
+            if is_new and stream.is_used_up(start.position, state.step):
+                raise RunStopped(f"no step: {stream.summary(start.position, state.step)}")
         if isinstance(engine, LocalEngine) and resolve_device(config.trainer.device) != "cpu":
             _note_speed(engine, rollouts, plan, template, display)
         store = _open_store(config, display)
@@ -125,7 +139,7 @@ def open_run(
             dtype=opening.dtype,
             learner=learner,
             publisher=publisher,
-            guard=MismatchGuard(publisher.noise),
+            guard=guard,
             store=store,
             clock=StepClock(),
             interrupt=stack.enter_context(Interrupt()),
