@@ -108,6 +108,8 @@ def read_config(
     run_config = config_of_run(flags.get("model")) if uses_run_config and not config else None
     settings: list[Setting] = []
     if recorded:
+        if flags.get("dataset"):
+            raise ConfigError(f"--from {recorded} and --dataset: name one of them")
         served_config, settings = _settings_of_recorded(recorded, flags.get("output"))
         run_config = served_config if not config and not flags.get("model") else None
     config = config or run_config
@@ -136,7 +138,7 @@ def read_config(
         load = partial(
             load_config,
             flags=flag_values,
-            translated=translation.settings,
+            translated=[*translation.settings, *settings],
             mistakes=translation.mistakes,
         )
     loaded = load(all_mistakes=mistakes)

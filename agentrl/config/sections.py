@@ -114,7 +114,7 @@ class DataConfig(Section):
         items = [i for i in value if isinstance(i, dict)] if isinstance(value, list) else []
         for item in value if isinstance(value, list) else [value]:
             path = str(item.get("path") if isinstance(item, dict) else item)
-            if not door_of(path):
+            if not door_of(path) and not path.startswith(RECORDED):
                 refuse_url(path)
         names = RowFile.model_fields
         if unknown := [str(name) for item in items for name in item if name not in names]:

@@ -38,6 +38,9 @@ from agentrl.trajectory import Message, float_array, token_array
 log = logging.getLogger("agentrl")
 
 FILE = "answers.jsonl"
+MAX_SCORE = 1000.0
+"""The largest absolute value of a score. One user must not be able to make a batch's sum infinite.
+"""
 LOOP = "recorded"
 """The agent loop of rows that are recorded answers. It plays nothing."""
 
@@ -143,26 +146,35 @@ class Records:
             self.policies.append(policy)
         elif score := line.get("score"):
             id, number = score["id"], float(score["score"])
-            if id in self.scores or self.answers[id].user != score["user"] or not isfinite(number):
+            is_own = self.answers[id].user == score["user"]
+            if id in self.scores or not is_own or not abs(number) <= MAX_SCORE:
                 raise ValueError("not a first score of the user that got the answer")
             self.scores[id] = number
         else:
             answer = _read_answer(line["answer"])
-            if answer.id in self.answers or (answer.parent and answer.parent not in self.answers):
-                raise ValueError("an id that occurs twice, or a parent that does not exist")
+            parent = self.answers[answer.parent] if answer.parent else answer
+            if answer.id in self.answers or parent.user != answer.user:
+                raise ValueError("an id that occurs twice, or the conversation of another user")
             self.answers[answer.id] = answer
 
 
 def _read_answer(data: Mapping[str, Any]) -> RecordedAnswer:
-    tokens = {name: token_array(data[name]) for name in ("prompt", "sampled")}
-    logprobs = float_array(data["logprobs"])
-    if not tokens["prompt"] or not tokens["sampled"] or min(map(min, tokens.values())) < 0:
+    names = ("id", "parent", "user", "text", "finish_reason")
+    answer = RecordedAnswer(
+        **{name: str(data[name]) for name in names},
+        step=int(data["step"]),
+        prompt=token_array(data["prompt"]),
+        sampled=token_array(data["sampled"]),
+        logprobs=float_array(data["logprobs"]),
+        sampling=dict(data["sampling"]),
+        messages=[Message(m["role"], str(m["content"])) for m in data["messages"]],
+        time=float(data["time"]),
+    )
+    if not answer.prompt or not answer.sampled or min(*answer.prompt, *answer.sampled) < 0:
         raise ValueError("an answer without tokens")
-    if len(logprobs) != len(tokens["sampled"]) or not all(map(isfinite, logprobs)):
+    if len(answer.logprobs) != len(answer.sampled) or not all(map(isfinite, answer.logprobs)):
         raise ValueError("logprobs that are not one finite number for each sampled token")
-    messages = [Message(m["role"], str(m["content"])) for m in data["messages"]]
-    parsed = {**tokens, "logprobs": logprobs, "messages": messages, "step": int(data["step"])}
-    return RecordedAnswer(**{**data, **parsed})
+    return answer
 
 
 def read_records(folder: Path) -> Records:

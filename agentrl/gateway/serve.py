@@ -21,7 +21,6 @@ import logging
 import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from math import isfinite
 
 import orjson
 from starlette.applications import Starlette
@@ -29,6 +28,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from agentrl.data.recorded import MAX_SCORE
 from agentrl.errors import UserCodeError
 from agentrl.gateway.dialects import DIALECTS, ChatCompletions, Dialect, Messages
 from agentrl.gateway.requests import MODEL, Answer, ChatRequest, Refusal
@@ -78,8 +78,8 @@ async def _give_feedback(session: AnySession, content: bytes) -> None:
     try:
         data = orjson.loads(content)
         id, score = str(data["id"]), data["score"]
-        if isinstance(score, bool) or not isinstance(score, int | float) or not isfinite(score):
-            raise TypeError(f"score is {score!r:.40}")
+        if type(score) not in (int, float) or not abs(score) <= MAX_SCORE:
+            raise TypeError(f"score must be a number from -{MAX_SCORE:g} to {MAX_SCORE:g}")
     except (orjson.JSONDecodeError, TypeError, KeyError) as e:
         sent = content[:100].decode(errors="replace")
         why = f'send {{"id": ID, "score": NUMBER}}, not {sent} ({type(e).__name__}: {e})'

@@ -170,9 +170,12 @@ class RecordedStream:
         for answer in pending:
             if reason := self._find_reason(answer, vocabulary):
                 self._reasons[answer.id] = reason
+            elif answer.step > step:
+                self._reasons[answer.id] = CHECKPOINT
             elif answer.id not in known and not self._reason(answer, step):
                 by_version[answer.step].append(answer)
-        for version, answers in sorted(by_version.items()):
+        # The present version first, while the learner has its weights.
+        for version, answers in sorted(by_version.items(), reverse=True):
             known |= self._measure(learner, start, version, answers, step)
             self._reasons |= {a.id: CHECKPOINT for a in answers if a.id not in known}
         if start.checkpoint and by_version.keys() - {step}:
