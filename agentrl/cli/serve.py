@@ -122,6 +122,11 @@ def serve(
             + (f' -H "authorization: Bearer {key}"' if token_env else "")
             + ' -d \'{"messages": [{"role": "user", "content": "Hi"}]}\''
         )
+        if recorder:
+            echo(
+                f"\nrecording answers of step {recorder.step} in {record}, and their scores:"
+                f' POST {url}/feedback {{"id": ID, "score": NUMBER}}'
+            )
         server.serve_forever()
     finally:
         engine.close()
@@ -130,7 +135,7 @@ def serve(
 
 
 def _open_recorder(folder: Path, model: str, settings: Config, template: ChatTemplate) -> Recorder:
-    """Open the folder of `--record`, and say where it is."""
+    """Open the folder of `--record`."""
     from agentrl.chat.tokenizer import hash_vocabulary
     from agentrl.data.recorded import Recorder
     from agentrl.trainer.export import source_of_export
@@ -139,9 +144,7 @@ def _open_recorder(folder: Path, model: str, settings: Config, template: ChatTem
     vocabulary = hash_vocabulary(template.tokenizer.backend_tokenizer.to_str())
     path = str(Path(model).expanduser().resolve()) if Path(model).expanduser().exists() else model
     policy = {"model": path, "run": run, "step": step, "vocabulary": vocabulary}
-    recorder = Recorder(folder, policy)
-    echo(f"recording answers of step {step} in {folder}; scores: POST /v1/feedback")
-    return recorder
+    return Recorder(folder, policy)
 
 
 def _check(settings: Config, n: int) -> int:

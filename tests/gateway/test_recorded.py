@@ -114,7 +114,9 @@ def test_all_apis_record_the_same_rows(tmp_path):
         _, records = serve(tmp_path / str(i), lambda c: converse(c, wire, streams), script)  # noqa: B023
         first, second = records.answers.values()
         assert second.parent == first.id
-        rows.append([(a.prompt, a.sampled, a.logprobs, a.messages, a.text) for a in (first, second)])
+        rows.append(
+            [(a.prompt, a.sampled, a.logprobs, a.messages, a.text) for a in (first, second)]
+        )
     assert len(rows) == 6 and all(row == rows[0] for row in rows)
 
 
@@ -155,7 +157,9 @@ def test_the_first_score_of_the_user_that_got_the_answer_counts(tmp_path):
     assert serve(tmp_path, again)[0][0] == 409  # Another server knows the answer, too.
 
 
-@pytest.mark.parametrize("score", ["1", None, True, [1], {}, 1001, -1e300, pytest.param(10**400, id="huge")])
+@pytest.mark.parametrize(
+    "score", ["1", None, True, [1], {}, 1001, -1e300, pytest.param(10**400, id="huge")]
+)
 def test_what_is_no_score_is_refused(tmp_path, score):
     async def use(client):
         id, _ = await client.ask(QUESTION)
@@ -184,7 +188,7 @@ def test_edited_histories_and_branches(tmp_path):
     async def use(client):
         first, one = await client.ask(QUESTION)
         await client.ask(QUESTION, one, {"role": "user", "content": "left"})
-        _, right = await client.ask(QUESTION, one, {"role": "user", "content": "right"})
+        await client.ask(QUESTION, one, {"role": "user", "content": "right"})
         edited = {"role": "assistant", "content": "other"}
         await client.ask({"role": "user", "content": "X"}, one, QUESTION)
         await client.ask(QUESTION, edited, QUESTION)
@@ -213,10 +217,11 @@ def test_a_line_that_a_kill_cut_short_is_removed(tmp_path):
 
 
 def test_a_folder_belongs_to_one_server_and_one_vocabulary(tmp_path):
-    with closing(Recorder(tmp_path, POLICY)):
-        with pytest.raises(UserError, match="another server records there"):
-            Recorder(tmp_path, POLICY)
-    closing(Recorder(tmp_path, POLICY | {"step": 9, "model": "n"})).thing.close()
+    first = Recorder(tmp_path, POLICY)
+    with pytest.raises(UserError, match="another server records there"):
+        Recorder(tmp_path, POLICY)
+    first.close()
+    Recorder(tmp_path, POLICY | {"step": 9, "model": "n"}).close()
     with pytest.raises(UserError, match="another vocabulary, that of n"):
         Recorder(tmp_path, POLICY | {"vocabulary": "w"})
     Recorder(tmp_path, POLICY).close()  # The refused one does not hold the folder.
