@@ -21,6 +21,7 @@ import logging
 import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 import orjson
 from starlette.applications import Starlette
@@ -99,21 +100,7 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
         hosts: for a server without keys, its host names: requests that a web page in a browser on
             this machine sends are refused. Empty: there are keys.
     """
-
-    def find_session(request: Request) -> AnySession:
-        try:
-            if hosts:
-                refuse_web_pages(dict(request.scope["headers"]), hosts)
-        except HttpRefused as e:
-            why = f"{e}: a server that web pages or other machines use needs a key (--token-env)"
-            raise Refusal(403, "forbidden", why) from None
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" else ""
-        session = session_of(key or request.headers.get("x-api-key", ""))
-        if session is None:
-            why = "no session has this key: use OPENAI_API_KEY or ANTHROPIC_API_KEY of this process"
-            raise Refusal(401, "unknown_key", why)
-        return session
+    find_session = partial(_find_session, session_of, hosts)
 
     def make_endpoint(
         dialect: Dialect, counts: bool = False
@@ -181,6 +168,23 @@ def _refusal_of(error: Exception) -> Refusal:
         return error
     log.error("a request failed because of a bug", exc_info=error)
     return Refusal(500, "bug", f"{type(error).__name__}: {error}")
+
+
+def _find_session(session_of: SessionOf, hosts: frozenset[str], request: Request) -> AnySession:
+    """Return the session of a request's key; raises `Refusal` if there is none."""
+    try:
+        if hosts:
+            refuse_web_pages(dict(request.scope["headers"]), hosts)
+    except HttpRefused as e:
+        why = f"{e}: a server that web pages or other machines use needs a key (--token-env)"
+        raise Refusal(403, "forbidden", why) from None
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    key = key.strip() if scheme.lower() == "bearer" else ""
+    session = session_of(key or request.headers.get("x-api-key", ""))
+    if session is None:
+        why = "no session has this key: use OPENAI_API_KEY or ANTHROPIC_API_KEY of this process"
+        raise Refusal(401, "unknown_key", why)
+    return session
 
 
 async def _refuse_path(request: Request, _: Exception) -> Response:

@@ -114,13 +114,7 @@ def open_run(
             publisher.publish(state.step)
         guard = MismatchGuard(publisher.noise)
         if isinstance(stream, RecordedStream):
-            with display.phase("compare the recorded logprobs"):
-                problem = stream.verify(learner, start, state.step, guard.limit)
-            if problem:
-                display.warning(f"warning: {problem}")
-            is_new = start.checkpoint is None or start.is_new_fork
-            if is_new and stream.is_used_up(start.position, state.step):
-                raise RunStopped(f"no step: {stream.summary(start.position, state.step)}")
+            _verify(stream, learner, start, state.step, guard.limit, display)
         if isinstance(engine, LocalEngine) and resolve_device(config.trainer.device) != "cpu":
             _note_speed(engine, rollouts, plan, template, display)
         store = _open_store(config, display)
@@ -194,6 +188,28 @@ def _make_publisher(
     return Publisher(
         learner, engine, row, lambda ids: rollouts.run(engine.scores(ids)), canary, sample=sample
     )
+
+
+def _verify(
+    stream: RecordedStream,
+    learner: Learner,
+    start: Start,
+    step: int,
+    limit: float,
+    display: Display,
+) -> None:
+    """Compare recorded logprobs with those of their versions.
+
+    Raises:
+        RunStopped: a new run has too few answers for a step.
+    """
+    with display.phase("compare the recorded logprobs"):
+        problem = stream.verify(learner, start, step, limit)
+    if problem:
+        display.warning(f"warning: {problem}")
+    is_new = start.checkpoint is None or start.is_new_fork
+    if is_new and stream.is_used_up(start.position, step):
+        raise RunStopped(f"no step: {stream.summary(start.position, step)}")
 
 
 def _note_speed(
