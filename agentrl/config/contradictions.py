@@ -106,6 +106,8 @@ def _algorithm_contradictions(c: Config) -> Iterator[str]:
 
 def _trainer_contradictions(c: Config) -> Iterator[str]:
     t = c.trainer
+    if RECORDED in str(c.data.val):
+        yield f"data.val={c.data.val}: recorded answers cannot be played. Name other rows"
     if t.val_only and not c.data.val:
         yield "trainer.val_only=true needs validation rows. Set data.val (--val-dataset)"
     if t.nnodes > 1 and not t.ray_address:

@@ -222,6 +222,13 @@ def open_recorded(address: str) -> Records:
     return records
 
 
+def identify_records(address: str) -> str:
+    """Return a text that is the same for the records at an address when they have grown."""
+    folder = Path(address.removeprefix(RECORDED)).expanduser()
+    with (folder / FILE).open("rb") as lines:
+        return orjson.loads(lines.readline())["policy"]["id"]
+
+
 def recorded_rows(address: str) -> str:
     """Write a row for each score at an address `recorded:DIR`, and return the file.
 

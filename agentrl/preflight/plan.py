@@ -28,7 +28,7 @@ from agentrl.data import (
     parts_to_check,
     row_order,
 )
-from agentrl.data.recorded import open_recorded
+from agentrl.data.recorded import identify_records
 from agentrl.doors.door import check_doors
 from agentrl.errors import ConfigError, DataError, UserError
 from agentrl.gateway.agent import check_agent, describe_sample
@@ -74,7 +74,7 @@ class Plan:
         Recorded answers are the same rows when their users have sent more scores.
         """
         if self.config.data.is_recorded:
-            return open_recorded(file_names(self.config.data.train)).policies[0]["id"]
+            return identify_records(file_names(self.config.data.train))
         return self.train.fingerprint if isinstance(self.train, Rows) else ""
 
     @property

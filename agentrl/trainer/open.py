@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from agentrl.agent_loops.attempt import load_template
 from agentrl.chat import ChatTemplate
+from agentrl.chat.tokenizer import hash_vocabulary
 from agentrl.config import Config
 from agentrl.engine.base import Engine
 from agentrl.engine.local import LocalEngine
@@ -101,7 +102,9 @@ def open_run(
         pad_id = tokenizer.eos_token_id if pad_id is None else pad_id
         rollouts = stack.enter_context(open_rollouts(config, engine, template, plan.scorer))
         stream = (
-            RecordedStream(config, plan.train, Path(config.trainer.output))
+            RecordedStream(
+                config, plan.train, hash_vocabulary(tokenizer.backend_tokenizer.to_str())
+            )
             if config.data.is_recorded
             else RolloutStream(
                 config, plan.train, rollouts, total_steps=start.total_steps, pad_id=pad_id

@@ -73,14 +73,22 @@ class RecordedStream:
     Args:
         config: the run's config.
         rows: the rows of the scores.
-        folder: the run's folder.
+        vocabulary: the `hash_vocabulary` of the policy.
+
+    Raises:
+        ConfigError: the answers have the tokens of another vocabulary.
     """
 
     plays_ahead = False
 
-    def __init__(self, config: Config, rows: Sequence[Sample], folder: Path):
-        self._config, self._rows, self._folder = config, rows, folder
+    def __init__(self, config: Config, rows: Sequence[Sample], vocabulary: str):
+        self._config, self._rows, self._folder = config, rows, Path(config.trainer.output)
         self._records = open_recorded(file_names(config.data.train))
+        if (served := self._records.policies[-1])["vocabulary"] != vocabulary:
+            raise ConfigError(
+                f"{file_names(config.data.train)}: its answers have the tokens of"
+                f" {served['model']}, which are not those of model.path={config.model.path}"
+            )
         # Scores that were sent since the rows were read are for the next start.
         self._scored = self._records.scored()[: len(rows)]
         self._reasons: dict[str, str] = {}

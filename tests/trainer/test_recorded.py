@@ -19,6 +19,7 @@ from agentrl.agent_loops import agent_loop
 from agentrl.agent_loops.attempt import Runtime, make_template
 from agentrl.agent_loops.play import play
 from agentrl.chat import load_tokenizer
+from agentrl.chat.tokenizer import hash_vocabulary
 from agentrl.cli import app
 from agentrl.cli.options import read_config
 from agentrl.config import Config, load_config
@@ -45,7 +46,7 @@ from agentrl.trainer import Trainer
 from agentrl.trainer.recorded import make_group
 from agentrl.trajectory import Generation, Message, Sample, float_array, token_array
 
-POLICY = {"model": "m", "run": "", "step": 0, "vocabulary": "v"}
+POLICY = {"model": "m", "run": "", "step": 0}
 SETTINGS = [
     "trainer.device=cpu", "data.batch_size=2", "rollout.n=1", "algorithm.name=reinforce_plus_plus",
     "trainer.max_staleness=3", "tools.transport=in_process", "trainer.save_freq=1",
@@ -76,6 +77,12 @@ def record(folder, answers, scores):
             recorder.add(answer)
         for id, score in scores.items():
             assert recorder.score(id, "u", score).result()[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def served_policy(random_model):
+    tokenizer = load_tokenizer(random_model)
+    POLICY["vocabulary"] = hash_vocabulary(tokenizer.backend_tokenizer.to_str())
 
 
 @pytest.fixture(scope="module")
@@ -363,12 +370,33 @@ def test_a_run_without_a_usable_step_says_why(learner, random_model, tmp_path):
         ("algorithm.tis_cap=0", "which only importance weights correct"),
         ("rollout.n=4", "has one answer to each prompt. Set rollout.n=1"),
         ("algorithm.filter_groups=true", "is not played"),
+        ("data.val=recorded:other", "cannot be played"),
     ],
 )
 def test_settings_that_recorded_answers_cannot_have(random_model, tmp_path, override, message):
     with pytest.raises(ConfigError) as error:
         configured(random_model, tmp_path, tmp_path / "run", override)
     assert message in str(error.value) and "rollout.n to 2" not in str(error.value)
+
+
+def test_answers_of_another_vocabulary_are_refused(learner, random_model, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(POLICY, "vocabulary", "other")
+        record(tmp_path / "served", [answer_of(learner, "a")], {"a": 1})
+    with pytest.raises(ConfigError, match="have the tokens of m, which are not those of"):
+        Trainer(configured(random_model, tmp_path / "served", tmp_path / "run")).run()
+
+
+def test_a_run_validates_other_rows(learner, random_model, tmp_path):
+    answers = [answer_of(learner, str(i)) for i in range(4)]
+    record(tmp_path / "served", answers, {str(i): i % 2 for i in range(4)})
+    row = {"prompt": "Hi", "data_source": "openai/gsm8k", "ground_truth": "1"}
+    (tmp_path / "val.jsonl").write_text(json.dumps(row))
+    overrides = [f"data.val={tmp_path / 'val.jsonl'}", "rollout.max_turn_tokens=5"]
+    Trainer(configured(random_model, tmp_path / "served", tmp_path / "run", *overrides)).run()
+    steps = [step for step, data in read_metrics(tmp_path / "run/metrics.jsonl") if any(
+        name.startswith("val/") for name in data)]  # fmt: skip
+    assert steps == [0, 2]
 
 
 def test_from_starts_at_the_policy_that_was_served_last(
