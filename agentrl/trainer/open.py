@@ -116,7 +116,7 @@ def open_run(
         with display.phase("send the weights and compare the engine"):
             publisher.publish(state.step)
         guard = MismatchGuard(publisher.noise)
-        if isinstance(stream, RecordedStream):
+        if isinstance(stream, RecordedStream) and not config.trainer.val_only:
             _verify(stream, learner, start, state.step, guard.limit, display)
         if isinstance(engine, LocalEngine) and resolve_device(config.trainer.device) != "cpu":
             _note_speed(engine, rollouts, plan, template, display)

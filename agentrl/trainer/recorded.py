@@ -15,8 +15,10 @@ record. `VERIFIED` in the run's folder keeps the results, because checkpoints ar
 from __future__ import annotations
 
 import json
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 
 from agentrl.config import Config, file_names
@@ -180,20 +182,20 @@ class RecordedStream:
                 self._reasons[answer.id] = reason
             elif answer.step > step:
                 self._reasons[answer.id] = CHECKPOINT
-            elif answer.id not in known and not self._reason(answer, step):
+            elif _key(answer) not in known and not self._reason(answer, step):
                 by_version[answer.step].append(answer)
         # The present version first, while the learner has its weights.
         for version, answers in sorted(by_version.items(), reverse=True):
             known |= self._measure(learner, start, version, answers, step)
-            self._reasons |= {a.id: CHECKPOINT for a in answers if a.id not in known}
+            self._reasons |= {a.id: CHECKPOINT for a in answers if _key(a) not in known}
         if start.checkpoint and by_version.keys() - {step}:
             learner.ranks.load(start.checkpoint.folder)
-        wrong = [a.id for a in pending if not known.get(a.id, 0.0) <= limit]
+        wrong = {a.id: d for a in pending if not (d := known.get(_key(a), 0.0)) <= limit}
         self._reasons |= dict.fromkeys(wrong, LOGPROBS)
         replace_file(self._folder / VERIFIED, json.dumps(known, indent=1) + "\n")
         if not wrong:
             return ""
-        shown = ", ".join(f"{id} ({known[id]:.3g})" for id in wrong[:LONGEST_LIST])
+        shown = ", ".join(f"{id} ({d:.3g})" for id, d in [*wrong.items()][:LONGEST_LIST])
         return (
             f"{plural(len(wrong), 'answer')} refused: the recorded logprobs differ from those of"
             f" their version by more than {limit:.3g} nats a token: {shown}"
@@ -235,8 +237,14 @@ class RecordedStream:
             mask = batch.response_mask
             gaps = (logprobs - batch.rollout_logprobs).abs().masked_fill(~mask, 0.0)
             means = gaps.double().sum(1) / mask.sum(1)
-            distances |= zip([a.id for a in part], means.tolist(), strict=True)
+            distances |= zip(map(_key, part), means.tolist(), strict=True)
         return distances
+
+
+def _key(answer: RecordedAnswer) -> str:
+    """Return the key of an answer in `VERIFIED`. It contains a hash of the numbers that train."""
+    numbers = (array("i", [answer.step]), answer.prompt, answer.sampled, answer.logprobs)
+    return f"{answer.id} {blake2b(b''.join(map(bytes, numbers)), digest_size=8).hexdigest()}"
 
 
 def _read_verified(folder: Path) -> dict[str, float]:

@@ -117,6 +117,11 @@ def trained(run):
              s.scored.trajectory.sampled_tokens) for s in stored]  # fmt: skip
 
 
+def verified(run):
+    """Return the mean difference of the logprobs of each answer, by its id."""
+    return {k.split()[0]: d for k, d in json.loads((run / "verified.json").read_text()).items()}
+
+
 # -- from records to rollouts ----------------------------------------------------------------------
 
 
@@ -294,22 +299,29 @@ def test_only_what_the_recorded_version_sampled_trains(learner, random_model, tm
     assert last["staleness/max"] == 1
 
 
-def test_a_run_resumes_exactly_and_takes_later_scores(learner, random_model, tmp_path):
+def test_a_run_resumes_exactly_and_takes_later_scores(learner, random_model, tmp_path, capsys):
     answers = [answer_of(learner, str(i)) for i in range(9)]
-    served = tmp_path / "served"
+    served, age = tmp_path / "served", "trainer.max_staleness=9"
     record(served, answers[:4], {str(i): i % 2 for i in range(4)})
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    Trainer(configured(random_model, served, parts, "trainer.total_steps=1")).run()
+    Trainer(configured(random_model, served, parts, age, "trainer.total_steps=1")).run()
     record(served, answers[4:], {str(i): i % 2 for i in range(4, 9)})
-    Trainer(configured(random_model, served, parts)).run()
-    Trainer(configured(random_model, served, whole)).run()
+    Trainer(configured(random_model, served, parts, age)).run()
+    Trainer(configured(random_model, served, whole, age)).run()
     assert trained(whole) == trained(parts) and len(trained(whole)) == 8
     assert equal(weights(whole, 4), weights(parts, 4))
-    checked = json.loads((parts / "verified.json").read_text())
+    checked = verified(parts)
     assert checked.keys() == {str(i) for i in range(9)} and max(checked.values()) < 1e-4
+    # What was verified is not verified again, unless somebody changes it.
+    text = (served / "answers.jsonl").read_text()
+    changed = replace(answers[8], logprobs=float_array([x - 0.1 for x in answers[8].logprobs]))
+    text = text.replace(json.dumps([*answers[8].logprobs], separators=(",", ":")),
+                        json.dumps([*changed.logprobs], separators=(",", ":")))  # fmt: skip
+    assert text != (served / "answers.jsonl").read_text()
+    (served / "answers.jsonl").write_text(text)
     # The same command prints the result, and trains no token again.
-    Trainer(configured(random_model, served, parts)).run()
-    assert len(trained(parts)) == 8
+    Trainer(configured(random_model, served, parts, age)).run()
+    assert len(trained(parts)) == 8 and "1 answer refused" in "".join(capsys.readouterr())
 
 
 def test_answers_of_older_versions_need_their_checkpoint_and_age(learner, random_model, tmp_path):
@@ -331,7 +343,7 @@ def test_answers_of_older_versions_need_their_checkpoint_and_age(learner, random
     fork = tmp_path / "fork"
     Trainer(configured(random_model, served, fork, resume)).run()
     assert [row[:2] for row in trained(fork)] == [(3, "v0"), (3, "v1"), (4, "v2"), (4, "w2")]
-    checked = json.loads((fork / "verified.json").read_text())
+    checked = verified(fork)
     assert checked.pop("lying") > 0.01 > 1e-4 > max(checked.values()) and len(checked) == 5
 
     young = tmp_path / "young"
