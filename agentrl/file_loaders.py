@@ -15,6 +15,8 @@ file_loaders: dict[str, Callable[[], Any]] = {}
 
 SHIPPED_DOORS = ("harbor", "nemo-gym", "openenv", "reasoning-gym", "textarena", "verifiers")
 """The doors (`agentrl.doors`) of agentrl itself."""
+RECORDED = "recorded:"
+"""The beginning of the address of answers that `agentrl serve --record` stored."""
 _ADDRESS = re.compile(r"([a-z][a-z0-9-]+):.*", re.DOTALL)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from agentrl import registry
 from agentrl.agent_loops.episode import Episode
 from agentrl.chat import REACT_STOP, parse_react
-from agentrl.errors import RegistryError
+from agentrl.errors import RegistryError, UserError
 from agentrl.signatures import identify, require_name
 from agentrl.trajectory import Message, Sample
 
@@ -162,3 +162,9 @@ async def react(ep: Episode) -> None:
 
 def _observation(content: str) -> Message:
     return Message("user", f"{REACT_STOP} {content}")
+
+
+@agent_loop("recorded", uses_tools=False, uses_interaction=False, reports_outcome=True)
+async def recorded(ep: Episode) -> None:
+    """Refuse to play a row of `recorded:DIR`: it is an episode that was served."""
+    raise UserError("recorded answers are not played. To train on them: agentrl train --from DIR")

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from agentrl.file_loaders import RECORDED
 from agentrl.registry import YAML, did_you_mean
 from agentrl.terminal import echo
 
 if TYPE_CHECKING:
     from agentrl.config import Config
+    from agentrl.config.sources import Setting
 
 Overrides = Annotated[
     list[str] | None,
@@ -58,6 +60,8 @@ Files = Annotated[
         help="Files with tools, interactions, rewards, loops or diagnoses; or shelf:NAME (files).",
     ),
 ]
+MAX_RECORDED_STALENESS = 16
+"""The value of `trainer.max_staleness` that `--from` sets."""
 LogFormat = Annotated[
     Literal["text", "json"],
     typer.Option(help="json: one JSON object per line on standard output (docs/console.md)."),
@@ -78,6 +82,7 @@ def read_config(
     needs_model: bool = True,
     needs_rows: bool = True,
     uses_run_config: bool = False,
+    recorded: Path | None = None,
     **flags: str | list[str] | bool | None,
 ) -> Config:
     """Read the config from the preset, a YAML file, overrides and flags.
@@ -89,6 +94,7 @@ def read_config(
         needs_model: False for a command that plays nothing.
         needs_rows: False for a command that reads no rows.
         uses_run_config: without `config`, use that of the run that `--model` names.
+        recorded: the folder of `--from`. Without `config`, use that of the run that was served.
         flags: values of flags: `val_dataset` sets the key with the flag `--val-dataset`.
 
     Raises:
@@ -100,6 +106,12 @@ def read_config(
     from agentrl.preflight import announce_files, find_code, load_files
 
     run_config = config_of_run(flags.get("model")) if uses_run_config and not config else None
+    settings: list[Setting] = []
+    if recorded:
+        if flags.get("dataset"):
+            raise ConfigError(f"--from {recorded} and --dataset: name one of them")
+        served_config, settings = _settings_of_recorded(recorded, flags.get("output"))
+        run_config = served_config if not config and not flags.get("model") else None
     config = config or run_config
     keys = {flag_of(key).removeprefix("--").replace("-", "_"): key for key in FIELDS}
     overrides = overrides or []
@@ -109,7 +121,7 @@ def read_config(
             flag_values[key] = _rows_of(files)
     mistakes: list[str] = []
     version, report, yaml_path = "", "", str(config) if config else None
-    load = partial(load_config, yaml_path, overrides, flag_values)
+    load = partial(load_config, yaml_path, overrides, flag_values, translated=settings)
     try:
         verl_file = _verl_config(config, overrides)
     except ConfigError as e:  # The meaning of other keys depends on the file.
@@ -126,7 +138,7 @@ def read_config(
         load = partial(
             load_config,
             flags=flag_values,
-            translated=translation.settings,
+            translated=[*translation.settings, *settings],
             mistakes=translation.mistakes,
         )
     loaded = load(all_mistakes=mistakes)
@@ -143,6 +155,34 @@ def read_config(
         announce_files(run_config, find_code(loaded, load_config(str(run_config), all_mistakes=[])))
     _refuse_mistakes(loaded, mistakes, needs_model, needs_rows)
     return loaded
+
+
+def _settings_of_recorded(folder: Path, output: Any) -> tuple[Path | None, list[Setting]]:
+    """Return the config of the run that was served last, and the settings of `--from`.
+
+    The settings replace those of the config; those of the command line replace them. A run with
+    another folder than the served one starts from its newest checkpoint, as a fork.
+    """
+    from agentrl.config.sources import Setting
+    from agentrl.data.recorded import open_recorded
+
+    address = f"{RECORDED}{folder}"
+    policy = open_recorded(address).policies[-1]
+    run, output = policy["run"], output or f"runs/{folder.resolve().name}"
+    config = Path(run) / "config.yaml"
+    is_same = bool(run) and Path(output).expanduser().resolve() == Path(run)
+    values = {
+        "data.train": address,
+        "trainer.output": output,
+        "trainer.resume": run if run and not is_same else "auto",
+        "trainer.total_steps": 0,
+        "trainer.max_staleness": MAX_RECORDED_STALENESS,
+        "rollout.n": 1,
+        "algorithm.mini_batch_size": 0,
+        "algorithm.name": "reinforce_plus_plus",
+    } | ({} if run else {"model.path": policy["model"]})
+    settings = [Setting(path, value, "--from") for path, value in values.items()]
+    return config if run and config.is_file() else None, settings
 
 
 def _rows_of(files: list[str]) -> Any:

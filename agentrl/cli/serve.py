@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agentrl.cli.options import ConfigFile, Model, Overrides
+from agentrl.registry import YAML
 from agentrl.terminal import echo
 
 if TYPE_CHECKING:
+    from agentrl.chat import ChatTemplate
     from agentrl.config import Config
+    from agentrl.data.recorded import Recorder
 
 
 def serve(
@@ -21,8 +25,20 @@ def serve(
     host: Annotated[str, typer.Option(help="The IP address to bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port; 0 takes a free one.")] = 8000,
     token_env: Annotated[
-        str, typer.Option(help="The environment variable with the API key that clients must send.")
+        str,
+        typer.Option(
+            help="The environment variable with the API key that clients must send; several keys,"
+            " one for each user, are separated by commas."
+        ),
     ] = "",
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Store the answers and the scores of their users, for `agentrl train --from DIR`."
+            " Needs --token-env.",
+        ),
+    ] = None,
     check: Annotated[
         int | None,
         typer.Option(
@@ -35,23 +51,23 @@ def serve(
 ) -> None:
     """Serve a policy at an OpenAI-style URL, with the engine, template and tool parser of a run.
 
-    Clients decide temperature, top_p, top_k, stop and max_tokens. Without --token-env, any API key
-    is accepted, and the server is reachable from this machine only. If
-    --model is the folder of a run, its config.yaml is used without --config, and the files that it
-    names are loaded.
+    `agentrl serve RUN` is `agentrl serve --model RUN`. Clients decide temperature, top_p, top_k,
+    stop and max_tokens. Without --token-env, any API key is accepted, and the server is reachable
+    from this machine only. If --model is the folder of a run, its config.yaml is used without
+    --config, and the files that it names are loaded.
 
     With --check, rows are played greedily, and their conversations are sent to the API turn by
     turn. Exit code 0 if all answers are equal, else 1; the first difference of each row is shown.
 
     Examples:
-        agentrl serve --model runs/a
+        agentrl serve runs/a
+
+        agentrl serve runs/a --record served --token-env SERVE_KEYS
 
         agentrl serve -c runs/a/config.yaml --model runs/a --port 9000
 
         agentrl serve --model runs/a --check 32
     """
-    from secrets import compare_digest
-
     from transformers.utils import logging
 
     from agentrl.agent_loops.attempt import Runtime, load_template
@@ -64,32 +80,37 @@ def serve(
     from agentrl.errors import ConfigError, UserError
     from agentrl.gateway.requests import MODEL
     from agentrl.gateway.serve import create_app
-    from agentrl.gateway.stateless import StatelessSession, without_budgets
+    from agentrl.gateway.stateless import sessions_of_keys, without_budgets
     from agentrl.http_server.bind import bind, host_names_of
     from agentrl.http_server.server import HttpServer
     from agentrl.tools import LocalToolbox
 
+    if overrides and not model and "=" not in overrides[0] and not overrides[0].endswith(YAML):
+        model, *overrides = overrides
     settings = read_config(config, overrides, model=model, needs_rows=False, uses_run_config=True)
     if check:
         if not settings.data.val and not settings.data.train:
             raise ConfigError(f"--check {check} needs rows: add data.val=FILE, .parquet or .jsonl")
         raise typer.Exit(_check(rows_to_play(settings), check))
-    token = os.environ.get(token_env, "") if token_env else ""
+    token = os.environ.get(token_env, "").strip(", ") if token_env else ""
     if token_env and not token:
         raise UserError(f"--token-env {token_env}: this environment variable is empty or not set")
+    if record and not token:
+        raise UserError(
+            f"--record {record} needs --token-env NAME: whoever may send a score decides what the"
+            " policy learns. Put a key for each user into that environment variable"
+        )
+    model = settings.model.path
     settings = with_model_folder(without_budgets(settings))
     logging.disable_progress_bar()
     bound = bind(host, port, token, allows="use your policy")
     template = load_template(settings)
+    recorder = _open_recorder(record, model, settings, template) if record else None
     engine = open_engine(settings, template.tokenizer)
     try:
         runtime = Runtime(engine, template, LocalToolbox(), settings)
-        session = StatelessSession(runtime, settings.rollout.temperature)
-        expected = token.encode()
-        app = create_app(
-            lambda key: session if not token or compare_digest(key.encode(), expected) else None,
-            hosts=frozenset() if token else host_names_of(bound),
-        )
+        session_of = sessions_of_keys(token, runtime, settings.rollout.temperature, recorder)
+        app = create_app(session_of, hosts=frozenset() if token else host_names_of(bound))
         server = HttpServer(app, bound)
         url = f"{server.url}/v1"
         echo(f"serving {settings.model.path} as {MODEL!r} at {url}\n")
@@ -101,9 +122,29 @@ def serve(
             + (f' -H "authorization: Bearer {key}"' if token_env else "")
             + ' -d \'{"messages": [{"role": "user", "content": "Hi"}]}\''
         )
+        if recorder:
+            echo(
+                f"\nrecording answers of step {recorder.step} in {record}, and their scores:"
+                f' POST {url}/feedback {{"id": ID, "score": NUMBER}}'
+            )
         server.serve_forever()
     finally:
         engine.close()
+        if recorder:
+            recorder.close()
+
+
+def _open_recorder(folder: Path, model: str, settings: Config, template: ChatTemplate) -> Recorder:
+    """Open the folder of `--record`."""
+    from agentrl.chat.tokenizer import hash_vocabulary
+    from agentrl.data.recorded import Recorder
+    from agentrl.trainer.export import source_of_export
+
+    run, step = source_of_export(settings.model.path)
+    vocabulary = hash_vocabulary(template.tokenizer.backend_tokenizer.to_str())
+    path = str(Path(model).expanduser().resolve()) if Path(model).expanduser().exists() else model
+    policy = {"model": path, "run": run, "step": step, "vocabulary": vocabulary}
+    return Recorder(folder, policy)
 
 
 def _check(settings: Config, n: int) -> int:

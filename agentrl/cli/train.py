@@ -6,7 +6,9 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from agentrl.cli.check import print_notes
 from agentrl.cli.options import (
@@ -40,6 +42,15 @@ def train(
     config: ConfigFile = None,
     deterministic: Deterministic = False,
     log_format: LogFormat = "text",
+    recorded: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="DIR",
+            help="Train on the answers that `agentrl serve --record DIR` stored, with the scores of"
+            " their users (data.train=recorded:DIR), from the policy that was served last.",
+        ),
+    ] = None,
 ) -> None:
     """Train a policy on the rows of a dataset.
 
@@ -55,6 +66,8 @@ def train(
         agentrl train --dataset rows.jsonl --model Qwen/Qwen2.5-0.5B-Instruct -f my_tools.py
 
         agentrl train -c run.yaml --log-format json
+
+        agentrl train --from served
     """
     from agentrl.observers import open_console
 
@@ -69,6 +82,7 @@ def train(
             output=output,
             file=file,
             deterministic=deterministic,
+            recorded=recorded,
         )
         if not is_supervised():
             restarts = settings.trainer.max_restarts

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from agentrl.file_loaders import RECORDED
+
 if TYPE_CHECKING:
     from agentrl.config.sections import Config
 
@@ -22,7 +24,7 @@ def contradictions(c: Config) -> Iterator[str]:
         _algorithm_contradictions,
         _trainer_contradictions,
         _engine_contradictions,
-        _staleness_contradictions,
+        _recorded_contradictions if c.data.is_recorded else _staleness_contradictions,
         _filter_contradictions,
         _reward_contradictions,
         _sandbox_contradictions,
@@ -82,7 +84,8 @@ def _algorithm_contradictions(c: Config) -> Iterator[str]:
     a, rollouts = c.algorithm, c.rollouts_of_step
     if c.val.temperature == 0 and c.val.n > 1:
         yield f"val.temperature=0 is greedy: all val.n={c.val.n} rollouts are equal. Set val.n=1"
-    if a.adv_estimator in GROUP_ESTIMATORS and c.rollout.n < 2 and not c.trainer.val_only:
+    is_compared = a.adv_estimator in GROUP_ESTIMATORS and not c.data.is_recorded
+    if is_compared and c.rollout.n < 2 and not c.trainer.val_only:
         yield (
             f"rollout.n=1: algorithm.adv_estimator={a.adv_estimator} compares the rollouts of a"
             " prompt, so that every advantage would be 0. Set rollout.n to 2 or more"
@@ -103,6 +106,8 @@ def _algorithm_contradictions(c: Config) -> Iterator[str]:
 
 def _trainer_contradictions(c: Config) -> Iterator[str]:
     t = c.trainer
+    if RECORDED in str(c.data.val):
+        yield f"data.val={c.data.val}: recorded answers cannot be played. Name other rows"
     if t.val_only and not c.data.val:
         yield "trainer.val_only=true needs validation rows. Set data.val (--val-dataset)"
     if t.nnodes > 1 and not t.ray_address:
@@ -218,6 +223,32 @@ def _staleness_contradictions(c: Config) -> Iterator[str]:
         yield (
             f"algorithm.tis_cap=0 with {staleness}: older versions of the policy sample a part of"
             " the tokens, which only importance weights correct. Set algorithm.tis_cap=2"
+        )
+
+
+def _recorded_contradictions(c: Config) -> Iterator[str]:
+    """Yield a message for each value that recorded answers do not work with."""
+    a, files = c.algorithm, c.data.train
+    if not isinstance(files, str):
+        yield f"data.train={files}: recorded answers ({RECORDED}DIR) must be the only rows"
+        return
+    if a.adv_estimator in (*GROUP_ESTIMATORS, "remax"):
+        yield (
+            f"algorithm.adv_estimator={a.adv_estimator} compares several answers to a prompt, but"
+            f" {files} has one. Set algorithm.name=reinforce_plus_plus, which compares those of a"
+            " batch"
+        )
+    if not a.tis_cap:
+        yield (
+            f"algorithm.tis_cap=0 with {files}: older versions of the policy sampled the answers,"
+            " which only importance weights correct. Set algorithm.tis_cap=2"
+        )
+    if c.rollout.n != 1:
+        yield f"rollout.n={c.rollout.n}: {files} has one answer to each prompt. Set rollout.n=1"
+    if a.filter_groups:
+        yield (
+            f"algorithm.filter_groups=true plays further rows, but {files} is not played. Set"
+            " algorithm.filter_groups=false"
         )
 
 

@@ -15,7 +15,7 @@ from agentrl.config.section import types_in
 from agentrl.config.sections import FIELDS, Config, file_names
 from agentrl.config.sources import Setting, merge, read_overrides, read_yaml, verl_keys
 from agentrl.errors import ConfigError
-from agentrl.file_loaders import door_of
+from agentrl.file_loaders import RECORDED, door_of
 from agentrl.plural import plural
 from agentrl.registry import did_you_mean
 
@@ -173,8 +173,11 @@ def _validate(merged: Mapping[str, Setting], mistakes: list[str]) -> Config:
         if not errors[0]["loc"]:
             mistakes.extend(str(errors[0]["ctx"]["error"]).splitlines())  # type: ignore[index]
             # The keys contradict each other. The run's files can be checked nevertheless.
+            # Recorded answers contradict the defaults of the algorithm.
             files = {
-                path: setting.value for path, setting in settings.items() if path in _KEYS_OF_FILES
+                path: setting.value
+                for path, setting in settings.items()
+                if path in _KEYS_OF_FILES and not str(setting.value).startswith(RECORDED)
             }
             return Config.model_validate(_tree(Setting(p, v, "") for p, v in files.items()))
         for error in errors:

@@ -30,7 +30,7 @@ from agentrl.config.section import LocalPath, Section, key, refuse_url
 from agentrl.config.server_arguments import check_arguments
 from agentrl.config.sources import assignment, dump_yaml
 from agentrl.config.trackers import TRACKERS, other_trackers
-from agentrl.file_loaders import door_of
+from agentrl.file_loaders import RECORDED, door_of
 from agentrl.registry import did_you_mean
 
 RENDERING = (
@@ -72,7 +72,8 @@ class DataConfig(Section):
 
     train: str | list[str | RowFile] = key("", flag="--dataset", allowed=ROW_FILES)
     """Training rows: a .parquet or .jsonl file, a glob, `DOOR:NAME` (docs/doors.md), or a list of
-    these. The rows of `{path: a.parquet, weight: 2}` are played two times per epoch."""
+    these. The rows of `{path: a.parquet, weight: 2}` are played two times per epoch. Or
+    `recorded:DIR`: answers of `agentrl serve --record DIR` (docs/served_answers.md)."""
     val: str | list[str | RowFile] = key("", flag="--val-dataset", allowed=ROW_FILES)
     """Validation rows, as data.train but without weights. Empty: no validation."""
     batch_size: int = key(16, ge=1)
@@ -102,13 +103,18 @@ class DataConfig(Section):
         """The names in `train` and `val`, without weights."""
         return [*_file_list(self.train), *_file_list(self.val)]
 
+    @property
+    def is_recorded(self) -> bool:
+        """True if the training rows are recorded answers."""
+        return any(name.startswith(RECORDED) for name in _file_list(self.train))
+
     @field_validator("train", "val", mode="before")
     @classmethod
     def _check_names(cls, value: Any) -> Any:
         items = [i for i in value if isinstance(i, dict)] if isinstance(value, list) else []
         for item in value if isinstance(value, list) else [value]:
             path = str(item.get("path") if isinstance(item, dict) else item)
-            if not door_of(path):
+            if not door_of(path) and not path.startswith(RECORDED):
                 refuse_url(path)
         names = RowFile.model_fields
         if unknown := [str(name) for item in items for name in item if name not in names]:
@@ -677,6 +683,11 @@ class Config(Section):
         rows = [("", name) for name in self.data.files if door_of(name)]
         named = [*rows, *self.environments.items()]
         return [*self.files, *(f"environment+{address}#{name}" for name, address in named)]
+
+    @property
+    def plays_ahead(self) -> bool:
+        """True if rollouts go on while the trainer computes."""
+        return self.trainer.max_staleness > 0 and not self.data.is_recorded
 
     @property
     def rollouts_of_step(self) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from agentrl.data.order import RowOrder
+from agentrl.data.recorded import recorded_rows
 from agentrl.data.rows import (
     COLUMN_NAMES,
     ColumnNames,
@@ -31,7 +32,7 @@ from agentrl.data.rows import (
 )
 from agentrl.data.table import DEFAULT_LOOP, UNNAMED, Table, kind_of, load_table
 from agentrl.errors import DataError
-from agentrl.file_loaders import door_of, file_loaders
+from agentrl.file_loaders import RECORDED, door_of, file_loaders
 from agentrl.registry import suggest_door
 from agentrl.trajectory import Sample
 
@@ -323,7 +324,7 @@ def load_samples(path: str, default_agent_name: str = "single_turn") -> list[Sam
 def list_files(source: Source) -> list[tuple[str, float]]:
     """Return the files of `data.train` with their weights; globs are expanded in sorted order.
 
-    The rows of a door (`agentrl.doors`) are written into a file.
+    The rows of a door (`agentrl.doors`) and of recorded answers are written into a file.
 
     Raises:
         DataError: no file matches a glob, or a file is listed twice.
@@ -335,6 +336,8 @@ def list_files(source: Source) -> list[tuple[str, float]]:
         weight = 1.0 if isinstance(item, str) else float(item.get("weight", 1.0))
         if door_of(path):
             path = file_loaders["door"]().rows_file(path)
+        elif path.startswith(RECORDED):
+            path = recorded_rows(path)
         expanded = str(Path(path).expanduser())
         if has_magic(path) and not Path(expanded).exists():
             matching = sorted(glob(expanded, recursive=True))

@@ -13,9 +13,11 @@ columns `KWARGS`, where rows usually have different keys.
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from agentrl.errors import DataError
+from agentrl.installation import home
 from agentrl.plural import plural
 from agentrl.registry import did_you_mean, suggest_door
 from agentrl.regular_files import atomic_file
@@ -311,6 +314,18 @@ def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
             writer(staging, rows)
     except (pa.ArrowException, TypeError, ValueError) as e:
         raise DataError(f"{path}: cannot be written: {e}") from None
+
+
+def write_generated(address: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Write the rows of an address of `data.train` to a file in `home()`, and return the file.
+
+    The name depends on the content: a run keeps its file if the address has other rows later.
+    """
+    digest = blake2b(orjson.dumps(rows, default=str), digest_size=6).hexdigest()
+    stem = re.sub(r"[^A-Za-z0-9.=-]+", "_", address)[-80:]
+    file = home() / "rows" / f"{stem}-{digest}.jsonl"
+    write_rows(str(file), rows)
+    return str(file)
 
 
 def _write_jsonl(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -9,10 +9,8 @@ row chooses neither programs nor servers.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,13 +18,10 @@ from importlib.metadata import entry_points
 from typing import Any
 from urllib.parse import parse_qsl
 
-import orjson
-
 from agentrl.config import Config
-from agentrl.data.files import write_rows
+from agentrl.data.files import write_generated
 from agentrl.errors import ConfigError, DataError
 from agentrl.file_loaders import SHIPPED_DOORS, door_names, door_of
-from agentrl.installation import home
 from agentrl.registry import ENVIRONMENT, did_you_mean
 
 log = logging.getLogger("agentrl")
@@ -134,13 +129,7 @@ def rows_file(address: str) -> str:
     rows = [dict(row) for row in door.rows(address)]
     if not rows:
         raise DataError(f"{address} has no rows")
-    # The name depends on the content: a run keeps its file if the address has other rows later.
-    digest = hashlib.blake2b(orjson.dumps(rows, default=str), digest_size=6).hexdigest()
-    stem = re.sub(r"[^A-Za-z0-9.=-]+", "_", address)[-80:]
-    file = home() / "rows" / f"{stem}-{digest}.jsonl"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_rows(str(file), rows)
-    return str(file)
+    return write_generated(address, rows)
 
 
 def read_address(

@@ -65,7 +65,7 @@ class EngineStart:
         if config.rollout.name == "local":
             patience = config.rollout.timeout_s / 4
             # Weights that arrive while turns are in flight make the schedule depend on the clock.
-            deterministic = False if config.trainer.max_staleness else None
+            deterministic = False if config.plays_ahead else None
             self._load_local = partial(
                 LocalEngine.load,
                 path,

@@ -6,6 +6,7 @@
     POST /v1/messages/count_tokens  the number of tokens of the prompt
     GET  /v1/models                 the policy's name as a model
     POST /v1/reward                 {"reward": number}: the outcome reward of the episode
+    POST /v1/feedback               {"id": text, "score": number}: the score of a recorded answer
 
 The key of a request (`Authorization: Bearer KEY`, or `x-api-key`) names its session, so one server
 serves all episodes. It listens on loopback, unless an agent in a container needs another address.
@@ -16,8 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 import orjson
 from starlette.applications import Starlette
@@ -25,8 +29,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from agentrl.data.recorded import MAX_SCORE
 from agentrl.errors import UserCodeError
-from agentrl.gateway.dialects import DIALECTS, ChatCompletions, Dialect
+from agentrl.gateway.dialects import DIALECTS, ChatCompletions, Dialect, Messages
 from agentrl.gateway.requests import MODEL, Answer, ChatRequest, Refusal
 from agentrl.gateway.session import Session
 from agentrl.gateway.stateless import StatelessSession
@@ -39,6 +44,8 @@ from agentrl.http_server.guard import (
     refuse_web_pages,
 )
 from agentrl.http_server.server import EmbeddedServer
+
+log = logging.getLogger("agentrl")
 
 FIRST_WAIT_SECONDS = 2.0
 """The time that a streaming request waits for its answer before the response begins. An error
@@ -53,7 +60,11 @@ AnySession = Session | StatelessSession
 SessionOf = Callable[[str], AnySession | None]
 
 
-def _set_outcome(session: AnySession, content: bytes) -> None:
+ANSWER_ID = re.compile(r"(?:chatcmpl-|resp_|msg_)([0-9a-f]{16})[-_](\d{1,9})")
+"""The id of an answer in each API."""
+
+
+async def _set_outcome(session: AnySession, content: bytes) -> None:
     """Give a session the reward of a request's body; raises `Refusal` if there is none."""
     try:
         session.set_outcome(orjson.loads(content)["reward"])
@@ -61,6 +72,24 @@ def _set_outcome(session: AnySession, content: bytes) -> None:
         sent = content[:100].decode(errors="replace")
         why = f'send {{"reward": NUMBER}}, not {sent} ({type(e).__name__}: {e})'
         raise Refusal(400, "reward", why, "reward") from None
+
+
+async def _give_feedback(session: AnySession, content: bytes) -> None:
+    """Give a session the score of a request's body; raises `Refusal` if there is none."""
+    try:
+        data = orjson.loads(content)
+        id, score = str(data["id"]), data["score"]
+        if type(score) not in (int, float) or not abs(score) <= MAX_SCORE:
+            raise TypeError(f"score must be a number from -{MAX_SCORE:g} to {MAX_SCORE:g}")
+    except (orjson.JSONDecodeError, TypeError, KeyError) as e:
+        sent = content[:100].decode(errors="replace")
+        why = f'send {{"id": ID, "score": NUMBER}}, not {sent} ({type(e).__name__}: {e})'
+        raise Refusal(400, "feedback", why, "score") from None
+    if match := ANSWER_ID.fullmatch(id):
+        id = f"chatcmpl-{match[1]}-{match[2]}"
+    if not isinstance(session, StatelessSession):
+        raise Refusal(404, "no_record", "this server records nothing (agentrl serve --record)")
+    await session.give_feedback(id, float(score))
 
 
 def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> Starlette:
@@ -71,21 +100,7 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
         hosts: for a server without keys, its host names: requests that a web page in a browser on
             this machine sends are refused. Empty: there are keys.
     """
-
-    def find_session(request: Request) -> AnySession:
-        try:
-            if hosts:
-                refuse_web_pages(dict(request.scope["headers"]), hosts)
-        except HttpRefused as e:
-            why = f"{e}: a server that web pages or other machines use needs a key (--token-env)"
-            raise Refusal(403, "forbidden", why) from None
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" else ""
-        session = session_of(key or request.headers.get("x-api-key", ""))
-        if session is None:
-            why = "no session has this key: use OPENAI_API_KEY or ANTHROPIC_API_KEY of this process"
-            raise Refusal(401, "unknown_key", why)
-        return session
+    find_session = partial(_find_session, session_of, hosts)
 
     def make_endpoint(
         dialect: Dialect, counts: bool = False
@@ -104,10 +119,11 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
                     return _stream(dialect, chat, session, answering)
                 answer = answering.result()
                 return Response(dialect.write(answer, chat), media_type="application/json")
-            except Refusal as e:
+            except Exception as e:
+                refusal = _refusal_of(e)
                 if session is not None and not counts:
-                    session.refusals.append(e)
-                return _error(dialect, e)
+                    session.refusals.append(refusal)
+                return _error(dialect, refusal)
 
         return endpoint
 
@@ -115,16 +131,23 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "agentrl"}
         return json_response({"object": "list", "data": [model]})
 
-    async def set_reward(request: Request) -> Response:
-        session = None
-        try:
-            session = find_session(request)
-            _set_outcome(session, await _body(request))
-        except Refusal as e:
-            if session is not None:
-                session.refusals.append(e)
-            return _error(ChatCompletions(), e)
-        return json_response({})
+    def make_report(
+        report: Callable[[AnySession, bytes], Awaitable[None]],
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            session = None
+            try:
+                session = find_session(request)
+                await report(session, await _body(request))
+            except Exception as e:
+                refusal = _refusal_of(e)
+                if session is not None and report is _set_outcome:
+                    session.refusals.append(refusal)
+                is_anthropic = "anthropic-version" in request.headers
+                return _error(Messages() if is_anthropic else ChatCompletions(), refusal)
+            return json_response({})
+
+        return endpoint
 
     routes = []
     for prefix in ("/v1", ""):
@@ -134,8 +157,34 @@ def create_app(session_of: SessionOf, hosts: frozenset[str] = frozenset()) -> St
                 counter = make_endpoint(d, counts=True)
                 routes.append(Route(prefix + d.count_path, counter, methods=["POST"]))
         routes.append(Route(f"{prefix}/models", list_models, methods=["GET"]))
-        routes.append(Route(f"{prefix}/reward", set_reward, methods=["POST"]))
+        for path, report in (("reward", _set_outcome), ("feedback", _give_feedback)):
+            routes.append(Route(f"{prefix}/{path}", make_report(report), methods=["POST"]))
     return Starlette(routes=routes, exception_handlers={404: _refuse_path, 405: _refuse_path})
+
+
+def _refusal_of(error: Exception) -> Refusal:
+    """Return an error as the answer to its request; a bug is logged."""
+    if isinstance(error, Refusal):
+        return error
+    log.error("a request failed because of a bug", exc_info=error)
+    return Refusal(500, "bug", f"{type(error).__name__}: {error}")
+
+
+def _find_session(session_of: SessionOf, hosts: frozenset[str], request: Request) -> AnySession:
+    """Return the session of a request's key; raises `Refusal` if there is none."""
+    try:
+        if hosts:
+            refuse_web_pages(dict(request.scope["headers"]), hosts)
+    except HttpRefused as e:
+        why = f"{e}: a server that web pages or other machines use needs a key (--token-env)"
+        raise Refusal(403, "forbidden", why) from None
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    key = key.strip() if scheme.lower() == "bearer" else ""
+    session = session_of(key or request.headers.get("x-api-key", ""))
+    if session is None:
+        why = "no session has this key: use OPENAI_API_KEY or ANTHROPIC_API_KEY of this process"
+        raise Refusal(401, "unknown_key", why)
+    return session
 
 
 async def _refuse_path(request: Request, _: Exception) -> Response:
@@ -208,9 +257,9 @@ def _stream(
                     yield dialect.ping
             for event in dialect.events(answering.result(), chat):
                 yield event
-        except Refusal as e:
-            session.refusals.append(e)
-            yield dialect.error_event(e)
+        except Exception as e:
+            session.refusals.append(_refusal_of(e))
+            yield dialect.error_event(session.refusals[-1])
         finally:
             answering.cancel()
 

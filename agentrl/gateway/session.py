@@ -642,7 +642,7 @@ class Session:
         """Add the policy's turn to a conversation and return it as the client sees it."""
         index = self._control.turns_of(conversation.episode)[-1]
         turn, number = self._attempt.turns[index], len(self._sampled)
-        salt = blake2b(self._attempt.episode_id.encode(), digest_size=4).hexdigest()
+        salt = blake2b(self._attempt.episode_id.encode(), digest_size=8).hexdigest()
         reasoning, text = self._control.split_thinking(turn)
         stop = next((s for s in request.stop if message.content.endswith(s)), "")
         parsed = [call for call in turn.tool_calls if not call.error]

@@ -7,17 +7,21 @@ Other assistant messages are encoded from their text.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import time
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
+from secrets import compare_digest
 from typing import NamedTuple
 
 from agentrl.agent_loops import Episode
 from agentrl.agent_loops.attempt import Attempt, Runtime
 from agentrl.config import Config
+from agentrl.data.recorded import RecordedAnswer, Recorder
 from agentrl.engine.base import Sampling
 from agentrl.gateway.memory import AnswerMemory
 from agentrl.gateway.requests import Answer, ChatMessage, ChatRequest, Refusal
@@ -40,6 +44,8 @@ class _Turn(NamedTuple):
 
     message: Message
     ids: array[int]
+    answer: str = ""
+    """The id of the answer; "" for a message that states an output format."""
 
 
 def without_budgets(config: Config) -> Config:
@@ -53,14 +59,23 @@ class StatelessSession:
     Args:
         runtime: the engine, its template, and a config `without_budgets`.
         temperature: the temperature for requests without one.
+        recorder: records the answers; None: nothing is recorded.
+        user: a hash of the key of the clients.
     """
 
-    def __init__(self, runtime: Runtime, temperature: float):
+    def __init__(
+        self,
+        runtime: Runtime,
+        temperature: float,
+        recorder: Recorder | None = None,
+        user: str = "",
+    ):
         self.refusals: deque[Refusal] = deque(maxlen=KEPT_REFUSALS)
         self.memory = AnswerMemory(SERVED_BYTES)
         self._runtime = runtime
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
         self._default = Sampling(temperature=temperature)
+        self._recorder, self._user = recorder, user
 
     async def answer(self, request: ChatRequest) -> Answer:
         """Return the model's next message in the conversation of a request.
@@ -74,7 +89,10 @@ class StatelessSession:
         try:
             answer = await session.answer(request)
             prompt, message = episode.messages[-2:]
-            self._keep(request, answer, _Turn(message, attempt.turn_ids[id(message)]), prompt)
+            if self._recorder:
+                self._record(self._recorder, request, answer, attempt, message)
+            turn = _Turn(message, attempt.turn_ids[id(message)], answer.id)
+            self._keep(request, answer, turn, prompt)
             return answer
         finally:
             await session.close()
@@ -119,6 +137,57 @@ class StatelessSession:
         while len(self._turns) > KEPT_TURNS:
             self._turns.popitem(last=False)
 
+    def _record(
+        self,
+        recorder: Recorder,
+        request: ChatRequest,
+        answer: Answer,
+        attempt: Attempt,
+        message: Message,
+    ) -> None:
+        """Record an answer, with the answer of this server that its conversation continues."""
+        parent, start = "", 0
+        for i, digest in enumerate(_digests(request.messages)):
+            if digest in self._turns and (id := self._turns[digest].answer):
+                parent, start = id, i + 1
+        row, [turn] = attempt.rows[-1].segment(), attempt.turns
+        sampled = {"stop": request.stop, "max_tokens": request.max_tokens}
+        recorder.add(
+            RecordedAnswer(
+                id=answer.id,
+                parent=parent,
+                user=self._user,
+                step=recorder.step,
+                prompt=row.prompt_ids,
+                sampled=row.response_ids,
+                logprobs=row.logprobs,
+                sampling=attempt.sampling.as_dict() | sampled,
+                messages=[Message(m.role, m.text) for m in request.messages[start:]],
+                text=message.content,
+                finish_reason=turn.finish_reason,
+                time=time.time(),
+            )
+        )
+
+    async def give_feedback(self, id: str, score: float) -> None:
+        """Record the score of an answer.
+
+        Raises:
+            Refusal: nothing is recorded, the key of these clients got no such answer, it has a
+                score already, or the score cannot be written.
+        """
+        if self._recorder is None:
+            raise Refusal(404, "no_record", "this server records nothing (agentrl serve --record)")
+        try:
+            scored = await asyncio.wrap_future(self._recorder.score(id, self._user, score))
+        except OSError as e:
+            raise Refusal(503, "not_recorded", f"the score cannot be recorded: {e}") from e
+        if scored is None:
+            raise Refusal(404, "unknown_id", "this key got no answer with this id", "id")
+        first, is_new = scored
+        if not is_new:
+            raise Refusal(409, "already_scored", f"the first score counts, which is {first}", "id")
+
     def set_outcome(self, reward: float) -> None:
         """Refuse a reward, because nothing trains.
 
@@ -126,6 +195,31 @@ class StatelessSession:
             Refusal: always.
         """
         raise Refusal(404, "no_episode", "this server trains nothing, so it takes no rewards")
+
+
+def sessions_of_keys(
+    keys: str, runtime: Runtime, temperature: float, recorder: Recorder | None = None
+) -> Callable[[str], StatelessSession | None]:
+    """Return a function from the key of a request to the session of this key, or None.
+
+    Args:
+        keys: the keys, separated by commas; "": any key is accepted, and all share a session.
+        runtime: see `StatelessSession`.
+        temperature: see `StatelessSession`.
+        recorder: see `StatelessSession`.
+    """
+    names = [key.strip() for key in keys.split(",") if key.strip()]
+    users = {key: blake2b(key.encode(), digest_size=16).hexdigest() for key in names or [""]}
+    sessions = {
+        key: StatelessSession(runtime, temperature, recorder, user) for key, user in users.items()
+    }
+
+    def session_of(key: str) -> StatelessSession | None:
+        sent = key.encode() if names else b""
+        known = [s for name, s in sessions.items() if compare_digest(name.encode(), sent)]
+        return known[0] if known else None
+
+    return session_of
 
 
 class _RecallingSession(Session):
@@ -143,9 +237,9 @@ class _RecallingSession(Session):
     def _foreign(self, message: ChatMessage) -> Message:
         if id(message) not in self._known:
             return super()._foreign(message)
-        sampled, ids = self._known[id(message)]
-        self._control.recall(sampled, ids)
-        return sampled
+        turn = self._known[id(message)]
+        self._control.recall(turn.message, turn.ids)
+        return turn.message
 
     def _received(self, message: ChatMessage) -> Message:
         known = self._known.get(id(message))

@@ -181,7 +181,11 @@ class Learner:
         """
         a = self.config.algorithm
         uses_kl = a.kl_loss_coef or a.kl_reward_coef
-        return self._forward(batch, "reference") if uses_kl else None
+        return self.initial_logprobs(batch) if uses_kl else None
+
+    def initial_logprobs(self, batch: Batch) -> Tensor:
+        """Return the initial policy's logprobs, (B, T) float32."""
+        return self._forward(batch, "reference")
 
     def values(self, batch: Batch) -> Tensor | None:
         """Return the critic's values, (B, T) float32, or None without a critic.

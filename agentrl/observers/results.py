@@ -68,9 +68,11 @@ def next_commands(folder: Path, config: Config) -> list[list[str]]:
     run = ["-c", str(folder / "config.yaml"), *dataset, "--model", str(folder / FINAL)]
     # With greedy sampling all rollouts of a row are the same.
     sampling = ["val.n=4"] if config.val.temperature > 0 else []
+    reports = [["agentrl", "report", str(folder)], ["agentrl", "view", str(folder)]]
+    if config.data.is_recorded and not config.data.val:  # There are no rows to play.
+        return [*reports, ["agentrl", "serve", str(folder)]]
     return [
-        ["agentrl", "report", str(folder)],
-        ["agentrl", "view", str(folder)],
+        *reports,
         ["agentrl", "play", *run, "-n", "3"],
         ["agentrl", "eval", *run, *sampling],
         ["agentrl", "generate", *run, "--output", str(folder / "answers.parquet")],

@@ -28,6 +28,7 @@ from agentrl.data import (
     parts_to_check,
     row_order,
 )
+from agentrl.data.recorded import identify_records
 from agentrl.doors.door import check_doors
 from agentrl.errors import ConfigError, DataError, UserError
 from agentrl.gateway.agent import check_agent, describe_sample
@@ -68,7 +69,12 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the training rows; "" if they are not from files."""
+        """A hash of the training rows; "" if they are not from files.
+
+        Recorded answers are the same rows when their users have sent more scores.
+        """
+        if self.config.data.is_recorded:
+            return identify_records(file_names(self.config.data.train))
         return self.train.fingerprint if isinstance(self.train, Rows) else ""
 
     @property
@@ -87,6 +93,8 @@ class Plan:
         trainer, data = self.config.trainer, self.config.data
         if trainer.total_steps:
             return trainer.total_steps
+        if data.is_recorded:  # Each score is used once.
+            return max(1, len(self.train) // data.batch_size)
         if data.drop_last:
             return trainer.total_epochs * (self.epoch_rows // data.batch_size or 1)
         return max(1, -(-self.rows_of_epochs // data.batch_size))
@@ -123,7 +131,11 @@ def make_plan(config: Config) -> Plan:
         _attempt(partial(check_agent, config.agent), problems)
         every = chain.from_iterable(samples() for _, _, samples in parts)
         _attempt(partial(_check_agent_keys, config.agent.extra_info, every), problems)
-    elif names and (config.agent.command or config.agent.python):
+    elif (
+        names
+        and (config.agent.command or config.agent.python)
+        and not config.data.is_recorded  # The config is often that of the run that was served.
+    ):
         key = "agent.command" if config.agent.command else "agent.python"
         problems.append(
             f"{key} is set, but no row has agent_name external: they have"

@@ -102,7 +102,7 @@ def save_checkpoint(
     Raises:
         RunStopped: the disk is full or refuses to write. Earlier checkpoints have not changed.
     """
-    final = _checkpoint_path(root, step)
+    final = checkpoint_path(root, step)
     try:
         with staging_folder(final) as staging:
             write(staging)
@@ -376,12 +376,13 @@ def _publish_complete(staging: Path) -> None:
     except ValueError:
         return
     if step not in _steps(staging.parent):
-        staging.rename(_checkpoint_path(staging.parent, step))
+        staging.rename(checkpoint_path(staging.parent, step))
         flush(staging.parent)
         _write_latest(staging.parent)
 
 
-def _checkpoint_path(root: Path, step: int) -> Path:
+def checkpoint_path(root: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of a step."""
     return root / f"global_step_{step:08d}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -108,6 +109,15 @@ def exported_model(path: Path, say: Callable[[str], None] = echo) -> Path:
         if note := _export(checkpoint, out, not has_adapter, "auto", "").rounding_note:
             say(f"note: {note}")
     return out
+
+
+def source_of_export(folder: str) -> tuple[str, int]:
+    """Return the run and the step of a folder of `exported_model`; ("", 0) for another model."""
+    path = Path(folder).resolve()
+    match = re.fullmatch(r"global_step_(\d+)-[0-9a-f]{12}", path.name)
+    if match is None or path.parent.name != EXPORTED:
+        return "", 0
+    return str(path.parents[1]), int(match[1])
 
 
 def _export_path(checkpoint: Path) -> Path | None:

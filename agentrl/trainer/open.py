@@ -15,13 +15,14 @@ from transformers.utils import logging
 
 from agentrl.agent_loops.attempt import load_template
 from agentrl.chat import ChatTemplate
+from agentrl.chat.tokenizer import hash_vocabulary
 from agentrl.config import Config
 from agentrl.engine.base import Engine
 from agentrl.engine.local import LocalEngine
 from agentrl.engine.local.load import resolve_device
 from agentrl.engine.open import EngineStart, describe_engine
 from agentrl.engine.remote.admin import in_thread
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, RunStopped
 from agentrl.learner.dispatch import Placement
 from agentrl.learner.learner import Learner
 from agentrl.learner.memory import LOCAL_ROWS
@@ -50,6 +51,7 @@ from agentrl.trainer.display import Display
 from agentrl.trainer.interrupt import Interrupt
 from agentrl.trainer.parts import Parts, RunState
 from agentrl.trainer.publisher import ROW_TOKENS_PER_SAMPLE, SAMPLED_SECONDS, Publisher
+from agentrl.trainer.recorded import RecordedStream
 from agentrl.trainer.resume import Start
 from agentrl.trainer.speed import describe_local_speed, measure_sampling
 from agentrl.trainer.stream import RolloutStream
@@ -108,14 +110,23 @@ def open_run(
                 start=placement.start_worker if placement else LocalProcess,
             )
         )
-        stream = RolloutStream(
-            config, plan.train, rollouts, total_steps=start.total_steps, pad_id=pad_id
+        stream = (
+            RecordedStream(
+                config, plan.train, hash_vocabulary(tokenizer.backend_tokenizer.to_str())
+            )
+            if config.data.is_recorded
+            else RolloutStream(
+                config, plan.train, rollouts, total_steps=start.total_steps, pad_id=pad_id
+            )
         )
         stack.callback(stream.close)
         row = make_canary_row(plan, template, _canary_tokens(engine))
         publisher = _make_publisher(learner, engine, rollouts, row, canary)
         with display.phase("send the weights and compare the engine"):
             publisher.publish(state.step)
+        guard = MismatchGuard(publisher.noise)
+        if isinstance(stream, RecordedStream) and not config.trainer.val_only:
+            _verify(stream, learner, start, state.step, guard.limit, display)
         if isinstance(engine, LocalEngine) and resolve_device(config.trainer.device) != "cpu":
             _note_speed(engine, rollouts, plan, template, display)
         store = _open_store(config, display)
@@ -134,7 +145,7 @@ def open_run(
             dtype=opening.dtype,
             learner=learner,
             publisher=publisher,
-            guard=MismatchGuard(publisher.noise),
+            guard=guard,
             store=store,
             clock=StepClock(),
             interrupt=stack.enter_context(Interrupt()),
@@ -189,6 +200,28 @@ def _make_publisher(
     return Publisher(
         learner, engine, row, lambda ids: rollouts.run(engine.scores(ids)), canary, sample=sample
     )
+
+
+def _verify(
+    stream: RecordedStream,
+    learner: Learner,
+    start: Start,
+    step: int,
+    limit: float,
+    display: Display,
+) -> None:
+    """Compare recorded logprobs with those of their versions.
+
+    Raises:
+        RunStopped: a new run has too few answers for a step.
+    """
+    with display.phase("compare the recorded logprobs"):
+        problem = stream.verify(learner, start, step, limit)
+    if problem:
+        display.warning(f"warning: {problem}")
+    is_new = start.checkpoint is None or start.is_new_fork
+    if is_new and stream.is_used_up(start.position, step):
+        raise RunStopped(f"no step: {stream.summary(start.position, step)}")
 
 
 def _note_speed(

@@ -22,6 +22,7 @@ from agentrl.trainer.clock import StepClock
 from agentrl.trainer.display import Display
 from agentrl.trainer.interrupt import Interrupt
 from agentrl.trainer.publisher import Publisher
+from agentrl.trainer.recorded import RecordedStream
 from agentrl.trainer.resume import Start
 from agentrl.trainer.stream import RolloutStream
 from agentrl.trajectory import Scored
@@ -42,8 +43,8 @@ class Parts:
     tokenizer: PreTrainedTokenizerBase
     pad_id: int
     """The padding token of batches. No forward pass reads it."""
-    stream: RolloutStream
-    """Takes the rows of each step and plays them."""
+    stream: RolloutStream | RecordedStream
+    """Takes the rows of each step and plays them, or takes recorded answers."""
     rollouts: Rollouts
     """Plays rows; the stream and validations use it."""
     engine: Engine

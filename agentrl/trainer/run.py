@@ -35,6 +35,7 @@ from agentrl.trainer.profile import (
     profile_step,
     remove_later_profiles,
 )
+from agentrl.trainer.recorded import RecordedStream
 from agentrl.trainer.resume import write_config
 from agentrl.trainer.saving import Saver, is_due
 from agentrl.trainer.step import train_step
@@ -118,10 +119,19 @@ class Run:
             self.record.write(state.step, metrics)
             self.best.add(state.step, metrics)
             self.observers.notify("on_validation", state.step, metrics)
-        while state.step < self.parts.start.total_steps and not self.best.is_over:
+        while not self._is_last() and not self.best.is_over:
             self.parts.interrupt.check()
             with self._profiled():
                 self._step()
+        if isinstance(stream := self.parts.stream, RecordedStream):
+            self.parts.display.note(stream.summary(state.position, state.step))
+
+    def _is_last(self) -> bool:
+        """Return whether the last step that can be made is made."""
+        state, stream = self.state, self.parts.stream
+        if isinstance(stream, RecordedStream) and stream.is_used_up(state.position, state.step):
+            return True
+        return state.step >= self.parts.start.total_steps
 
     def _step(self) -> None:
         """Make the next step and commit it. From then on it can be saved, whatever fails next."""
@@ -152,7 +162,7 @@ class Run:
     def _complete(self, metrics: dict[str, float], episodes: Sequence[Scored] = ()) -> None:
         """Validate if it is due, record the step, notify, save a checkpoint if it is due."""
         parts, step = self.parts, self.state.step
-        is_last = step == parts.start.total_steps
+        is_last = self._is_last()
         validates = bool(parts.plan.val) and (
             is_last or is_due(step, parts.config.trainer.test_freq)
         )

@@ -136,7 +136,7 @@ class Trainer:
 def _check_engine_is_apart(config: Config) -> None:
     """Raise `ConfigError` if rollouts would go on while the learner uses the same GPU."""
     staleness, device = config.trainer.max_staleness, config.trainer.device
-    if staleness and config.rollout.name == "local" and resolve_device(device) != "cpu":
+    if config.plays_ahead and config.rollout.name == "local" and resolve_device(device) != "cpu":
         raise ConfigError(
             f"trainer.max_staleness={staleness}: rollouts go on while the learner computes, but"
             f" with rollout.name=local and trainer.device={device} both use one GPU. Set"

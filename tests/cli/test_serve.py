@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 
 import httpx
@@ -21,6 +22,7 @@ from agentrl.chat import load_tokenizer
 from agentrl.cli import app
 from agentrl.cli.options import config_of_run
 from agentrl.config import Config, RolloutConfig
+from agentrl.demo.arithmetic import questions, rows, split_rows
 from agentrl.engine.base import Sampling
 from agentrl.engine.local import LocalEngine
 from agentrl.errors import UserError
@@ -174,6 +176,58 @@ def test_the_command_serves_until_it_is_stopped(tiny_model):
         process.send_signal(signal.SIGINT)
         assert process.wait(20) in (0, 130, -2)
     assert json.loads(response.text)["object"] == "chat.completion"
+
+
+def ask_and_score(url, problems):
+    """Ask problems at the same time, and score each answer; return the mean score."""
+
+    async def ask(client, row):
+        messages = [m.as_dict() for m in row.sample.prompt]
+        body = {"messages": messages, "max_tokens": 20}
+        answer = (await client.post(f"{url}/chat/completions", json=body)).json()
+        text = answer["choices"][0]["message"]["content"]
+        score = float(text.rpartition("####")[2].strip() == row.sample.ground_truth)
+        feedback = {"id": answer["id"], "score": score}
+        assert (await client.post(f"{url}/feedback", json=feedback)).status_code == 200
+        return score
+
+    async def ask_all():
+        headers = {"authorization": "Bearer ann"}
+        async with httpx.AsyncClient(headers=headers, timeout=60) as client:
+            scores = await asyncio.gather(*(ask(client, row) for row in problems))
+            return sum(scores) / len(scores)
+
+    return asyncio.run(ask_all())
+
+
+@pytest.mark.slow
+def test_a_policy_learns_from_its_users(tiny_model, tmp_path):
+    """The server is killed each time, so that its last lines may be incomplete."""
+    means, model = [], "tiny"
+    environment = os.environ | {"KEYS": "ann,bob"}
+    for seed in range(2):
+        command = ["-m", "agentrl", "serve", model, "--port", "0", "--record", "served"]
+        with subprocess.Popen(
+            [sys.executable, *command, "--token-env", "KEYS"],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env=environment,
+        ) as process:
+            assert process.stdout
+            lines = iter(process.stdout.readline, "")
+            url = next(re.search(r"http://\S+/v1", li)[0] for li in lines if "serving" in li)  # type: ignore[index]
+            next(line for line in lines if "recording" in line)
+            held_out = questions(split_rows("val"))
+            problems = islice(rows(90 + seed, held_out, ("single_turn",)), 256)
+            means.append(ask_and_score(url, [*problems]))
+            process.kill()
+        if not seed:
+            with (tmp_path / "served/answers.jsonl").open("a") as file:
+                file.write('{"answer": {"id": ')
+            run_agentrl("train", "--from", "served", cwd=tmp_path)
+            model = "runs/served"
+    assert means[1] > means[0] + 0.2, means
 
 
 VAL = Path(__file__).parent.parent.parent / "datasets/arithmetic_val.parquet"

@@ -269,7 +269,10 @@ def _read_command(words: list[str], folder: Path) -> None:
     responses = parameters.get("responses")  # of `eval`; they need no model
     if responses:
         values["dataset"] = str(responses)
-    config = read_config(parameters["config"], overrides, needs_model=not responses, **values)
+    if parameters.get("recorded"):  # The answers and the served model do not exist here.
+        values |= {"dataset": ["rows.jsonl"], "model": "models/mine"}
+    needs = {"needs_model": not responses, "needs_rows": name != "serve"}
+    config = read_config(parameters["config"], overrides, **needs, **values)
     keys = tuple(f"{override.partition('=')[0]}=" for override in overrides)
     notes = [note for note in without_effect(config) if note.startswith(keys)]
     assert name != "train" or not notes, notes

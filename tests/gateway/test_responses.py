@@ -113,7 +113,7 @@ def result(id):
     return {"type": "function_call_output", "call_id": id, "output": "12"}
 
 
-ONE, TWO = "aaaaaaaa_1", "aaaaaaaa_2"
+ONE, TWO = "aaaaaaaaaaaaaaaa_1", "aaaaaaaaaaaaaaaa_2"
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ HISTORY = [
     {"role": "tool", "tool_call_id": f"call_{ONE}_1", "content": "12"},
     {"role": "tool", "tool_call_id": f"call_{ONE}_0", "content": "13"},
     {"role": "assistant", "id": TWO, "content": "", "reasoning_content": "more"},
-    {"role": "assistant", "id": "aaaaaaaa_3", "content": "b"},
+    {"role": "assistant", "id": "aaaaaaaaaaaaaaaa_3", "content": "b"},
     GO_ON,
 ]
 
@@ -419,7 +419,7 @@ def test_a_response_that_is_not_kept_is_not_found():
 
 
 def test_the_memory_of_a_session_is_bounded():
-    memory, ids = AnswerMemory(limit=10_000), [f"chatcmpl-aaaaaaaa-{i}" for i in range(12)]
+    memory, ids = AnswerMemory(limit=10_000), [f"chatcmpl-aaaaaaaaaaaaaaaa-{i}" for i in range(12)]
 
     def known():
         return [i for i, id in enumerate(ids) if memory.find(id)]
@@ -436,8 +436,8 @@ def test_a_growing_conversation_is_kept_once():
     memory, items = AnswerMemory(limit=100_000), [QUESTION]
     for i in range(60):
         items += [text(f"{i}" * 50), {"role": "user", "content": f"{i}" * 50}]
-        memory.keep(read(items), Answer(f"chatcmpl-aaaaaaaa-{i}", f"{i + 1}" * 50))
-    kept = [memory.find(f"chatcmpl-aaaaaaaa-{i}") for i in range(60)]
+        memory.keep(read(items), Answer(f"chatcmpl-aaaaaaaaaaaaaaaa-{i}", f"{i + 1}" * 50))
+    kept = [memory.find(f"chatcmpl-aaaaaaaaaaaaaaaa-{i}") for i in range(60)]
     assert all(kept) and kept[59][:-2] == kept[58]
     assert all(a is b for a, b in zip(kept[59], kept[58], strict=False))
 

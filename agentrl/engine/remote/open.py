@@ -57,11 +57,12 @@ def make_openers(
         _check_without_gpu(config)
     if slots is None:
         slots = _local_slots(config, cpu)
-    if (staleness := config.trainer.max_staleness) and any(slot.ranks for slot in slots):
+    if config.plays_ahead and any(slot.ranks for slot in slots):
         raise ConfigError(
-            f"trainer.max_staleness={staleness}: rollouts go on while the learner computes, but a"
-            " server would share a GPU with it. Set trainer.placement=separate, with fewer GPUs for"
-            " servers or for the learner, or trainer.max_staleness=0"
+            f"trainer.max_staleness={config.trainer.max_staleness}: rollouts go on while the"
+            " learner computes, but a server would share a GPU with it. Set"
+            " trainer.placement=separate, with fewer GPUs for servers or for the learner, or"
+            " trainer.max_staleness=0"
         )
     return [partial(_start, config, base, slot, dtype, vllm, learner_loaded) for slot in slots]
 
@@ -278,7 +279,7 @@ def sglang_delivery(config: Config, slot: EngineSlot) -> Delivery:
 
 def _adapter_count(config: Config) -> int:
     """Return how many adapters a server keeps: those of turns in flight, and two more."""
-    return config.trainer.max_staleness + 2
+    return (config.trainer.max_staleness if config.plays_ahead else 0) + 2
 
 
 def vllm_delivery(config: Config, base: str, *, cpu: bool) -> dict[str, Any]:

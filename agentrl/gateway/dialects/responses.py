@@ -32,7 +32,7 @@ from agentrl.gateway.dialects.base import (
 from agentrl.gateway.memory import AnswerMemory
 from agentrl.gateway.requests import Answer, ChatCall, ChatMessage, ChatRequest, Refusal
 
-ITEM_ID = re.compile(r"(?:resp|rs|msg|fc|call)_([0-9a-f]{8})_(\d{1,9})(?:_\d{1,9})?")
+ITEM_ID = re.compile(r"(?:resp|rs|msg|fc|call)_([0-9a-f]{16})_(\d{1,9})(?:_\d{1,9})?")
 """The ids of answers, of their items and of their calls."""
 THINKING, TEXT, CALL = range(3)
 """The kinds of items of an answer, in their order."""

@@ -15,7 +15,7 @@ from agentrl.plural import plural
 from agentrl.report.diagnoses.advice import advice
 from agentrl.report.episodes import Episodes, group_by, training_episodes
 from agentrl.report.finding import Finding
-from agentrl.report.run import Run
+from agentrl.report.run import Run, config_value
 from agentrl.report.series import (
     MIN_STEPS,
     MIN_WINDOW,
@@ -55,7 +55,7 @@ def dead_groups(run: Run) -> Iterator[Finding]:
     stretch = _longest_dead_stretch(dead)
     if len(stretch) >= MAX_DEAD_STEPS and not is_solved(run):
         yield _explain_dead_steps(run, stretch[0], stretch[-1], dead)
-    elif len(groups) >= MIN_STEPS:
+    elif len(groups) >= MIN_STEPS and config_value(run, "rollout.n") != 1:
         if lasting := groups.above(DEAD_SHARE):
             yield _explain_dead_groups(run, groups, *lasting)
         else:
