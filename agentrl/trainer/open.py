@@ -101,24 +101,11 @@ def open_run(
         check_rows_fit(plan, template, engine.max_length)
         pad_id = tokenizer.pad_token_id
         pad_id = tokenizer.eos_token_id if pad_id is None else pad_id
+        start_worker = placement.start_worker if placement else LocalProcess
         rollouts = stack.enter_context(
-            open_rollouts(
-                config,
-                engine,
-                template,
-                plan.scorer,
-                start=placement.start_worker if placement else LocalProcess,
-            )
+            open_rollouts(config, engine, template, plan.scorer, start=start_worker)
         )
-        stream = (
-            RecordedStream(
-                config, plan.train, hash_vocabulary(tokenizer.backend_tokenizer.to_str())
-            )
-            if config.data.is_recorded
-            else RolloutStream(
-                config, plan.train, rollouts, total_steps=start.total_steps, pad_id=pad_id
-            )
-        )
+        stream = _make_stream(plan, rollouts, start, tokenizer, pad_id)
         stack.callback(stream.close)
         row = make_canary_row(plan, template, _canary_tokens(engine))
         publisher = _make_publisher(learner, engine, rollouts, row, canary)
@@ -150,6 +137,16 @@ def open_run(
             clock=StepClock(),
             interrupt=stack.enter_context(Interrupt()),
         )
+
+
+def _make_stream(
+    plan: Plan, rollouts: Rollouts, start: Start, tokenizer: Any, pad_id: int
+) -> RolloutStream | RecordedStream:
+    config = plan.config
+    if config.data.is_recorded:
+        vocabulary = hash_vocabulary(tokenizer.backend_tokenizer.to_str())
+        return RecordedStream(config, plan.train, vocabulary)
+    return RolloutStream(config, plan.train, rollouts, total_steps=start.total_steps, pad_id=pad_id)
 
 
 def _start_ranks(
