@@ -5,10 +5,12 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import ModuleType
 
 import pytest
 from support.failing_engine import SAMPLING, TOKENIZER, FailingEngine, rows
@@ -19,7 +21,14 @@ from agentrl.chat import ChatTemplate
 from agentrl.config import Config, DataConfig, RolloutConfig
 from agentrl.engine.remote.pool import EnginePool
 from agentrl.engine.remote.sglang import SGLangEngine
-from agentrl.errors import ConfigError, EngineError, Infrastructure, RunStopped, UserCodeError
+from agentrl.errors import (
+    ConfigError,
+    EngineError,
+    Infrastructure,
+    RunStopped,
+    UserCodeError,
+    UserError,
+)
 from agentrl.rewards import Scorer
 from agentrl.rollout import open_rollouts
 from agentrl.rollout_workers.channel import Channel, ChannelClosed
@@ -232,6 +241,60 @@ def test_a_row_that_kills_its_worker_is_dropped_by_its_name(file, caplog):
     assert sorted(engine.begun) == sorted(engine.ended)
 
 
+def test_a_worker_that_hangs_is_killed_and_costs_nothing(monkeypatch, caplog):
+    monkeypatch.setattr("agentrl.rollout_workers.workers.SILENT_SECONDS", 3.0)
+    engine = FailingEngine(TURNS)
+    with playing(engine) as rollouts, ThreadPoolExecutor() as pool:
+        expected = content(rollouts.collect(rows(6), n=4, sampling=SAMPLING, step=0))
+        os.kill(pids(rollouts)[0], signal.SIGSTOP)
+        usage = pool.submit(rollouts._players.usage, 0)  # A publication waits for it.
+        assert content(rollouts.collect(rows(6), n=4, sampling=SAMPLING, step=0)) == expected
+        assert usage.result(timeout=5).turns == 0
+        assert rollouts.metrics()["workers/replayed"] == 12
+    assert "has reported nothing for 3 s and is killed" in caplog.text
+    assert "was killed, code -9" in caplog.text
+    assert sorted(engine.begun) == sorted(engine.ended)
+
+
+def test_a_row_that_cannot_be_sent_is_a_mistake_of_the_row(monkeypatch):
+    module = ModuleType("only_in_this_process")
+    exec("class Missing: pass", module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with playing(FailingEngine(["a"])) as rollouts:
+        processes = pids(rollouts)
+        for value, cause in (
+            (threading.Lock(), "cannot pickle '_thread.lock' object"),
+            (module.Missing(), "No module named 'only_in_this_process'"),
+        ):
+            row = rows(1, "single_turn", extra={"value": value})
+            with pytest.raises(UserError, match=f"{cause}.*set rollout.workers=1"):
+                rollouts.collect(row, n=2, sampling=SAMPLING, step=0)
+        assert len(rollouts.collect(rows(2), n=2, sampling=SAMPLING, step=0)) == 2
+        assert pids(rollouts) == processes
+
+
+def test_if_one_worker_cannot_start_the_others_end(tmp_path):
+    path = tmp_path / "once.py"
+    path.write_text(
+        "import os, pathlib, time\n"
+        "from agentrl.errors import ConfigError\n"
+        f"mine = pathlib.Path({str(tmp_path)!r}) / f'pid{{os.getpid()}}'\n"
+        f"if os.getpid() != {os.getpid()}:\n"
+        "    mine.touch()\n"
+        "    while len([*mine.parent.glob('pid*')]) < 3:\n"
+        "        time.sleep(0.02)\n"
+        "    if mine == max(mine.parent.glob('pid*')):\n"
+        "        time.sleep(1)\n"
+        "        raise ConfigError('not the last one')\n"
+    )
+    opened = playing(FailingEngine(TURNS), workers=3, files=[str(path)])
+    with pytest.raises(ConfigError, match="not the last one"):
+        opened.__enter__()
+    processes = [file.name[3:] for file in tmp_path.glob("pid*")]
+    assert len(processes) == 3
+    assert not [pid for pid in processes if os.path.exists(f"/proc/{pid}")]
+
+
 def test_nothing_is_left_behind(file):
     engine = FailingEngine(TURNS)
     with (
@@ -343,12 +406,21 @@ def test_calls_return_raise_and_are_cancelled():
     def fail(error):
         raise error
 
+    async def cancel_itself():
+        raise asyncio.CancelledError
+
     def fail_oddly():
         raise Unportable(1, 2)
 
     async def run():
         first, second = await _channels(
-            {"add": lambda a, b: a + b, "wait": wait, "fail": fail, "odd": fail_oddly}
+            {
+                "add": lambda a, b: a + b,
+                "wait": wait,
+                "fail": fail,
+                "odd": fail_oddly,
+                "itself": cancel_itself,
+            }
         )
         assert await first.call("add", 2, 3) == 5
         assert await first.call("add", b"x" * 10**7, b"y") == b"x" * 10**7 + b"y"
@@ -361,6 +433,8 @@ def test_calls_return_raise_and_are_cancelled():
         waiting.cancel()
         await asyncio.sleep(0.05)
         assert ended == ["wait"] and not second.tasks
+        with pytest.raises(Infrastructure, match="itself was cancelled"):
+            await first.call("itself")
         lasting = asyncio.create_task(first.call("wait"))
         await asyncio.sleep(0.05)
         second.close()

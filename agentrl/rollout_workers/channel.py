@@ -1,38 +1,56 @@
 """Calls between a run and a process that plays rollouts, in both directions over one socket.
 
-A message is 4 bytes of length (little-endian) and a pickled tuple. Messages arrive in their order,
-and functions that are not coroutines are called in that order. Both ends trust each other: the run
-has started the process, and nobody else holds an end of the socket.
+A message is 4 bytes of length (little-endian), the pickled kind and number, and a pickled tuple.
+Messages arrive in their order, and functions that are not coroutines are called in that order. Both
+ends trust each other: the run has started the process, and nobody else holds an end of the socket.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import io
 import itertools
 import pickle
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from agentrl.errors import AgentRLError, Infrastructure
+from agentrl.errors import AgentRLError, Infrastructure, UserError
 
 CALL, NOTE, ANSWER, CANCEL = "call", "note", "answer", "cancel"
-MAX_BYTES = 2**32 - 1
+_NOT_SENT = (
+    "a row or a result cannot be sent to another process ({}). Rows, and what loops and rewards"
+    " return, need plain values; or set rollout.workers=1"
+)
 
 
 class ChannelClosed(Infrastructure):
     """The other process has ended, or the connection to it."""
 
 
-def pack(*message: Any) -> bytes:
+def pack(kind: str, number: int, *content: Any) -> bytes:
     """Return a message with its length.
 
     Raises:
-        Exception: something in it cannot be pickled, or it is longer than 4 GiB.
+        UserError: something in it cannot be pickled, or it is longer than 4 GiB.
     """
-    content = pickle.dumps(message, protocol=5)
-    return len(content).to_bytes(4, "little") + content
+    head = pickle.dumps((kind, number))
+    try:
+        body = pickle.dumps(content, protocol=5)
+        return (len(head) + len(body)).to_bytes(4, "little") + head + body
+    except Exception as e:
+        raise UserError(_NOT_SENT.format(f"{type(e).__name__}: {e}")) from e
+
+
+def unpack(message: bytes) -> tuple[str, int, tuple[Any, ...] | UserError]:
+    """Return kind, number and content of a message; an error if the content cannot be read."""
+    file = io.BytesIO(message)
+    kind, number = pickle.load(file)
+    try:
+        return kind, number, pickle.load(file)
+    except Exception as e:  # A class of the other process is missing here.
+        return kind, number, UserError(_NOT_SENT.format(f"{type(e).__name__}: {e}"))
 
 
 def pack_error(number: int, error: BaseException) -> bytes:
@@ -85,7 +103,8 @@ class Channel:
 
         Raises:
             ChannelClosed: the other end has ended.
-            Exception: the function raised it, or the arguments cannot be pickled.
+            UserError: the arguments or the result cannot be pickled.
+            Exception: the function raised it.
         """
         number = next(self._numbers)
         self._send(pack(CALL, number, name, args))
@@ -119,7 +138,13 @@ class Channel:
         try:
             while True:
                 size = int.from_bytes(await self._reader.readexactly(4), "little")
-                self._handle(*pickle.loads(await self._reader.readexactly(size)))
+                kind, number, content = unpack(await self._reader.readexactly(size))
+                if not isinstance(content, UserError):
+                    self._handle(kind, number, *content)
+                elif kind == ANSWER:
+                    self._handle(kind, number, False, content)
+                else:
+                    self.reply(pack_error(number, content))
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
@@ -150,10 +175,11 @@ class Channel:
             self.functions[name](*args)
         else:
             name, args = content
-            self._begin(number, self.functions[name], args)
+            self._begin(number, name, args)
 
-    def _begin(self, number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _begin(self, number: int, name: str, args: tuple[Any, ...]) -> None:
         """Run a call of the other end and answer it."""
+        function = self.functions[name]
         if not inspect.iscoroutinefunction(function):
             self._answer(number, function, args)
             return
@@ -161,8 +187,8 @@ class Channel:
         async def run() -> None:
             try:
                 result = await function(*args)
-            except asyncio.CancelledError:
-                return
+            except asyncio.CancelledError:  # The caller need not have caused it.
+                self.reply(pack_error(number, Infrastructure(f"{name} was cancelled")))
             except BaseException as e:
                 self.reply(pack_error(number, e))
             else:

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import pickle
 import socket
 import sys
 import time
@@ -31,7 +30,7 @@ from agentrl.http.pool import share_servers
 from agentrl.open_files import raise_limit
 from agentrl.player import Dropped, Play, Player, collect_rarely
 from agentrl.rewards import Scorer
-from agentrl.rollout_workers.channel import ANSWER, Channel, pack, pack_error
+from agentrl.rollout_workers.channel import ANSWER, Channel, pack, pack_error, unpack
 from agentrl.shipment import Shipment
 from agentrl.tools import Toolbox, open_toolbox
 from agentrl.trajectory import Generation, Scored
@@ -40,7 +39,7 @@ from agentrl.workers import new_loop
 log = logging.getLogger("agentrl")
 
 STATUS_SECONDS = 1.0
-"""The interval in which a worker reports the longest wait of its episodes."""
+"""The interval in which a worker reports its state."""
 
 
 SamplerOf = Callable[[Channel, int], Sampler]
@@ -151,11 +150,10 @@ class RolloutWorker:
         await self._player.drain(others=[*self._own_tasks, *self._channel.tasks])
 
     async def _report(self) -> None:
-        """Report the longest wait regularly while episodes are in flight."""
+        """Report the longest wait regularly. The run kills a worker that reports nothing."""
         while True:
             await asyncio.sleep(STATUS_SECONDS)
-            if self._player.longest_wait() is not None:
-                self._channel.note("status", self.status())
+            self._channel.note("status", self.status())
 
 
 class LogToRun(logging.Handler):
@@ -181,7 +179,7 @@ def main() -> None:
 
 def work(connection: socket.socket) -> None:
     """Play rollouts for the run at the other end of a connection, until it is closed."""
-    _, number, _, (settings,) = pickle.loads(_first_message(connection))
+    _, number, (_, (settings,)) = unpack(_first_message(connection))  # type: ignore[misc]
     try:
         raise_limit()
         share_servers(settings.workers)

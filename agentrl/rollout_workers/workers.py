@@ -33,7 +33,7 @@ from agentrl.errors import Infrastructure, RunStopped
 from agentrl.player import Dropped, OnEnd, Play, Wait
 from agentrl.plural import plural
 from agentrl.rollout_workers.channel import Channel, ChannelClosed
-from agentrl.rollout_workers.process import EngineOfRun, Settings, Status
+from agentrl.rollout_workers.process import STATUS_SECONDS, EngineOfRun, Settings, Status
 from agentrl.shipment import Shipment
 from agentrl.torch_threads import count_cores
 from agentrl.trajectory import Scored
@@ -45,6 +45,9 @@ START_SECONDS = 300.0
 """The time for a worker to start: it imports packages, loads files and starts a tool server."""
 STOP_SECONDS = 20.0
 """The time for a worker to end after its tools and rewards were closed."""
+SILENT_SECONDS = 600.0
+"""A worker that reports nothing for so long is killed. It was stopped, or code of the user blocks
+its event loop. Without a limit, the run would wait for it forever."""
 RESTARTS = 10
 RESTARTS_WITHIN_SECONDS = 60.0
 """With more ends of workers within this time, the run stops: nothing would ever be finished."""
@@ -114,6 +117,8 @@ class _Worker:
     status: Status = field(default_factory=lambda: Status((), 0))
     status_at: float = 0.0
     """When the status arrived, in `time.monotonic()` seconds."""
+    silent: float = 0.0
+    """The time without a report, in seconds in which this process ran."""
 
 
 class RolloutWorkers:
@@ -149,7 +154,7 @@ class RolloutWorkers:
         self._ends: deque[float] = deque(maxlen=RESTARTS)
         self._failure: BaseException | None = None
         self._closing = False
-        self._restarting: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._reprefilled = self._failovers = self._reported = 0
         """The sums over workers that have ended, and how many failovers were reported."""
         self._counts = {"workers/restarts": 0.0, "workers/replayed": 0.0}
@@ -164,6 +169,7 @@ class RolloutWorkers:
         self._loop = asyncio.get_running_loop()
         count = self._settings.workers
         self._workers = list(await asyncio.gather(*(self._start() for _ in range(count))))
+        self._tasks.add(asyncio.create_task(self._watch()))
 
     # -- what `Rollouts` calls ---------------------------------------------------------------------
 
@@ -239,17 +245,17 @@ class RolloutWorkers:
     async def drain(self) -> None:
         """Close tools and rewards of all workers, and end them."""
         self._closing = True
-        for task in self._restarting:
+        for task in self._tasks:
             task.cancel()
         with suppress(TimeoutError):
             async with asyncio.timeout(2 * CLEANUP_SECONDS):
                 await self._call_all("drain")
-        await asyncio.gather(*(self._stop(worker) for worker in [*self._workers]))
+        await asyncio.gather(*(self._stop(worker) for worker in [*self._started]))
 
     def close(self) -> None:
         """End the processes. Idempotent."""
         self._closing = True
-        for worker in self._workers:
+        for worker in [*self._started]:
             worker.process.stop(0.0)
 
     # -- the state of servers, for workers that send requests themselves ---------------------------
@@ -342,9 +348,10 @@ class RolloutWorkers:
             async with asyncio.timeout(START_SECONDS):
                 worker.pid = await worker.channel.call("open", settings)
         except BaseException as e:
-            how = await asyncio.to_thread(process.describe_end)
+            has_ended = isinstance(e, ChannelClosed | TimeoutError)
+            how = await asyncio.to_thread(process.describe_end) if has_ended else ""
             await asyncio.to_thread(process.stop, 0.0)
-            if isinstance(e, ChannelClosed | TimeoutError):
+            if has_ended:
                 raise Infrastructure(f"rollout worker {number} did not start: {how}") from None
             raise
         return worker
@@ -369,7 +376,7 @@ class RolloutWorkers:
             self._sampler.end(episode_id)
 
         def report(status: Status) -> None:
-            worker.status, worker.status_at = status, time.monotonic()
+            worker.status, worker.status_at, worker.silent = status, time.monotonic(), 0.0
 
         shared = self._shared.functions if self._shared else {}
         return {
@@ -394,8 +401,8 @@ class RolloutWorkers:
             return
         self._workers.remove(worker)
         task = asyncio.create_task(self._replace(worker))
-        self._restarting.add(task)
-        task.add_done_callback(self._restarting.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _replace(self, worker: _Worker) -> None:
         """Start a worker in place of one that ended, unless they end too often."""
@@ -404,7 +411,8 @@ class RolloutWorkers:
         now = time.monotonic()
         self._ends.append(now)
         is_often = len(self._ends) == RESTARTS and self._ends[0] > now - RESTARTS_WITHIN_SECONDS
-        what = f"rollout worker {worker.number} (process {worker.pid}) ended by itself, {how}"
+        end = "was killed" if worker.silent >= SILENT_SECONDS else "ended by itself"
+        what = f"rollout worker {worker.number} (process {worker.pid}) {end}, {how}"
         log.error("%s. Its episodes are played again", what)
         try:
             if is_often:
@@ -418,6 +426,22 @@ class RolloutWorkers:
             log.error("%s", e)
         async with self._available:
             self._available.notify_all()
+
+    async def _watch(self) -> None:
+        """Kill workers that report nothing for a long time."""
+        while True:
+            await asyncio.sleep(STATUS_SECONDS)
+            for worker in self._playing:
+                worker.silent += STATUS_SECONDS  # No clock: this process may have been stopped.
+                if worker.silent >= SILENT_SECONDS:
+                    log.error(
+                        "rollout worker %d (process %d) has reported nothing for %g s and is"
+                        " killed: it was stopped, or an agent loop blocks its event loop (call"
+                        " blocking code with asyncio.to_thread)",
+                        *(worker.number, worker.pid, SILENT_SECONDS),
+                    )
+                    await asyncio.to_thread(worker.process.stop, 0.0)
+                    worker.channel.close()
 
     async def _stop(self, worker: _Worker) -> None:
         if worker in self._workers:

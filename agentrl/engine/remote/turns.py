@@ -47,9 +47,9 @@ class TurnGate:
     @property
     def state(self) -> GateState:
         """The state, as another process may take it over."""
-        if self._closed is None:
+        if (closed := self._closed) is None:  # Read it once: another thread may open the gate.
             return True
-        error = self._closed.result() if self._closed.done() else None
+        error = closed.result() if closed.done() else None
         return False if error is None else str(error)
 
     @state.setter
