@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -123,7 +124,7 @@ class RolloutWorker:
         self._player, self._channel = player, channel
         self._reporting = asyncio.create_task(self._report())
         self._own_tasks = [asyncio.current_task(), self._reporting, channel.reading]
-        functions = (self.play, self.drain, player.pause, player.resume)
+        functions = (self.play, self.drain, self.pause, player.resume)
         channel.functions |= {function.__name__: function for function in functions}
         channel.functions |= getattr(sampler, "functions", {})
 
@@ -144,6 +145,11 @@ class RolloutWorker:
             seconds = time.monotonic() - wait.since
             waits = wait.sample_id, wait.rollout, wait.state, seconds
         return Status(waits, sampler.reprefill_tokens(), sampler.failovers)
+
+    async def pause(self) -> None:
+        """Stop the time limits, and collect garbage, which `collect_rarely` made rare."""
+        gc.collect()
+        await self._player.pause()
 
     async def drain(self) -> None:
         """Let cancelled episodes clean up, and close tools and rewards."""
