@@ -32,7 +32,7 @@ from agentrl.errors import (
 from agentrl.rewards import Scorer
 from agentrl.rollout import open_rollouts
 from agentrl.rollout_workers.channel import Channel, ChannelClosed
-from agentrl.rollout_workers.workers import count_workers
+from agentrl.rollout_workers.workers import LocalProcess, count_workers
 from agentrl.testing import call
 
 pytestmark = pytest.mark.usefixtures("no_other_names")
@@ -81,7 +81,9 @@ def file(tmp_path):
 
 
 @contextmanager
-def playing(engine, workers=2, files=(), tools="in_process", reward=None, **rollout):
+def playing(
+    engine, workers=2, files=(), tools="in_process", reward=None, start=LocalProcess, **rollout
+):
     files = ["shelf:calculator", *files]
     config = Config.model_validate(
         {
@@ -93,7 +95,8 @@ def playing(engine, workers=2, files=(), tools="in_process", reward=None, **roll
     )
     for file in files:
         registry.load_file(file)
-    with open_rollouts(config, engine, ChatTemplate(TOKENIZER), Scorer(config.reward)) as opened:
+    scorer = Scorer(config.reward)
+    with open_rollouts(config, engine, ChatTemplate(TOKENIZER), scorer, start=start) as opened:
         yield opened
 
 
@@ -116,6 +119,13 @@ def content(groups):
 
 def pids(rollouts):
     return [worker.pid for worker in rollouts._players._workers]
+
+
+def wait_for_two(rollouts):
+    end = time.monotonic() + 60
+    while len(pids(rollouts)) < 2:
+        assert time.monotonic() < end, "the worker was not replaced"
+        time.sleep(0.05)
 
 
 def test_workers_play_what_one_process_plays():
@@ -197,10 +207,7 @@ def test_a_killed_worker_costs_nothing(caplog):
         timer.join()
         assert content(groups) == expected
         assert not any(g.dropped for g in groups)
-        end = time.monotonic() + 60
-        while len(pids(rollouts)) < 2:
-            assert time.monotonic() < end, "the worker was not replaced"
-            time.sleep(0.05)
+        wait_for_two(rollouts)
         assert killed not in pids(rollouts)
         metrics = rollouts.metrics()
         assert metrics["workers/restarts"] == 1 and metrics["workers/replayed"] % 4 == 0
@@ -241,16 +248,41 @@ def test_a_row_that_kills_its_worker_is_dropped_by_its_name(file, caplog):
     assert sorted(engine.begun) == sorted(engine.ended)
 
 
+def test_a_replacement_that_is_killed_is_started_again():
+    started = []
+
+    class Killed(LocalProcess):
+        def __init__(self, number):
+            super().__init__(number)
+            started.append(number)
+            if number == 2:
+                os.kill(self._child.pid, signal.SIGKILL)
+
+    with playing(FailingEngine(TURNS), start=Killed) as rollouts:
+        os.kill(pids(rollouts)[0], signal.SIGKILL)
+        end = time.monotonic() + 60
+        while 3 not in started:
+            assert time.monotonic() < end, "no other worker was started"
+            time.sleep(0.05)
+        wait_for_two(rollouts)
+        assert rollouts.metrics()["workers/restarts"] == 1
+
+
 def test_a_worker_that_hangs_is_killed_and_costs_nothing(monkeypatch, caplog):
     monkeypatch.setattr("agentrl.rollout_workers.workers.SILENT_SECONDS", 3.0)
     engine = FailingEngine(TURNS)
     with playing(engine) as rollouts, ThreadPoolExecutor() as pool:
         expected = content(rollouts.collect(rows(6), n=4, sampling=SAMPLING, step=0))
         os.kill(pids(rollouts)[0], signal.SIGSTOP)
-        usage = pool.submit(rollouts._players.usage, 0)  # A publication waits for it.
+        asked = pool.submit(rollouts.run, rollouts._players.resume())  # It asks all workers.
         assert content(rollouts.collect(rows(6), n=4, sampling=SAMPLING, step=0)) == expected
-        assert usage.result(timeout=5).turns == 0
-        assert rollouts.metrics()["workers/replayed"] == 12
+        asked.result(timeout=5)
+        wait_for_two(rollouts)
+        assert rollouts.metrics() == {
+            "workers/replayed": 12,
+            "workers/restarts": 1,
+            "engine/failovers": 0,
+        }
     assert "has reported nothing for 3 s and is killed" in caplog.text
     assert "was killed, code -9" in caplog.text
     assert sorted(engine.begun) == sorted(engine.ended)
@@ -433,7 +465,7 @@ def test_calls_return_raise_and_are_cancelled():
         waiting.cancel()
         await asyncio.sleep(0.05)
         assert ended == ["wait"] and not second.tasks
-        with pytest.raises(Infrastructure, match="itself was cancelled"):
+        with pytest.raises(Infrastructure, match="the call was cancelled"):
             await first.call("itself")
         lasting = asyncio.create_task(first.call("wait"))
         await asyncio.sleep(0.05)

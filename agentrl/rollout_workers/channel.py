@@ -35,10 +35,9 @@ def pack(kind: str, number: int, *content: Any) -> bytes:
     Raises:
         UserError: something in it cannot be pickled, or it is longer than 4 GiB.
     """
-    head = pickle.dumps((kind, number))
     try:
-        body = pickle.dumps(content, protocol=5)
-        return (len(head) + len(body)).to_bytes(4, "little") + head + body
+        message = pickle.dumps((kind, number)) + pickle.dumps(content, protocol=5)
+        return len(message).to_bytes(4, "little") + message
     except Exception as e:
         raise UserError(_NOT_SENT.format(f"{type(e).__name__}: {e}")) from e
 
@@ -50,7 +49,8 @@ def unpack(message: bytes) -> tuple[str, int, tuple[Any, ...] | UserError]:
     try:
         return kind, number, pickle.load(file)
     except Exception as e:  # A class of the other process is missing here.
-        return kind, number, UserError(_NOT_SENT.format(f"{type(e).__name__}: {e}"))
+        error = UserError(_NOT_SENT.format(f"{type(e).__name__}: {e}"))
+        return kind, number, (False, error) if kind == ANSWER else error
 
 
 def pack_error(number: int, error: BaseException) -> bytes:
@@ -139,12 +139,10 @@ class Channel:
             while True:
                 size = int.from_bytes(await self._reader.readexactly(4), "little")
                 kind, number, content = unpack(await self._reader.readexactly(size))
-                if not isinstance(content, UserError):
-                    self._handle(kind, number, *content)
-                elif kind == ANSWER:
-                    self._handle(kind, number, False, content)
-                else:
+                if isinstance(content, UserError):
                     self.reply(pack_error(number, content))
+                else:
+                    self._handle(kind, number, *content)
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
@@ -175,11 +173,10 @@ class Channel:
             self.functions[name](*args)
         else:
             name, args = content
-            self._begin(number, name, args)
+            self._begin(number, self.functions[name], args)
 
-    def _begin(self, number: int, name: str, args: tuple[Any, ...]) -> None:
+    def _begin(self, number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Run a call of the other end and answer it."""
-        function = self.functions[name]
         if not inspect.iscoroutinefunction(function):
             self._answer(number, function, args)
             return
@@ -188,7 +185,7 @@ class Channel:
             try:
                 result = await function(*args)
             except asyncio.CancelledError:  # The caller need not have caused it.
-                self.reply(pack_error(number, Infrastructure(f"{name} was cancelled")))
+                self.reply(pack_error(number, Infrastructure("the call was cancelled")))
             except BaseException as e:
                 self.reply(pack_error(number, e))
             else:

@@ -417,7 +417,11 @@ class RolloutWorkers:
         try:
             if is_often:
                 raise Infrastructure(f"{plural(RESTARTS, 'worker')} ended within a minute; {what}")
-            started = await self._start()
+            try:
+                started = await self._start()
+            except Infrastructure as e:  # What killed the worker may have killed this one.
+                log.error("%s", e)
+                started = await self._start()
             self._counts["workers/restarts"] += 1
             self._workers.append(started)
         except Exception as e:
