@@ -455,7 +455,7 @@ def test_groups_are_scored_when_they_are_complete(rollouts):
     assert [[s.reward for s in g.scored] for g in groups] == [[0.0, 1.0, 2.0]] * 2
     assert [g.greedy.reward for g in groups if g.greedy] == [3.0, 3.0]
     assert rollout_metrics(groups)["grader/rank"] == 1.0
-    assert not r._watchdog._episodes
+    assert r._players.longest_wait() is None
     [alone] = r.collect(rows(1, "single_turn"), n=1, sampling=SAMPLING, step=0, tag="val")
     assert [s.reward for s in alone.scored] == [0.0]
 
@@ -503,7 +503,7 @@ def test_a_judge_that_stays_down_drops_rollouts_without_a_reward_of_0(rollouts, 
     r = rollouts(engine, reward={"function": "down"})
     with pytest.raises(RunStopped, match=r"2 of 2 rollouts were dropped.*\n.*the judge is down"):
         r.collect(rows(1, "single_turn"), n=2, sampling=SAMPLING, step=0)
-    assert len(engine.begun) == 2 and not r._watchdog._episodes
+    assert len(engine.begun) == 2 and r._players.longest_wait() is None
 
 
 def test_a_crash_of_a_grader_is_no_reward_of_0(rollouts, mine):
