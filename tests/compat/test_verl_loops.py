@@ -153,6 +153,7 @@ RECIPE = {
 
 
 @pytest.mark.parametrize(("path", "refused"), RECIPE.items())
+@pytest.mark.verl
 @pytest.mark.skipif("AGENTRL_VERL_RECIPE" not in os.environ, reason="it names a clone")
 def test_files_of_verl_recipe(tmp_path, monkeypatch, path, refused):
     """AGENTRL_VERL_RECIPE names a clone of verl-recipe (tried with 48ea0a7)."""
@@ -195,6 +196,7 @@ class AnswerTask(Task):
 """
 
 
+@pytest.mark.verl
 @pytest.mark.skipif("AGENTRL_UNI_AGENT" not in os.environ, reason="it names a clone")
 def test_a_task_of_uni_agent(tmp_path, monkeypatch):
     """AGENTRL_UNI_AGENT names a clone of uni-agent (tried with 6f4a7c9); it needs aiohttp."""
