@@ -237,8 +237,10 @@ class RolloutWorkers:
 
     def metrics(self) -> dict[str, float]:
         """Return how many workers were restarted, and how many rollouts played again for it."""
-        total = sum(worker.status.failovers for worker in self._started) + self._failovers
         counts, self._counts = self._counts, dict.fromkeys(self._counts, 0.0)
+        if not self._shared:
+            return counts
+        total = sum(worker.status.failovers for worker in self._started) + self._failovers
         new, self._reported = total - self._reported, total
         return counts | {"engine/failovers": float(new)}
 

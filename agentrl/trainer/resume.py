@@ -40,12 +40,12 @@ CHANGEABLE_KEYS = frozenset({
     "optim.recompute", "reward.timeout_s", "reward.workers", "rollout.engines",
     "rollout.gpu_memory_utilization", "rollout.launch", "rollout.lora", "rollout.python",
     "rollout.sleep", "rollout.sync", "rollout.tensor_parallel_size", "rollout.timeout_s",
-    "rollout.urls", "sandbox.slots", "sandbox.timeout_s", "tools.transport", "tools.workers",
-    "trainer.experiment_name", "trainer.keep", "trainer.keep_best", "trainer.keep_trajectories",
-    "trainer.logger", "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.patience",
-    "trainer.placement", "trainer.profile_steps", "trainer.project_name", "trainer.ray_address",
-    "trainer.save_freq", "trainer.tags", "trainer.test_freq", "trainer.total_epochs",
-    "trainer.total_steps", "trainer.val_before_train", "val.*",
+    "rollout.urls", "rollout.workers", "sandbox.slots", "sandbox.timeout_s", "tools.transport",
+    "tools.workers", "trainer.experiment_name", "trainer.keep", "trainer.keep_best",
+    "trainer.keep_trajectories", "trainer.logger", "trainer.n_gpus_per_node", "trainer.nnodes",
+    "trainer.patience", "trainer.placement", "trainer.profile_steps", "trainer.project_name",
+    "trainer.ray_address", "trainer.save_freq", "trainer.tags", "trainer.test_freq",
+    "trainer.total_epochs", "trainer.total_steps", "trainer.val_before_train", "val.*",
 })  # fmt: skip
 """Config keys that a resumed run may change: the learning rate, the length, time limits, and what
 does not change the weights except for rounding. The rows of `data.train` are compared by content.

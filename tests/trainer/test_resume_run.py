@@ -19,6 +19,8 @@ from agentrl.tools import LocalToolbox
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4
+NOT_LEARNED = ("timing_s/", "perf/", "workers/")
+"""What metrics begin with that depend on the time, or on how many processes play."""
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +52,14 @@ def run(command, output):
 
 
 def metrics(output):
-    """Steps and all numbers that do not tell the time. The run may be writing the next line."""
+    """Steps and all numbers of what was played and learned."""
+    # The run may be writing the next line.
     written = (output / "metrics.jsonl").read_text().rpartition("\n")[0]
     lines = [json.loads(line) for line in written.splitlines()]
     return [
         (
             line["step"],
-            {k: v for k, v in line["data"].items() if not k.startswith(("timing_s/", "perf/"))},
+            {k: v for k, v in line["data"].items() if not k.startswith(NOT_LEARNED)},
         )
         for line in lines
     ]
@@ -95,8 +98,15 @@ def straight(command, tmp_path_factory):
     return output
 
 
-@pytest.mark.parametrize("killed_after", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_kill_9_and_the_same_command_again(command, straight, tmp_path, killed_after):
+@pytest.mark.parametrize(
+    ("killed_after", "changed"),
+    [
+        pytest.param(1, [], marks=pytest.mark.slow),
+        (3, []),
+        pytest.param(3, ["rollout.workers=3"], marks=pytest.mark.slow),
+    ],
+)
+def test_kill_9_and_the_same_command_again(command, straight, tmp_path, killed_after, changed):
     output = tmp_path / "run"
     process = ForkedPython([*command, "--output", output])
     deadline = time.monotonic() + 120
@@ -105,7 +115,7 @@ def test_kill_9_and_the_same_command_again(command, straight, tmp_path, killed_a
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    output_text = run(command, output)
+    output_text = run([*command, *changed], output)
     assert ("resuming from step 2" in output_text) == (killed_after == 3)
     assert metrics(output) == metrics(straight)
     assert [step for step, _ in metrics(output)] == list(range(STEPS + 1))
