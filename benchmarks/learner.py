@@ -62,7 +62,7 @@ def settings(args: argparse.Namespace) -> Config:
     """Return the config of a run with these updates."""
     return Config.model_validate(
         {
-            "model": {"lora_rank": args.lora},
+            "model": {"lora_rank": args.lora, "quantization": args.quantization},
             "algorithm": {"adv_estimator": args.estimator},
             "optim": {
                 "micro_batch_tokens": args.tokens,
@@ -354,6 +354,7 @@ def main() -> None:
     add("--long", type=int, default=32768, help="tokens of the long row; 8 times a shared prompt")
     add("--seed", type=int, default=0)
     add("--lora", type=int, default=0, help="rank of the adapters; 0: all weights learn")
+    add("--quantization", choices=("none", "nf4"), default="none", help="of the base below LoRA")
     add("--recompute", action="store_true")
     add("--compile", choices=("auto", "never"), default="auto")
     add("--offload", choices=("none", "optimizer", "all"), default="none")

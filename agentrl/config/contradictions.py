@@ -24,6 +24,7 @@ def contradictions(c: Config) -> Iterator[str]:
         _algorithm_contradictions,
         _trainer_contradictions,
         _engine_contradictions,
+        _quantization_contradictions,
         _recorded_contradictions if c.data.is_recorded else _staleness_contradictions,
         _filter_contradictions,
         _reward_contradictions,
@@ -277,3 +278,24 @@ def _engine_contradictions(c: Config) -> Iterator[str]:
         )
     if r.name == "vllm" and r.sleep != "none":
         yield f"rollout.sleep={r.sleep} is not supported with rollout.name=vllm: set it to none"
+
+
+def _quantization_contradictions(c: Config) -> Iterator[str]:
+    """Yield a message for each value that a quantized base does not work with."""
+    if c.model.quantization == "none":
+        return
+    what = f"model.quantization={c.model.quantization}"
+    if not c.model.lora_rank:
+        yield (
+            f"{what} with model.lora_rank=0: weights of 4 bits cannot learn. Set model.lora_rank,"
+            " for example to 32"
+        )
+    if c.rollout.lora == "adapter" or c.rollout.name == "vllm":
+        key = "rollout.name=vllm" if c.rollout.name == "vllm" else "rollout.lora=adapter"
+        fix = "rollout.name=sglang" if c.rollout.name == "vllm" else "rollout.lora=merge"
+        yield (
+            f"{what} with {key}: the engine would add the adapter to the base as it is in the"
+            f" files, which is another policy than the rounded base with the adapter. Set {fix}"
+        )
+    if c.optim.offload == "all":
+        yield f"{what} with optim.offload=all: 4-bit weights stay on the GPU. Set it to optimizer"

@@ -146,6 +146,9 @@ class ModelConfig(Section):
         "all-linear", allowed="all-linear, the name of a module, or a list of names"
     )
     """The modules that get an adapter."""
+    quantization: Literal["none", "nf4"] = "none"
+    """The weights of these modules below the adapter: as in the model's files, or rounded to 4 bits
+    (extra `4bit`)."""
     template_kwargs: dict[str, Any] = key(
         {}, allowed="a mapping from names of variables to their values"
     )
@@ -683,6 +686,12 @@ class Config(Section):
         rows = [("", name) for name in self.data.files if door_of(name)]
         named = [*rows, *self.environments.items()]
         return [*self.files, *(f"environment+{address}#{name}" for name, address in named)]
+
+    @property
+    def can_send_adapter(self) -> bool:
+        """True if engines may get LoRA as an adapter, over the base of the model's files."""
+        m = self.model
+        return m.lora_rank > 0 and m.quantization == "none" and self.rollout.lora != "merge"
 
     @property
     def plays_ahead(self) -> bool:

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from agentrl.config import Config
 from agentrl.config.sources import assignment
+from agentrl.engine.local.quantize import BYTES_PER_WEIGHT
 from agentrl.engine.local.rows import GROWTH
 from agentrl.errors import ConfigError
 from agentrl.learner.attention import HAS_GQA
@@ -290,6 +291,12 @@ class _Learner:
         return self.adapter_parameters or self.shape.parameters
 
     @property
+    def quantized(self) -> int:
+        """The weights of 4 bits."""
+        is_quantized = self.config.model.quantization != "none"
+        return is_quantized * sum(i * o for i, o in self._adapted_modules.values())
+
+    @property
     def moments(self) -> int:
         """AdamW's moments of the policy, and of the critic if there is one."""
         trained = self.trained_parameters
@@ -306,7 +313,9 @@ class _Learner:
         on_gpu = self.config.optim.offload != "all"
         frozen = self.shape.parameters if self.adapter_parameters else 0
         frozen_bytes = FULL if self.on_cpu else self.shape.file_bytes
-        weights = FULL * self.trained_parameters + frozen_bytes * frozen
+        weights = FULL * self.trained_parameters + frozen_bytes * (frozen - self.quantized)
+        # Quantized weights are not spread over ranks.
+        weights += int(BYTES_PER_WEIGHT * self.quantized) * self.ranks
         critic = reference = 0
         if self.config.algorithm.critic:
             critic = FULL * (self.adapter_parameters or self.shape.parameters)
@@ -333,7 +342,11 @@ class _Learner:
 
     @property
     def gathered_weights(self) -> int:
-        """Weights in bfloat16 during a pass (`sharding.shard`)."""
+        """Weights in bfloat16 during a pass (`sharding.shard`); of quantized ones a layer's."""
+        if self.quantized:
+            modules = self._adapted_modules.values()
+            whole = self.shape.parameters - self.quantized + max(i * o for i, o in modules)
+            return HALF * (whole + self.adapter_parameters)
         everything = HALF * (self.shape.parameters + self.adapter_parameters)
         if self.ranks == 1 or everything < MAX_GATHERED_SHARE * self.gpu_bytes:
             return everything

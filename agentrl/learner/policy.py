@@ -32,9 +32,11 @@ from agentrl.config import ModelConfig
 from agentrl.engine.local.load import (
     add_other_parts,
     load_model_config,
+    mark_quantized,
     quiet_peft,
     with_published_names,
 )
+from agentrl.engine.local.quantize import Linear4bit
 from agentrl.errors import ConfigError
 from agentrl.learner.head import Head, chosen_logprobs
 from agentrl.learner.modes import (
@@ -76,6 +78,7 @@ class Policy:
         self.model = model
         self.temperature = temperature
         self.peft: PeftModel | None = None
+        self._is_quantized = False
         self._adaptable_modules = find_adaptable_modules(model)
         self.packed_model = PackedModel(model)
         if prove:
@@ -134,6 +137,29 @@ class Policy:
                 raise ConfigError(f"model.lora_target_modules={target_modules!r}: {e}") from e
         self.model.eval()
         self._unfreeze_adapters()
+
+    def quantize(self, device: torch.device | str) -> None:
+        """Quantize the modules that have an adapter to 4 bits. Call it after `add_adapter`.
+
+        Only these: their weights are what engines get (`export`), so an engine gets the rounded
+        base, too.
+
+        Args:
+            device: where the quantized weights are kept.
+
+        Raises:
+            ConfigError: a module cannot be quantized, or bitsandbytes is not installed.
+        """
+        for name, layer in self.model.named_modules():
+            if isinstance(layer, LoraLayer):
+                base = layer.get_base_layer()
+                if not isinstance(base, nn.Linear):
+                    raise ConfigError(
+                        f"model.quantization=nf4: {name} is a {type(base).__name__}, not a"
+                        " torch.nn.Linear. Set model.quantization=none"
+                    )
+                layer.base_layer = Linear4bit(base, device)
+        self._is_quantized = True
 
     def parameters(self, adapter: str) -> dict[str, nn.Parameter]:
         """Return the trainable parameters of an adapter by name; without LoRA all weights."""
@@ -199,6 +225,8 @@ class Policy:
                     save_embedding_layers=False,
                     state_dict=adapters,
                 )
+            if self._is_quantized:
+                mark_quantized(folder)
 
     def _gather_adapters(self) -> dict[str, Tensor]:
         """Return the tensors of all LoRA adapters, by their names in PEFT's model."""

@@ -144,6 +144,8 @@ class Rank:
             if lora:
                 self._add_adapter(CRITIC)
             self.critic = Critic((self.policy if lora else self._load_policy()).packed_model)
+        if self._quantizes:
+            self.policy.quantize(self.device)
         self._shard(self.policy.packed_model)
         trainable = {"actor": self.policy.parameters(ACTOR)}
         if critic := self.critic:
@@ -157,13 +159,18 @@ class Rank:
             for name, parameters in trainable.items()
         }
 
+    @property
+    def _quantizes(self) -> bool:
+        return self.config.model.quantization == "nf4"
+
     def _load_policy(self) -> Policy:
         """Return the policy with the shards of this rank, which `_shard` then puts into it.
 
-        Adapters are merged into whole weights, so a base with adapters is loaded whole by each
-        rank, into memory of the CPU.
+        Adapters are merged into whole weights, and whole layers are quantized. So each rank loads
+        such a base whole, into memory of the CPU.
         """
-        mesh = None if base_and_adapters(self._path)[1] else self._mesh
+        is_whole = self._quantizes or base_and_adapters(self._path)[1]
+        mesh = None if is_whole else self._mesh
         with keep_shards(mesh, "cpu" if self.config.optim.offload == "all" else self.device):
             model = self._load(self._path, self._dtype, "cpu")
         return Policy(model, self.config.rollout.temperature, prove=False)

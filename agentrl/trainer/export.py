@@ -179,6 +179,8 @@ def _load_policy(
     policy = Policy(load_causal_lm(base, "auto"), config.rollout.temperature)
     if m.lora_rank:
         policy.add_adapter(ACTOR, m.lora_rank, m.lora_alpha, m.lora_target_modules, seed=0)
+    if m.quantization == "nf4":
+        policy.quantize("cpu")
     parameters, sums = policy.parameters(ACTOR), torch.zeros(5, dtype=torch.float64)
     check_state(folder, {PARAMETER_PREFIX + n: p for n, p in parameters.items()}, PARAMETER_PREFIX)
     for name, p in parameters.items():  # one by one: all in float32 may not fit into the memory
@@ -191,9 +193,8 @@ def _load_policy(
         p.data = trained
     if m.lora_rank:
         for name, merged in policy.export(torch.float32):
-            module, _, last = name.rpartition(".")
-            weight = policy.model.get_parameter(f"{module}.base_layer.{last}")
-            sums += _compare(weight, merged, merged.to(kind))
+            layer = policy.model.get_submodule(f"{name.removesuffix('.weight')}.base_layer")
+            sums += _compare(layer.weight, merged, merged.to(kind))  # type: ignore[arg-type]
     # If the engine sampled from rounded weights, the export has the policy that was validated.
     is_own = not m.lora_rank and dtype == checkpoint.meta["dtype"]
     return policy, "" if is_own else _describe_rounding(sums, dtype)

@@ -52,7 +52,13 @@ does not change the weights except for rounding. The rows of `data.train` are co
 """
 
 FIXED_KEYS = frozenset(
-    {"model.lora_alpha", "model.lora_rank", "model.lora_target_modules", "optim.name"}
+    {
+        "model.lora_alpha",
+        "model.lora_rank",
+        "model.lora_target_modules",
+        "model.quantization",
+        "optim.name",
+    }
 )
 """Config keys that a fork cannot change: they define the tensors that the checkpoint holds."""
 

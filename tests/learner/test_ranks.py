@@ -40,6 +40,7 @@ KEYS = {
 WORLDS = {
     "full": {},
     "lora": {"model__lora_rank": 4},
+    "4 bits": {"model__lora_rank": 4, "model__quantization": "nf4"},
     "critic": {"algorithm__name": "ppo"},
     "shared critic": {"algorithm__name": "ppo", "model__lora_rank": 4},
     "recompute": {"optim__recompute": True, "algorithm__name": "ppo", "model__lora_rank": 4},
@@ -100,7 +101,7 @@ def close(actual: dict, expected: dict) -> None:
     ("world", "cuts"),
     [
         pytest.param("full", SOME_CUTS, id="full-some"),
-        *(pytest.param(w, FEW_CUTS, id=f"{w}-few") for w in ("lora", "offload", "rows")),
+        *(pytest.param(w, FEW_CUTS, id=f"{w}-few") for w in ("lora", "4 bits", "offload", "rows")),
         *(pytest.param(w, ALL_CUTS, id=f"{w}-all", marks=pytest.mark.slow) for w in WORLDS),
     ],
 )

@@ -29,6 +29,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from agentrl.engine.local.quantize import rounded
 from agentrl.errors import ConfigError
 from agentrl.workers.variables import environment_variables
 
@@ -189,10 +190,13 @@ def _merge(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         keys = tuned.load_adapter(adapter, "default", torch_device=device)
         if unmatched := keys.unexpected_keys + keys.missing_keys:
             raise ValueError(f"{unmatched[0]} is in only one of adapter and model")
+        is_quantized = (Path(adapter) / QUANTIZED_BASE).exists()
         for layer in tuned.modules():
             if isinstance(layer, BaseTunerLayer):
                 base = layer.get_base_layer()
                 dtype = next(base.parameters()).dtype
+                if is_quantized:
+                    base.weight.data = rounded(base.weight.data)  # type: ignore[arg-type]
                 base.float()
                 layer.merge(safe_merge=True)
                 base.to(dtype)
@@ -203,6 +207,15 @@ def _merge(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         ) from e
     merged.name_or_path = ""
     return merged.requires_grad_(True)  # PEFT froze the weights.
+
+
+QUANTIZED_BASE = "quantized_base.json"
+"""A file in the folder of an adapter whose base was quantized while it learned (`quantize.py`)."""
+
+
+def mark_quantized(folder: Path) -> None:
+    """Mark an adapter: `load_causal_lm` then merges it into the rounded base."""
+    _write_json(folder / QUANTIZED_BASE, {"model.quantization": "nf4"})
 
 
 PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")

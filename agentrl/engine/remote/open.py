@@ -214,7 +214,7 @@ def _attach(
     try:
         if vllm is not None:
             return VLLMEngine(url, uses_seeds=r.deterministic, **vllm, **options)
-        adapter = config.model.lora_rank > 0 and r.lora != "merge"
+        adapter = config.can_send_adapter
         if adapter and r.lora == "auto":
             adapter = bool(AdminClient(url, key=key).ask("/server_info").get("enable_lora"))
         if adapter:
@@ -244,10 +244,7 @@ def _lora_targets(config: Config) -> Sequence[str]:
 
 def _sends_adapter(config: Config, slot: EngineSlot) -> bool:
     """Return whether LoRA is sent to an SGLang server as an adapter."""
-    lora = config.rollout.lora
-    return config.model.lora_rank > 0 and (
-        lora == "adapter" or (lora == "auto" and bool(slot.gpus))
-    )
+    return config.can_send_adapter and (config.rollout.lora == "adapter" or bool(slot.gpus))
 
 
 def sglang_delivery(config: Config, slot: EngineSlot) -> Delivery:
