@@ -147,8 +147,8 @@ class ModelConfig(Section):
     )
     """The modules that get an adapter."""
     quantization: Literal["none", "nf4"] = "none"
-    """The weights of these modules below the adapter: as in the model's files, or rounded to 4 bits
-    (extra `4bit`)."""
+    """The weights of these modules below the adapter: as in the model's files, or rounded to 4
+    bits."""
     template_kwargs: dict[str, Any] = key(
         {}, allowed="a mapping from names of variables to their values"
     )

@@ -148,7 +148,7 @@ class Policy:
             device: where the quantized weights are kept.
 
         Raises:
-            ConfigError: a module cannot be quantized, or bitsandbytes is not installed.
+            ConfigError: a module is no linear layer.
         """
         for name, layer in self.model.named_modules():
             if isinstance(layer, LoraLayer):

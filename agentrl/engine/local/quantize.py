@@ -5,13 +5,13 @@ total. Each product makes the weights in full and drops them, so the numbers are
 model that holds these rounded weights. That model is the one that learns, and the one that engines
 and exports get.
 
-bitsandbytes has the kernels. Its own layer is not used: without a gradient it calls other kernels,
-whose products differ.
+The numbers are those of bitsandbytes, whose kernels are not used. Those of its layers differ with
+and without a gradient, and those for CPUs (0.50) take wrong scales for rows of other lengths than
+whole blocks. torch.compile makes one kernel of `dequantize` on a GPU.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -19,9 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from agentrl.errors import ConfigError
-from agentrl.installation import install_command
-
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
+"""The numbers of 4 bits: quantiles of a normal distribution (appendix E of the paper)."""
 BLOCK = 64
 """The weights that share a scale."""
 BYTES_PER_WEIGHT = 0.5 + 4 / BLOCK
@@ -33,6 +37,7 @@ class Linear4bit(nn.Module):
 
     packed: Tensor
     scales: Tensor
+    pairs: Tensor
 
     def __init__(self, layer: nn.Linear, device: torch.device | str):
         """Quantize a layer.
@@ -40,9 +45,6 @@ class Linear4bit(nn.Module):
         Args:
             layer: its weight is read, its bias is used.
             device: where the quantized weight is kept.
-
-        Raises:
-            ConfigError: bitsandbytes is not installed.
         """
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
@@ -51,17 +53,19 @@ class Linear4bit(nn.Module):
         # Buffers that are not saved: neither sharded nor trained, and made again from the files.
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
+        self.register_buffer("pairs", pairs_of_levels(device), persistent=False)
 
     @property
     def weight(self) -> Tensor:
         """The rounded weight, (out, in), in the precision that it had."""
         shape = self.out_features, self.in_features
-        return dequantize(self.packed, self.scales, shape, self.dtype)
+        return dequantize(self.packed, self.scales, self.pairs, shape, self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product, (..., out)."""
         shape = self.out_features, self.in_features
-        return _Product.apply(x, self.packed, self.scales, shape, self.bias)  # type: ignore[return-value]
+        weight = self.packed, self.scales, self.pairs
+        return _Product.apply(x, *weight, shape, self.bias)  # type: ignore[return-value]
 
 
 class _Product(torch.autograd.Function):
@@ -73,51 +77,48 @@ class _Product(torch.autograd.Function):
         x: Tensor,
         packed: Tensor,
         scales: Tensor,
+        pairs: Tensor,
         shape: tuple[int, int],
         bias: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(packed, scales)
+        ctx.save_for_backward(packed, scales, pairs)
         ctx.shape = shape
-        return functional.linear(x, dequantize(packed, scales, shape, x.dtype), bias)
+        return functional.linear(x, dequantize(packed, scales, pairs, shape, x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        packed, scales = ctx.saved_tensors
-        return grad @ dequantize(packed, scales, ctx.shape, grad.dtype), None, None, None, None
+        weight = dequantize(*ctx.saved_tensors, ctx.shape, grad.dtype)
+        return grad @ weight, None, None, None, None, None
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the NF4 numbers of a weight, two in a byte, and the scales of its blocks, float32.
+    """Return the NF4 numbers of a weight, two in a byte, and the scales of its blocks, float32."""
+    flat = weight.float().flatten()
+    blocks = functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    scales = blocks.abs().amax(1)
+    levels = torch.tensor(NF4, device=weight.device)
+    middles = (levels[1:] + levels[:-1]) / 2
+    relative = blocks / scales.clamp_min(torch.finfo(scales.dtype).tiny)[:, None]
+    numbers = torch.bucketize(relative, middles, right=True).to(torch.uint8).view(-1, 2)
+    return numbers[:, 0] << 4 | numbers[:, 1], scales
 
-    Raises:
-        ConfigError: bitsandbytes is not installed.
-    """
-    # It warns that kernels for other products are not installed.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    try:
-        import bitsandbytes  # type: ignore[import-not-found]  # noqa: F401  # registers kernels
-    except ImportError:
-        raise ConfigError(
-            f"model.quantization=nf4 needs bitsandbytes: {install_command('4bit')}"
-        ) from None
-    return torch.ops.bitsandbytes.quantize_4bit(
-        weight.float().contiguous(), BLOCK, "nf4", torch.uint8
-    )
+
+def pairs_of_levels(device: torch.device | str) -> Tensor:
+    """Return the two numbers that each byte stands for, (256, 2)."""
+    levels = torch.tensor(NF4, device=device)
+    return torch.cartesian_prod(levels, levels)
 
 
 def dequantize(
-    packed: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype
+    packed: Tensor, scales: Tensor, pairs: Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
     """Return the weight that `quantize` rounded."""
-    made = torch.float32 if dtype is torch.float64 else dtype  # There are no wider kernels.
-    # As one row: for rows of other lengths than whole blocks, the kernel for CPUs (0.50.2) takes
-    # the scales of other blocks.
-    row = 1, math.prod(shape)
-    weight = torch.ops.bitsandbytes.dequantize_4bit(packed, scales, BLOCK, "nf4", row, made)
-    return weight.view(shape).to(dtype)
+    blocks = functional.embedding(packed.int(), pairs).view(-1, BLOCK) * scales[:, None]
+    return blocks.flatten()[: math.prod(shape)].view(shape).to(dtype)
 
 
 def rounded(weight: Tensor) -> Tensor:
     """Return a weight as `Linear4bit` has it, in the same precision."""
     rows, columns = weight.shape
-    return dequantize(*quantize(weight), (rows, columns), weight.dtype)
+    pairs = pairs_of_levels(weight.device)
+    return dequantize(*quantize(weight), pairs, (rows, columns), weight.dtype)
