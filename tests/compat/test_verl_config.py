@@ -226,7 +226,7 @@ def test_configs_in_the_wrong_place_are_refused(tmp_path, monkeypatch, words, co
         ("actor_rollout_ref.model.override_config.max_position_embeddings=9", "no model at"),
         ("actor_rollout_ref.model.override_config.vocab_size=9", "that of the model"),
         ("distillation.enabled=true", "no teacher model"),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov", "vanilla, gspo, cispo"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov", "cispo, sapo, dppo_tv"),
         ("actor_rollout_ref.model.custom_chat_template=x", "chat_template"),
         ("algorithm.adv_estimator=opo", "reinforce_plus_plus_baseline"),
         ("algorithm.rollout_correction.bypass_mode=true", "trainer's own"),
