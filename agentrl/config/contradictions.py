@@ -252,7 +252,7 @@ def _recorded_contradictions(c: Config) -> Iterator[str]:
         )
     if c.data.curriculum:
         yield (
-            f"data.curriculum with {files}: recorded answers are used in their order, and each once."
+            f"data.curriculum with {files}: recorded answers are used in their order, each once."
             " Set data.curriculum=null"
         )
     if c.rollout.n != 1:

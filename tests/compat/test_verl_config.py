@@ -231,6 +231,8 @@ def test_configs_in_the_wrong_place_are_refused(tmp_path, monkeypatch, words, co
         ("algorithm.adv_estimator=opo", "reinforce_plus_plus_baseline"),
         ("algorithm.rollout_correction.bypass_mode=true", "trainer's own"),
         ("algorithm.rollout_correction.rollout_rs=token", "tis_mode=mask"),
+        ("algorithm.rollout_correction.rollout_rs=seq_mean_k1", "algorithm.reject_band"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=dppo_kl", "sapo, dppo_tv"),
         ("reward_model.enable=true", "judge"),
         ("reward_model.reward_manager=prime", "@reward"),
         ("data.train_max_samples=100", "all rows"),
@@ -431,6 +433,23 @@ def test_all_mistakes_are_reported_at_once_with_their_lines(tmp_path):
             {"algorithm.tis_level": "sequence", "algorithm.tis_cap": 3},
         ),
         (["actor_rollout_ref.actor.tis_imp_ratio_cap=5"], {"algorithm.tis_cap": 5.0}),
+        (
+            ["algorithm.rollout_correction.rollout_is=token",
+             "algorithm.rollout_correction.rollout_is_threshold='0.5_5.0'"],
+            {"algorithm.tis_mode": "mask", "algorithm.tis_low": 0.5, "algorithm.tis_cap": 5.0},
+        ),
+        (
+            ["actor_rollout_ref.actor.policy_loss.loss_mode=sapo",
+             "actor_rollout_ref.actor.tau_neg=1.1"],
+            {"algorithm.policy_loss": "sapo", "algorithm.tau_neg": 1.1, "algorithm.dual_clip": 0.0,
+             "algorithm.loss_agg_mode": "seq-mean-token-mean"},
+        ),
+        (
+            ["actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv",
+             "actor_rollout_ref.actor.clip_ratio_low=0.15"],
+            {"algorithm.policy_loss": "dppo", "algorithm.clip_low": 0.15,
+             "algorithm.dual_clip": 3.0},
+        ),
         (["actor_rollout_ref.actor.clip_ratio_low=10"], {"algorithm.clip_low": 1.0}),
         (
             ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo",

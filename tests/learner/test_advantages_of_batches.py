@@ -279,7 +279,7 @@ def test_maxrl_counts_rollouts_and_ignores_those_that_do_not_train():
     )
     advantages, returns = estimate(batch, config(algorithm__name="maxrl").algorithm)
     assert advantages.tolist() == [
-        [2.0, 0.0], [2.0, 2.0], [-1.0, 0.0], [-1.0, 0.0], [0.0, 0.0], [0.0] * 2, [0.0] * 2, [0.0] * 2
+        [2.0, 0.0], [2.0, 2.0], [-1.0, 0.0], [-1.0, 0.0], *[[0.0, 0.0]] * 4,
     ]  # fmt: skip
     assert returns is None
 
