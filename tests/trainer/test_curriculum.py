@@ -27,7 +27,8 @@ from agentrl import reward
 @reward("difficulty")
 def difficulty(trajectory):
     share = float(trajectory.sample.ground_truth)
-    return {"score": 1.0 + trajectory.rollout, "acc": float(trajectory.rollout < 2 * share)}
+    score = 1.0 + trajectory.rollout * (share == 0.5)  # other groups have no signal
+    return {"score": score, "acc": float(trajectory.rollout < 2 * share)}
 """
 ROWS, BATCH, STEPS = 12, 2, 12
 SHARES = [0.0] * 4 + [1.0] * 4 + [0.5] * 4
@@ -117,7 +118,7 @@ def test_a_run_that_was_killed_draws_the_same_rows(kind, keys, start, tmp_path, 
 
 
 def test_rows_in_the_band_are_drawn_more_often(start, tmp_path):
-    """The success is `acc`, not the reward, which is 1 or 2 in each row."""
+    """The success is `acc`, not the reward, which is at least 1."""
     start(tmp_path, "trainer.total_steps=18")
     rows = rows_of(tmp_path)
     epoch = [row for step in range(1, 7) for row in rows[step]]
