@@ -136,7 +136,7 @@ def test_rows_in_the_band_are_drawn_more_often(start, tmp_path):
 
 def test_a_resumed_run_keeps_the_curriculum_and_a_fork_may_change_it(start, tmp_path):
     start(tmp_path / "run", "trainer.total_steps=6")
-    with pytest.raises(ConfigError, match=r"data\.curriculum: .*To resume, use the values"):
+    with pytest.raises(ConfigError, match=r"data\.curriculum: .*\nTo resume, use the values"):
         start(tmp_path / "run", "data.curriculum={low: 0.6}")
     checkpoint = f"trainer.resume={tmp_path / 'run/global_step_00000006'}"
     start(tmp_path / "off", checkpoint, "data.curriculum=null", "trainer.total_steps=7")
