@@ -27,9 +27,13 @@ def learn(tiny_model, folder, steps, *overrides):
     """Train the tiny model; returns the mean training reward of each quarter of the run."""
     config = load_config(
         None,
-        [f"trainer.total_steps={steps}", "trainer.val_before_train=false", *overrides],
+        [
+            f"trainer.total_steps={steps}",
+            "trainer.val_before_train=false",
+            f"data.train={DATA / 'arithmetic_train.parquet'}",
+            *overrides,
+        ],
         {
-            "data.train": str(DATA / "arithmetic_train.parquet"),
             "model.path": str(tiny_model),
             "trainer.output": str(folder),
         },
