@@ -202,13 +202,15 @@ rewards: Registry[Any] = Registry(
 advantage_estimators: Registry[Callable[..., Any]] = Registry(
     "advantage estimator",
     shipped=(
-        "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax",
-        "turn_rloo",
+        "gae", "grpo", "maxrl", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+        "remax", "turn_rloo",
     ),
     home="agentrl.learner.algorithms",
 )  # fmt: skip
 policy_losses: Registry[Callable[..., Any]] = Registry(
-    "policy loss", shipped=("vanilla", "gspo", "cispo"), home="agentrl.learner.losses"
+    "policy loss",
+    shipped=("vanilla", "gspo", "cispo", "sapo", "dppo"),
+    home="agentrl.learner.losses",
 )
 
 callbacks: Registry[Callable[..., Any]] = Registry("callback")

@@ -21,6 +21,15 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "loss_agg_mode": "seq-mean-token-mean",
     },
     "cispo": {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 0.28},
+    "sapo": {"policy_loss": "sapo", "loss_agg_mode": "seq-mean-token-mean"},
+    "dppo": {
+        "policy_loss": "dppo",
+        "clip_low": 0.15,
+        "clip_high": 0.15,
+        "norm_adv_by_std": False,
+        "loss_agg_mode": "seq-mean-token-sum-norm",
+    },
+    "maxrl": {"adv_estimator": "maxrl", "loss_agg_mode": "seq-mean-token-sum"},
     "rloo": {"adv_estimator": "rloo", "loss_agg_mode": "seq-mean-token-sum"},
     "reinforce_plus_plus": {"adv_estimator": "reinforce_plus_plus", "whiten_advantages": True},
     "reinforce_plus_plus_baseline": {
@@ -37,15 +46,15 @@ class AlgorithmConfig(Section):
     """The algorithm, which turns rewards into a loss. `name` sets the other keys' defaults."""
 
     name: Literal[
-        "grpo", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline", "remax", "turn_rloo",
+        "grpo", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "maxrl", "rloo",
+        "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "turn_rloo",
     ] = "grpo"  # fmt: skip
     """The algorithm (docs/algorithms.md). It sets the defaults of the other keys."""
     adv_estimator: str = "grpo"
-    """The advantage estimator: gae, grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline,
-    remax, turn_rloo, or a registered one."""
+    """The advantage estimator: gae, grpo, maxrl, rloo, reinforce_plus_plus,
+    reinforce_plus_plus_baseline, remax, turn_rloo, or a registered one."""
     policy_loss: str = "vanilla"
-    """The policy loss: vanilla (PPO's), gspo, cispo, or a registered one."""
+    """The policy loss: vanilla (PPO's), gspo, cispo, sapo, dppo, or a registered one."""
     loss_agg_mode: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm",
     ] = "token-mean"  # fmt: skip
@@ -74,11 +83,16 @@ class AlgorithmConfig(Section):
     entropy_coef: float = key(0.0, ge=0)
     """Weight of the entropy bonus. 0: off."""
     clip_low: float = key(0.2, gt=0, le=1)
-    """The importance ratio is clipped at 1 - clip_low."""
+    """The importance ratio is clipped at 1 - clip_low. dppo: a token may lose this probability."""
     clip_high: float = key(0.2, gt=0)
-    """The importance ratio is clipped at 1 + clip_high."""
+    """The importance ratio is clipped at 1 + clip_high. dppo: a token may gain this probability."""
     dual_clip: float = key(0.0, allowed="0, or a number > 1", ge=0)
-    """Upper bound of the importance ratio for tokens with a negative advantage. 0: off."""
+    """Upper bound of the importance ratio for tokens with a negative advantage (dppo: for all
+    tokens). 0: off."""
+    tau_pos: float = key(1.0, gt=0)
+    """With sapo: the temperature of the gate for tokens with a positive advantage."""
+    tau_neg: float = key(1.05, gt=0)
+    """With sapo: the temperature of the gate for all other tokens."""
     value_clip: float = key(0.5, ge=0)
     """Maximum change of a value in one step. 0: no limit."""
     critic_warmup: int = key(0, ge=0)
@@ -94,8 +108,13 @@ class AlgorithmConfig(Section):
     """token: a weight for each token. sequence: the product of a row's weights for all its tokens.
     """
     tis_mode: Literal["truncate", "mask"] = "truncate"
-    """truncate: a weight above the cap becomes the cap. mask: a weight above the cap or below 1 /
-    cap becomes 0."""
+    """truncate: a weight above the cap becomes the cap. mask: a weight above the cap or below
+    tis_low becomes 0."""
+    tis_low: float = key(0.0, ge=0, le=1)
+    """With tis_mode=mask: the smallest weight that is kept. 0: 1 / tis_cap."""
+    reject_band: list[float] = key([], allowed="[], or [low, high] with 0 < low < 1 < high")
+    """Rows whose geometric mean of the ratios of trainer to engine is outside of this band are not
+    trained on. []: all are."""
     ppo_epochs: int = key(1, ge=1)
     """Passes over each batch."""
     mini_batch_size: int = key(0, ge=0)
@@ -113,6 +132,11 @@ class AlgorithmConfig(Section):
         return {**defaults, **keys}
 
     @property
+    def weighs_tokens(self) -> bool:
+        """True if tokens have weights that depend on the engine's logprobs."""
+        return bool(self.tis_cap or self.reject_band)
+
+    @property
     def critic(self) -> bool:
         """True if a critic is trained."""
         return self.adv_estimator == "gae"
@@ -121,6 +145,13 @@ class AlgorithmConfig(Section):
     def critic_only_steps(self) -> int:
         """The number of steps at the start in which only the critic is trained."""
         return self.critic_warmup if self.critic else 0
+
+    @field_validator("reject_band")
+    @classmethod
+    def _check_band(cls, band: list[float]) -> list[float]:
+        if band and not (len(band) == 2 and 0 < band[0] < 1 < band[1]):
+            raise ValueError
+        return band
 
     @field_validator("tis_cap", "dual_clip")
     @classmethod

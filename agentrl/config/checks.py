@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from agentrl.config.sections import Config
 from agentrl.config.sources import assignment
-from agentrl.registry import advantage_estimators
+from agentrl.registry import advantage_estimators, policy_losses
 
 LARGE_KL = 1.0
 """The coefficient of a KL penalty from which on it is probably a slip."""
@@ -101,6 +101,9 @@ def _reasons_of_algorithm(c: Config) -> dict[str, str]:
     ratio_is_1 = (
         "" if a.ppo_epochs > 1 or a.mini_batch_size else "there is one optimizer step per batch"
     )
+    loss = f"algorithm.policy_loss is {a.policy_loss}"
+    unclipped = loss if a.policy_loss == "sapo" else ""
+    ungated = loss if a.policy_loss in policy_losses.shipped and not unclipped else ""
     unfiltered = "" if a.filter_groups else "algorithm.filter_groups is false"
     return {
         "algorithm.gamma": ""
@@ -114,13 +117,17 @@ def _reasons_of_algorithm(c: Config) -> dict[str, str]:
         "algorithm.kl_type": "" if a.kl_loss_coef or a.kl_reward_coef else "both KL weights are 0",
         "algorithm.kl_target": "" if a.kl_reward_coef else "algorithm.kl_reward_coef is 0",
         "algorithm.kl_horizon": "" if a.kl_target else "algorithm.kl_target is 0",
-        "algorithm.clip_low": ratio_is_1,
-        "algorithm.clip_high": ratio_is_1,
+        "algorithm.clip_low": ratio_is_1 or unclipped,
+        "algorithm.clip_high": ratio_is_1 or unclipped,
         "algorithm.dual_clip": ratio_is_1
-        or ("algorithm.policy_loss is cispo" if a.policy_loss == "cispo" else ""),
+        or unclipped
+        or (loss if a.policy_loss == "cispo" else ""),
+        "algorithm.tau_pos": ratio_is_1 or ungated,
+        "algorithm.tau_neg": ratio_is_1 or ungated,
         "algorithm.value_clip": critic or ratio_is_1,
         "algorithm.tis_level": "" if a.tis_cap else "algorithm.tis_cap is 0",
         "algorithm.tis_mode": "" if a.tis_cap else "algorithm.tis_cap is 0",
+        "algorithm.tis_low": "" if a.tis_mode == "mask" else "algorithm.tis_mode is truncate",
         "algorithm.critic_warmup": critic,
         "algorithm.max_gen_batches": unfiltered,
         "data.gen_batch_size": unfiltered,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 MAX_UNCORRECTED_MISMATCH = 0.2
 """The mean difference of logprobs, in nats, above which a run must correct its updates."""
-GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "turn_rloo")
+GROUP_ESTIMATORS = ("grpo", "maxrl", "rloo", "reinforce_plus_plus_baseline", "turn_rloo")
 """Advantage estimators that compare the rollouts of a prompt with each other."""
 
 
@@ -97,6 +97,13 @@ def _algorithm_contradictions(c: Config) -> Iterator[str]:
             f" data.batch_size={c.data.batch_size} times rollout.n={c.rollout.n}. Set it to 0 for"
             " one optimizer step per batch. From a config of verl's, it is rollout.n times"
             " actor_rollout_ref.actor.ppo_mini_batch_size (256 by default)"
+        )
+    if a.adv_estimator == "maxrl" and (a.kl_reward_coef or c.reward.overlong_buffer):
+        name = "algorithm.kl_reward_coef" if a.kl_reward_coef else "reward.overlong_buffer"
+        yield (
+            f"{name}={c.value(name)} with algorithm.adv_estimator=maxrl: a penalty makes rewards"
+            " negative, but maxrl divides by the mean reward of a group, which must be a share of"
+            f" successes. Set {name}=0"
         )
     if a.tis_mode == "mask" and a.tis_cap == 1:
         yield (
@@ -243,6 +250,11 @@ def _recorded_contradictions(c: Config) -> Iterator[str]:
         yield (
             f"algorithm.tis_cap=0 with {files}: older versions of the policy sampled the answers,"
             " which only importance weights correct. Set algorithm.tis_cap=2"
+        )
+    if c.data.curriculum:
+        yield (
+            f"data.curriculum with {files}: recorded answers are used in their order, each once."
+            " Set data.curriculum=null"
         )
     if c.rollout.n != 1:
         yield f"rollout.n={c.rollout.n}: {files} has one answer to each prompt. Set rollout.n=1"

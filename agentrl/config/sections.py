@@ -50,6 +50,26 @@ class RowFile(Section):
     weight: float = Field(1.0, gt=0)
 
 
+class CurriculumConfig(Section):
+    """A band of success, and how often rows outside of it are drawn."""
+
+    low: float = 0.1
+    high: float = 0.9
+    decay: float = Field(0.5, ge=0, lt=1)
+    floor: float = Field(0.1, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _check_band(self) -> CurriculumConfig:
+        if self.low >= self.high:
+            raise ValueError
+        return self
+
+
+CURRICULUM = (
+    "null, or a mapping: low < high (0.1 and 0.9), 0 <= decay < 1 (0.5), 0 < floor <= 1 (0.1)"
+)
+
+
 def row_files(value: str | Sequence[str | RowFile]) -> str | list[str | dict[str, Any]]:
     """Return a value of `data.train` in plain types, as `agentrl.data.open_rows` takes it."""
     if isinstance(value, str):
@@ -82,6 +102,9 @@ class DataConfig(Section):
     """With algorithm.filter_groups: prompts to play at a time. 0: batch_size."""
     shuffle: bool = True
     """Shuffle the rows in every epoch."""
+    curriculum: CurriculumConfig | None = key(None, allowed=CURRICULUM)
+    """Draw rows whose success is outside of [low, high] less often: with their weight times floor.
+    decay is the share of the former success in the new one. null: off (docs/data.md)."""
     drop_last: bool = False
     """Round the number of steps per epoch down, as verl does. Batches still continue into the next
     epoch."""

@@ -2,6 +2,7 @@
 
 from agentrl.data.check import check_samples, load_checked
 from agentrl.data.convert import convert_rows
+from agentrl.data.curriculum import POOLS, Curriculum
 from agentrl.data.dataset import (
     Kind,
     Rows,
@@ -20,7 +21,8 @@ from agentrl.data.order import RowOrder
 from agentrl.data.rows import ColumnNames, Mistakes
 
 __all__ = [
-    "ColumnNames", "Kind", "Mistakes", "RowOrder", "Rows", "check_samples", "convert_rows",
-    "describe_row", "draw", "find_kinds", "load_checked", "load_samples", "open_rows",
-    "parts_to_check", "prompt_bytes", "read_rows", "row_order", "sample_rows", "write_rows",
+    "POOLS", "ColumnNames", "Curriculum", "Kind", "Mistakes", "RowOrder", "Rows", "check_samples",
+    "convert_rows", "describe_row", "draw", "find_kinds", "load_checked", "load_samples",
+    "open_rows", "parts_to_check", "prompt_bytes", "read_rows", "row_order", "sample_rows",
+    "write_rows",
 ]  # fmt: skip

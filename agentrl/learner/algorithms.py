@@ -212,6 +212,35 @@ def grpo(
     ), None
 
 
+@advantage_estimator("maxrl")
+def maxrl(
+    batch: Batch, token_rewards: Tensor, values: Tensor | None, config: AlgorithmConfig
+) -> tuple[Tensor, None]:
+    """Return MaxRL's advantages: (reward - the group's mean) / the group's mean.
+
+    They are defined in arXiv:2602.02710, algorithm 1. For rewards of 0 and 1, with
+    `seq-mean-token-sum`, on policy, the expected gradient of a group of n is that of the first n -
+    1 terms of log p = -sum over k of (1 - p)^k / k, where p is the probability of a success. So
+    rows with few successes count more than with `grpo`. A group without a success has no gradient.
+
+    Raises:
+        RunStopped: a reward is negative, so that the mean is no probability.
+    """
+    rewards, group, train = batch.rewards[batch.train], batch.group[batch.train], batch.train
+    if ((rewards < 0) & ~is_close(rewards, 0.0)).any():
+        worst = int(torch.where(train, batch.rewards, 0.0).argmin())
+        raise RunStopped(
+            f"episode {batch.episodes[worst]} has the reward {batch.rewards[worst]:g}:"
+            " algorithm.adv_estimator=maxrl divides by the mean reward of a group, which must be a"
+            " share of successes. Return rewards of 0 and 1, or use another estimator"
+        )
+    deviations, count = _deviations(rewards, group)
+    mean = _sums(rewards.double(), group) / count.clamp(min=1)
+    # A group without a success has deviations of exactly 0.
+    advantages = deviations / torch.where(mean > 0, mean, 1.0)[group]
+    return to_tokens(batch, advantages.to(rewards.dtype)), None
+
+
 @advantage_estimator("rloo")
 def rloo(
     batch: Batch, token_rewards: Tensor, values: Tensor | None, config: AlgorithmConfig

@@ -344,7 +344,7 @@ class Learner:
             columns |= {"values": t.values, "returns": t.returns}
         else:
             columns |= {"advantages": t.advantages, "old": t.old_logprobs}
-            columns["rollout"] = batch.rollout_logprobs if a.tis_cap else None
+            columns["rollout"] = batch.rollout_logprobs if a.weighs_tokens else None
             columns["reference"] = t.reference_logprobs if a.kl_loss_coef else None
         return {name: column for name, column in columns.items() if column is not None}
 

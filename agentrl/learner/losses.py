@@ -19,16 +19,16 @@ row is one segment: the whole rollout, unless its history was edited.
 A policy loss is not called for an empty micro-batch, which a rank runs to stay in step with the
 others.
 
-`vanilla` and `cispo` are elementwise: the loss of a token depends on that token alone. In `gspo` it
-depends on the whole row.
+`gspo` uses the whole row. All others are elementwise: the loss of a token depends on that token
+alone.
 
-On the first pass, where both logprobs are equal, the gradient of all three is that of the plain
+On the first pass, where both logprobs are equal, the gradient of all of them is that of the plain
 policy gradient: minus the advantage, for each token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -121,6 +121,58 @@ def cispo(
     unclipped = ratio(logprobs - old_logprobs).detach()
     weight = unclipped.clamp(1 - config.clip_low, 1 + config.clip_high)
     return -weight * advantages * logprobs, {"pg_clipfrac": weight != unclipped}
+
+
+@policy_loss("sapo")
+def sapo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    config: AlgorithmConfig,
+) -> Loss:
+    """Return SAPO's loss (arXiv:2511.20347, equations 5 and 6): a soft gate; elementwise.
+
+    The loss is -A f(r), where f(r) = sigmoid(tau (r - 1)) * 4 / tau. `tau_pos` is the temperature
+    of a positive advantage, `tau_neg` that of all others. The gate's slope is 1 at r = 1 and
+    decreases smoothly in both directions, so no token is clipped.
+    """
+    logprobs, old_logprobs, advantages = _zero_unmasked(mask, logprobs, old_logprobs, advantages)
+    tau = torch.full_like(advantages, config.tau_neg)
+    tau = tau.masked_fill(advantages > 0, config.tau_pos)
+    gate = torch.sigmoid(tau * (ratio(logprobs - old_logprobs) - 1)) * 4 / tau
+    return -gate * advantages, {}
+
+
+@policy_loss("dppo")
+def dppo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    config: AlgorithmConfig,
+) -> Loss:
+    """Return DPPO's loss with the binary total variation (arXiv:2602.04879); elementwise.
+
+    The loss is -r A, without a gradient for a token whose probability has moved too far in the
+    direction of its advantage: by more than `clip_high` upwards, by more than `clip_low` downwards.
+    The paper compares with the policy that sampled the token, this loss with the policy at the
+    start of the step, as verl's `dppo_tv` does: the engine is corrected for separately. `dual_clip`
+    is an upper bound of r for all tokens.
+
+    Returns:
+        The losses, and counts: `pg_clipfrac`, the share of tokens without a gradient, and with
+            `dual_clip` also `pg_clipfrac_lower`, that of the other tokens whose r is bounded.
+    """
+    logprobs, old_logprobs, advantages = _zero_unmasked(mask, logprobs, old_logprobs, advantages)
+    moved = (logprobs.exp() - old_logprobs.exp()).detach()
+    is_far = torch.where(advantages > 0, moved > config.clip_high, moved < -config.clip_low)
+    weight, counts = ratio(logprobs - old_logprobs).detach(), {"pg_clipfrac": is_far}
+    if config.dual_clip:
+        counts["pg_clipfrac_lower"] = ~is_far & (weight > config.dual_clip)
+        weight = weight.clamp(max=config.dual_clip)
+    own = (logprobs - logprobs.detach()).exp()  # 1, with the gradient of the token's logprob
+    return torch.where(is_far, 0.0, -weight * advantages * own), counts
 
 
 def _zero_unmasked(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -245,7 +297,9 @@ def importance_ratios(
     return ratio(gaps)
 
 
-def importance_weights(ratios: Tensor, cap: float, mode: Literal["truncate", "mask"]) -> Tensor:
+def importance_weights(
+    ratios: Tensor, cap: float, mode: Literal["truncate", "mask"], low: float = 0.0
+) -> Tensor:
     """Return the factors of the policy loss that correct for sampling by the engine.
 
     Without a cap the expected gradient is that of the trainer's own policy. The cap accepts some
@@ -258,11 +312,51 @@ def importance_weights(ratios: Tensor, cap: float, mode: Literal["truncate", "ma
         ratios: from `importance_ratios`.
         cap: at least 1.
         mode: truncate: a ratio above the cap becomes the cap. mask: a ratio above the cap or below
-            its reciprocal becomes 0, all others stay.
+            `low` becomes 0, all others stay (IcePop, arXiv:2510.18855).
+        low: at most 1; 0: the reciprocal of the cap.
     """
     if mode == "mask":
-        return torch.where((ratios > cap) | (ratios < 1 / cap), 0.0, ratios)
+        return torch.where((ratios > cap) | (ratios < (low or 1 / cap)), 0.0, ratios)
     return ratios.clamp(max=cap)
+
+
+def rejected_rows(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, band: Sequence[float]
+) -> Tensor:
+    """Return the rows on which engine and trainer differ too much, (b,) bool.
+
+    The geometric mean of the ratios of such a row's tokens is outside of the band (verl's
+    `seq_mean_k1`). Unlike the product of the ratios it does not depend on the row's length. A row
+    without tokens is not rejected.
+
+    Args:
+        old_logprobs: (b, A) the trainer's, at the start of the step.
+        rollout_logprobs: (b, A) the engine's.
+        mask: (b, A) bool, True for chosen tokens.
+        band: the smallest and the largest geometric mean that is accepted.
+    """
+    # float64: a float32 sum depends on the width of the padded rows, and so would the decision.
+    gaps = torch.where(mask, old_logprobs - rollout_logprobs, 0.0).detach().double().sum(1)
+    means = ratio(gaps / mask.sum(1).clamp(min=1))
+    return (means < band[0]) | (means > band[1])
+
+
+def engine_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, config: AlgorithmConfig
+) -> Tensor:
+    """Return the factors of the policy loss that depend on the engine's logprobs, (b, A).
+
+    They are the `importance_weights` (1 without `tis_cap`), and 0 for the tokens of
+    `rejected_rows`. The denominators of the loss do not change.
+    """
+    weights = torch.ones_like(old_logprobs)
+    if config.tis_cap:
+        ratios = importance_ratios(old_logprobs, rollout_logprobs, mask, config.tis_level)
+        weights = importance_weights(ratios, config.tis_cap, config.tis_mode, config.tis_low)
+    if config.reject_band:
+        rejected = rejected_rows(old_logprobs, rollout_logprobs, mask, config.reject_band)
+        weights = torch.where(rejected[:, None], 0.0, weights)
+    return weights
 
 
 # --- KL(policy || reference) of single tokens ----------------------------------------------------

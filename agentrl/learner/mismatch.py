@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from agentrl.config import AlgorithmConfig
 from agentrl.errors import RunStopped
 from agentrl.learner.batch import Batch
-from agentrl.learner.losses import importance_ratios, k1, k3
+from agentrl.learner.losses import engine_weights, importance_ratios, k1, k3, rejected_rows
 
 MEAN = "rollout_corr/logprob_diff_mean"
 """The mean of |log p_trainer - log p_engine|, which `MismatchGuard` checks."""
@@ -114,13 +114,31 @@ def importance_weight_metrics(
         config: the section `algorithm`.
 
     Returns:
-        An empty dictionary for no token or no weights. Otherwise, over the tokens, at the level of
-        `algorithm.tis_level` and before the cap: `rollout_corr/rollout_is_mean`, `_max`, `_min`;
-        `rollout_is_ratio_fraction_high`, `_low`, the shares above the cap and below its reciprocal;
-        and if such weights are masked, `rollout_rs_masked_fraction`, the sum of both shares.
+        An empty dictionary for no token or no weights. With `algorithm.tis_cap`, over the tokens,
+        at the level of `algorithm.tis_level` and before the cap: `rollout_corr/rollout_is_mean`,
+        `_max`, `_min`; `rollout_is_ratio_fraction_high`, `_low`, the shares above the cap and below
+        `algorithm.tis_low` or the reciprocal of the cap. If weights can be 0,
+        `rollout_rs_masked_fraction`, the share of tokens with the weight 0. With
+        `algorithm.reject_band`, `rollout_rs_seq_masked_fraction`, the share of rows that are
+        rejected.
     """
-    if not config.tis_cap or not mask.any():
+    if not config.weighs_tokens or not mask.any():
         return {}
+    metrics = _ratio_metrics(batch, old_logprobs, mask, config) if config.tis_cap else {}
+    # float64: float32 sums would depend on the width of the padded rows.
+    old, engine = old_logprobs.double(), batch.rollout_logprobs.double()
+    if config.tis_mode == "mask" or config.reject_band:
+        masked = engine_weights(old, engine, mask, config)[mask] == 0
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = masked.float().mean().item()
+    if config.reject_band:
+        rejected = rejected_rows(old, engine, mask, config.reject_band)[mask.any(1)]
+        metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = rejected.float().mean().item()
+    return metrics
+
+
+def _ratio_metrics(
+    batch: Batch, old_logprobs: Tensor, mask: Tensor, config: AlgorithmConfig
+) -> dict[str, float]:
     both = old_logprobs, batch.rollout_logprobs
     if config.tis_level == "token":
         old, engine = (x[mask] for x in both)
@@ -129,17 +147,14 @@ def importance_weight_metrics(
         old, engine = (x.double() for x in both)
         ratios = importance_ratios(old, engine, mask, "sequence")[mask].float()
     high = (ratios > config.tis_cap).float().mean().item()
-    low = (ratios < 1 / config.tis_cap).float().mean().item()
-    metrics = {
+    low = (ratios < (config.tis_low or 1 / config.tis_cap)).float().mean().item()
+    return {
         "rollout_corr/rollout_is_mean": ratios.mean().item(),
         "rollout_corr/rollout_is_max": ratios.max().item(),
         "rollout_corr/rollout_is_min": ratios.min().item(),
         "rollout_corr/rollout_is_ratio_fraction_high": high,
         "rollout_corr/rollout_is_ratio_fraction_low": low,
     }
-    if config.tis_mode == "mask":
-        metrics["rollout_corr/rollout_rs_masked_fraction"] = high + low
-    return metrics
 
 
 def mean_drift(batch: Batch, drifts: Mapping[int, float]) -> float:

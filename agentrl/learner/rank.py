@@ -31,6 +31,7 @@ from agentrl.learner.dispatch import BROADCAST, SPLIT, Placement, RankGroup, dis
 from agentrl.learner.losses import (
     ESTIMATORS,
     clipped_tokens,
+    engine_weights,
     importance_ratios,
     importance_weights,
     token_losses,
@@ -347,9 +348,9 @@ class Rank:
             tokens["logprobs"] = logprobs.detach()
         if (clipped := clipped_tokens(counts)) is not None:
             tokens["clipped"] = clipped[mask]
-        if a.tis_cap:
-            ratios = importance_ratios(rows(old), rows(columns["rollout"]), mask, a.tis_level)[mask]
-            tokens["importance_weights"] = importance_weights(ratios, a.tis_cap, a.tis_mode)
+        if a.weighs_tokens:
+            weights_of_rows = engine_weights(rows(old), rows(columns["rollout"]), mask, a)
+            tokens["importance_weights"] = weights_of_rows[mask]
             loss = loss * tokens["importance_weights"]
         loss_sums["pg_loss"] = (weights * loss).detach().sum()
         if a.kl_loss_coef:

@@ -92,7 +92,8 @@ def describe_run(plan: Plan) -> str:
         )
         played = plan.total_steps * config.data.batch_size
         left_out = plan.rows_of_epochs - played
-        if config.data.drop_last and not config.trainer.total_steps and left_out > 0:
+        ends_early = config.data.drop_last and not config.trainer.total_steps and left_out > 0
+        if ends_early and not config.data.curriculum:
             never = len(plan.train) - _count_different_rows(plan, played)
             lines.append(
                 f"data.drop_last=true leaves out {plural(left_out, 'row')} of"

@@ -35,10 +35,13 @@ ADVANTAGE_KEYS = (
 LOSS_KEYS = (
     "algorithm.policy_loss", "algorithm.loss_agg_mode", "algorithm.loss_scale",
     "algorithm.kl_loss_coef", "algorithm.entropy_coef", "algorithm.tis_cap", "algorithm.tis_level",
-    "algorithm.tis_mode",
+    "algorithm.tis_mode", "algorithm.tis_low", "algorithm.reject_band",
 )  # fmt: skip
 """The keys that change the gradient, but no advantage."""
-CLIP_KEYS = ("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip")
+CLIP_KEYS = (
+    "algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip", "algorithm.tau_pos",
+    "algorithm.tau_neg",
+)  # fmt: skip
 """The keys that have no effect on the gradient of the first pass: no ratio is clipped there."""
 CREDITS = {"trajectory": "rloo", "turn": "turn_rloo", "token": "gae"}
 """The estimators whose gradients are compared, by what they give a reward to. On policy and without

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from agentrl.data import POOLS
 from agentrl.plural import plural
 from agentrl.report.finding import ALARMS, SEVERITIES, Finding
 from agentrl.report.run import Run, config_value
@@ -29,6 +30,7 @@ CURVES = (
     "num_turns/mean",
     "tool_call_counts/mean",
     "waste/dead_group_frac",
+    *(f"curriculum/{pool}" for pool in POOLS),
     "actor/entropy",
     "actor/ppo_kl",
     "actor/kl_loss",
@@ -101,6 +103,10 @@ def _summarize(run: Run, findings: Sequence[Finding]) -> Iterable[tuple[str, str
         )
         validated = f", validated on {_names(value('data.val'))}" if value("data.val") else ""
         yield "rows", f"{_names(value('data.train'))}{validated}"
+    pools = {pool: read_series(run, f"curriculum/{pool}") for pool in POOLS}
+    if all(map(len, pools.values())):
+        sizes = [f"{s.values[-1]:.0f} {pool.replace('_', ' ')}" for pool, s in pools.items()]
+        yield "curriculum", f"{', '.join(sizes)} (rows, after step {pools[POOLS[0]].steps[-1]})"
     reward = read_series(run, REWARD)
     if not len(reward):
         yield "steps", "no training step is recorded yet"

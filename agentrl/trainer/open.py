@@ -17,6 +17,7 @@ from agentrl.agent_loops.attempt import load_template
 from agentrl.chat import ChatTemplate
 from agentrl.chat.tokenizer import hash_vocabulary
 from agentrl.config import Config
+from agentrl.data import Curriculum
 from agentrl.engine.base import Engine
 from agentrl.engine.local import LocalEngine
 from agentrl.engine.local.load import resolve_device
@@ -107,6 +108,9 @@ def open_run(
         )
         stream = _make_stream(plan, rollouts, start, tokenizer, pad_id)
         stack.callback(stream.close)
+        if isinstance(stream, RolloutStream) and stream.curriculum is not None:
+            state.curriculum = stream.curriculum
+            _resume_curriculum(stream.curriculum, start)
         row = make_canary_row(plan, template, _canary_tokens(engine))
         publisher = _make_publisher(learner, engine, rollouts, row, canary)
         with display.phase("send the weights and compare the engine"):
@@ -147,6 +151,13 @@ def _make_stream(
         vocabulary = hash_vocabulary(tokenizer.backend_tokenizer.to_str())
         return RecordedStream(config, plan.train, vocabulary)
     return RolloutStream(config, plan.train, rollouts, total_steps=start.total_steps, pad_id=pad_id)
+
+
+def _resume_curriculum(curriculum: Curriculum, start: Start) -> None:
+    """Load the success of rows, unless the run starts from the base model or has other rows."""
+    curriculum.position = start.position
+    if start.checkpoint is not None and not start.restarts_rows:
+        curriculum.load(start.checkpoint.folder)
 
 
 def _start_ranks(

@@ -10,6 +10,7 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from agentrl.config import Config
+from agentrl.data import Curriculum
 from agentrl.engine.base import Engine
 from agentrl.learner.algorithms import KLController
 from agentrl.learner.dispatch import Placement
@@ -77,6 +78,8 @@ class RunState:
     """The number of steps that are done, which is the version of the policy."""
     position: int = 0
     """The number of rows taken so far. It includes rows whose groups were filtered out."""
+    curriculum: Curriculum | None = None
+    """The success of the rows, with `data.curriculum`. The commit of a step changes it."""
     unfinished: dict[str, float] | None = None
     """Metrics of a step that was made, but not yet validated and recorded."""
     is_consistent: bool = True
@@ -84,6 +87,9 @@ class RunState:
 
     def commit(self, made: MadeStep) -> None:
         """Advance to a step whose update has finished. From now on it can be saved."""
+        if self.curriculum is not None:
+            self.curriculum.commit(made.position, made.successes)
+            made.metrics.update(self.curriculum.metrics())
         self.step, self.position = self.step + 1, made.position
         self.unfinished, self.is_consistent = made.metrics, True
 
@@ -94,6 +100,8 @@ class MadeStep:
 
     position: int
     """The number of rows that the run has taken, including those of this step."""
+    successes: Sequence[tuple[int, float]]
+    """The index of each row that was played, and the mean success of its rollouts."""
     metrics: dict[str, float]
     episodes: Sequence[Scored]
     """Episodes that trackers show: those of the first group."""

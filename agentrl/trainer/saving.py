@@ -123,7 +123,7 @@ class Saver:
             checkpoint = save_checkpoint(
                 self._folder,
                 state.step,
-                self._write_ranks,
+                self._write_files,
                 {
                     "config": parts.config.model_dump(mode="json"),
                     "dtype": parts.dtype,
@@ -141,14 +141,16 @@ class Saver:
         self._last_save, self._saved_step = time.monotonic(), state.step
         return checkpoint
 
-    def _write_ranks(self, folder: Path) -> None:
-        """Let the ranks write their parts of a checkpoint. A large one is announced before."""
+    def _write_files(self, folder: Path) -> None:
+        """Write the files of a checkpoint. A large one is announced before."""
         if (size := self._parts.learner.ranks.saved_bytes()) >= LARGE_CHECKPOINT:
             self._parts.display.note(
                 f"checkpoint of step {self._state.step}: writing {size / 1e9:.1f} GB (weights and"
                 " optimizer state). Ctrl-C waits for it; a second Ctrl-C stops at once, without it"
             )
         self._parts.learner.ranks.save(folder)
+        if self._state.curriculum is not None:
+            self._state.curriculum.save(folder)
 
 
 def is_due(step: int, freq: int) -> bool:

@@ -72,7 +72,8 @@ def train_step(parts: Parts, state: RunState) -> MadeStep:
 
     episodes = rollouts.groups[0].scored if rollouts.groups else ()
     table = partial(learned.table, batch)
-    return MadeStep(rollouts.position, metrics | signal | updated, episodes, table)
+    played = rollouts.position, rollouts.successes
+    return MadeStep(*played, metrics | signal | updated, episodes, table)
 
 
 def _store(parts: Parts, step: int, rollouts: StepRollouts) -> None:

@@ -38,11 +38,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from agentrl.config import Config
-from agentrl.data import row_order
+from agentrl.data import Curriculum, row_order
 from agentrl.engine.base import Sampling
+from agentrl.evaluate import accuracy
 from agentrl.learner.algorithms import dead_groups, estimate
 from agentrl.learner.batch import collate
-from agentrl.metrics import rollout_metrics
+from agentrl.metrics import mean, rollout_metrics
 from agentrl.rollout import NO_LIMIT, PlayedSample, Rollouts, stop_if_too_many_dropped
 from agentrl.trajectory import Group, Sample
 
@@ -67,6 +68,12 @@ class StepRollouts:
         Evicted ones are included, so that rewards do not depend on which groups are evicted.
         """
         return rollout_metrics([*self.groups, *self.evicted]) | dict(self.stream_metrics)
+
+    @property
+    def successes(self) -> list[tuple[int, float]]:
+        """The mean `accuracy` of each group that was played, with the index of its row."""
+        every = (*self.groups, *self.evicted)
+        return [(g.sample.row, mean([accuracy(s) for s in g.scored])) for g in every]
 
     @property
     def greedy(self) -> list[Group]:
@@ -100,6 +107,10 @@ class RolloutStream:
         self._rows, self._rollouts = rows, rollouts
         self._pad_id, self._reward = pad_id, config.reward
         self._order = row_order(rows, config.trainer.seed, config.data.shuffle)
+        self.curriculum: Curriculum | None = None
+        """Draws the rows with `data.curriculum`."""
+        if settings := config.data.curriculum:
+            self._order = self.curriculum = Curriculum(self._order, **settings.model_dump())
         self._n = config.rollout.n
         self._sampling = Sampling(temperature=config.rollout.temperature)
         self._greedy = self._algorithm.adv_estimator == "remax"

@@ -1,9 +1,10 @@
 """The training run: checks the config, opens the parts of the run, and runs it.
 
 `train_step` (`agentrl.trainer.step`) is the algorithm, and `Run` (`agentrl.trainer.run`) is the
-loop around it. The state of a run is its global step, its position in the rows, the learner's
-state, the weight of the KL penalty and the config. The seeds and the policy version follow from the
-step. So a checkpoint is small, and a killed run continues exactly where it was.
+loop around it. The state of a run is its global step, its position in the rows, the success of the
+rows with a curriculum, the learner's state, the weight of the KL penalty and the config. The seeds
+and the policy version follow from the step. So a checkpoint is small, and a killed run continues
+exactly where it was.
 """
 
 from __future__ import annotations

@@ -13,10 +13,12 @@ from support.installed_verl import VERSIONS
 from support.trainer_fixtures import config, group, scored, segment, turn
 from torch import tensor
 
-from agentrl.config import OptimConfig
+from agentrl.config import AlgorithmConfig, OptimConfig
 from agentrl.learner.algorithms import loss_weights, make_targets
 from agentrl.learner.batch import collate
+from agentrl.learner.losses import importance_ratios, importance_weights, rejected_rows
 from agentrl.learner.optimizer import learning_rate
+from agentrl.registry import policy_losses
 
 PAGE = Path(__file__).parents[2] / "docs" / "verl.md"
 NORM = "seq-mean-token-sum-norm"
@@ -247,3 +249,60 @@ def test_the_first_step_of_verls_warm_up_has_none(installed):
     ours = [0.2, 0.4, 0.6, 0.8, 1.0, 1.0]
     case = "learning rate of the first warm-up step"
     check(installed, case, theirs, ours, [0.0, 0.25, 0.5, 0.75, 1.0, 1.0])
+
+
+# --- policy losses and rejected rows --------------------------------------------------------------
+
+NOW = [[-0.5, -1.2, -3.0, -0.1], [-2.0, -0.4, -0.9, 0.0]]
+OLD = [[-0.7, -1.0, -4.5, -0.6], [-1.0, -0.4, -2.4, 0.0]]
+ADVANTAGES, TOKENS = [[1.0] * 4, [-2.0] * 4], [[1, 1, 1, 1], [1, 1, 1, 0]]
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize(
+    ("name", "ours", "keys", "theirs", "mode"),
+    [
+        ("sapo", "sapo", {"tau_pos": 0.8}, {"tau_pos": 0.8}, "seq-mean-token-mean"),
+        ("dppo_tv", "dppo", {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 3.0},
+         {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 3.0}, "token-mean"),
+    ],
+)  # fmt: skip
+def test_the_gradient_of_a_policy_loss_is_verls(installed, name, ours, keys, theirs, mode):
+    expected = installed.call("policy_gradient", name, NOW, OLD, ADVANTAGES, TOKENS, **theirs)
+    if expected is None:
+        assert name == "dppo_tv" and installed.version == "0.7.0"
+        return
+    now, mask = tensor(NOW).requires_grad_(), tensor(TOKENS).bool()
+    settings = AlgorithmConfig(policy_loss=ours, **keys)
+    loss, _ = policy_losses.get(ours)(now, tensor(OLD), tensor(ADVANTAGES), mask, settings)
+    rows = mask.sum(1, keepdim=True) * 2 if mode == "seq-mean-token-mean" else mask.sum()
+    (loss * mask / rows).sum().backward()
+    torch.testing.assert_close(now.grad, tensor(expected))
+
+
+@pytest.mark.verl
+def test_the_weights_of_icepop_are_verls(installed):
+    gaps = [[0.0, -0.69, -0.70, 1.6, 1.62, 5.0]]
+    if installed.version.startswith("0.7"):
+        return  # without two thresholds
+    helper = "verl.trainer.ppo.rollout_corr_helper:compute_rollout_correction_weights"
+    theirs, _ = installed.call(helper, tensor_of(gaps), tensor_of([[1.0] * 6]), "token", "0.5_5.0")
+    ratios = importance_ratios(tensor(gaps), torch.zeros(1, 6), torch.ones(1, 6).bool(), "token")
+    assert is_close(theirs, importance_weights(ratios, 5.0, "mask", 0.5))
+    assert theirs[0][1] > 0.5 and theirs[0][2] == 0 == theirs[0][4] == theirs[0][5]
+
+
+@pytest.mark.verl
+def test_the_rows_that_are_rejected_are_verls_seq_mean_k1(installed):
+    """verl's thresholds are those of the ratio of engine to trainer."""
+    gaps = [[0.3, 0.0, 0.0], [0.31, 0.0, 9.0], [-0.3, 0.0, 0.0], [-0.1, -0.1, -0.1]]
+    mask = [[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 1, 1]]
+    helper = "verl.trainer.ppo.rollout_corr_helper:compute_rollout_rejection_mask"
+    low, high = 0.87, 1.12
+    if installed.version == "0.7.0":  # the ratio of trainer to engine
+        args = "geometric", high, low
+    else:
+        args = "seq_mean_k1", f"{1 / high}_{1 / low}"
+    theirs, _ = installed.call(helper, tensor_of(gaps), tensor_of(mask), *args)
+    ours = rejected_rows(tensor(gaps), torch.zeros(4, 3), tensor(mask).bool(), [low, high])
+    assert [not any(row) for row in theirs] == ours.tolist() == [False, True, False, False]

@@ -23,6 +23,13 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 KL = ("none", "k1", "k2", "k3")
 
 
+def rewards_for(estimator: str, groups: list[list[Rollout]]) -> list[list[Rollout]]:
+    """The groups with rewards that the estimator accepts: `maxrl` refuses negative ones."""
+    if estimator != "maxrl":
+        return groups
+    return [[replace(r, reward=abs(r.reward)) for r in members] for members in groups]
+
+
 def targets_of(batch: Batch, keys: dict, seed: int, filler: float) -> Targets:
     """Targets of a batch in which `filler` stands wherever the policy did not choose.
 
@@ -66,7 +73,8 @@ def test_observations_change_no_bit(estimator, groups, seed, filler, mode, kl, w
         "algorithm__lam": 0.8,
         "algorithm__whiten_advantages": white,
     }
-    if kl != "none":
+    groups = rewards_for(estimator, groups)
+    if kl != "none" and estimator != "maxrl":
         keys |= {"algorithm__kl_type": "k1", "algorithm__kl_reward_coef": 0.25}
     bare, full = batch_of(groups, None), batch_of(groups, random.Random(seed))
     plain = targets_of(bare, keys, seed, 0.0)
@@ -86,6 +94,7 @@ def test_observations_change_no_bit(estimator, groups, seed, filler, mode, kl, w
 @examples(40)
 def test_rollouts_that_do_not_train_change_nothing(estimator, groups, mode):
     keys = {"algorithm__adv_estimator": estimator, "algorithm__loss_agg_mode": mode}
+    groups = rewards_for(estimator, groups)
     survivors = [[r for r in members if not r.masked] for members in groups]
     if not any(survivors):
         return
@@ -106,7 +115,7 @@ def test_rollouts_that_do_not_train_change_nothing(estimator, groups, mode):
 @given(groups=ROLLOUT_GROUPS, seed=st.integers(0, 2**31))
 @examples(40)
 def test_the_order_within_a_group_does_not_matter(estimator, groups, seed):
-    rng = random.Random(seed)
+    groups, rng = rewards_for(estimator, groups), random.Random(seed)
     orders = [rng.sample(range(len(members)), len(members)) for members in groups]
     shuffled = [[members[i] for i in o] for members, o in zip(groups, orders, strict=True)]
 

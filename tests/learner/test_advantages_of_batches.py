@@ -237,6 +237,63 @@ def test_a_custom_estimator():
         registry.advantage_estimators.get("halve")
 
 
+def bernoulli(p, n):
+    """All outcomes of n independent rollouts that succeed with probability p: (2^n, n), (2^n,)."""
+    outcomes = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * n)
+    return outcomes, (p**outcomes * (1 - p) ** (1 - outcomes)).prod(1)
+
+
+@pytest.mark.parametrize("n", [2, 3, 6])
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
+def test_maxrl_has_the_gradient_of_the_first_terms_of_log_p(n, p):
+    """Theorem 5 of arXiv:2602.02710: with n rollouts, n - 1 terms of -sum_k (1 - p)^k / k."""
+    theta = torch.tensor(p, dtype=torch.float64).logit().requires_grad_()
+    (likelihood,) = torch.autograd.grad(
+        -sum((1 - theta.sigmoid()) ** k / k for k in range(1, n)), theta
+    )
+    outcomes, chances = bernoulli(p, n)
+    score = outcomes - p  # of the logit, for each rollout
+    expected = 0.0
+    for rewards, chance, scores in zip(outcomes, chances, score, strict=True):
+        members = [scored([segment([1], ("A", [5]))], float(r), [turn(0, 0, 1)]) for r in rewards]
+        batch, c = collate([group(*members)]), config(algorithm__name="maxrl")
+        targets = make_targets(batch, c, None, None, None)
+        gradient = (targets.weights * targets.advantages)[:, 0]
+        expected += chance * (gradient * scores).sum()
+    torch.testing.assert_close(expected, likelihood, rtol=1e-12, atol=1e-12)
+
+
+def test_maxrl_counts_rollouts_and_ignores_those_that_do_not_train():
+    two_rows = [segment([1], ("A", [5]), ("E", [2])), segment([1], ("A", [6, 7]))]
+    batch = collate(
+        [
+            group(
+                scored(two_rows, 1.0, [turn(0, 0, 1), turn(1, 0, 2)]),
+                scored([segment([1], ("A", [5]))], 0.0, [turn(0, 0, 1)]),
+                scored([segment([1], ("A", [5]))], 0.0, [turn(0, 0, 1)]),
+                scored([segment([1], ("A", [5]))], 1.0, [turn(0, 0, 1)], masked=True),
+            ),
+            group(*[scored([segment([1], ("A", [5]))], 0.0, [turn(0, 0, 1)])] * 2),
+            group(scored([segment([1], ("A", [5]))], 1.0, [turn(0, 0, 1)])),
+        ]
+    )
+    advantages, returns = estimate(batch, config(algorithm__name="maxrl").algorithm)
+    expected = [[2.0, 0.0], [2.0, 2.0], [-1.0, 0.0], [-1.0, 0.0], *[[0.0, 0.0]] * 4]
+    torch.testing.assert_close(advantages, tensor(expected, dtype=torch.float64))
+    assert not advantages[4:].any()
+    assert returns is None
+
+
+def test_maxrl_refuses_negative_rewards():
+    rows = [scored([segment([1], ("A", [5]))], r, [turn(0, 0, 1)]) for r in (1.0, -0.5)]
+    keys = config(algorithm__name="maxrl").algorithm
+    with pytest.raises(RunStopped, match=r"has the reward -0\.5: .*Return rewards of 0 and 1"):
+        estimate(collate([group(*rows)]), keys)
+    for name, value in (("algorithm__kl_reward_coef", 0.1), ("reward__overlong_buffer", 9)):
+        with pytest.raises(ValueError, match=f"{name.replace('__', '.')}=.*maxrl"):
+            config(algorithm__name="maxrl", **{name: value})
+
+
 FILE = """
 import torch
 from agentrl import advantage_estimator, policy_loss
@@ -266,7 +323,7 @@ def test_names_are_checked_before_a_model_is_loaded(tmp_path):
     estimator, loss = str(e.value).splitlines()
     assert estimator.startswith("algorithm.adv_estimator: no advantage estimator named 'mine_of")
     assert "Registered: gae, grpo, reinforce_plus_plus, " in estimator
-    assert loss.endswith("Registered: cispo, gspo, vanilla")
+    assert loss.endswith("Registered: cispo, dppo, gspo, sapo, vanilla")
     make_plan(Config.model_validate(tree | {"files": [str(tmp_path / "mine.py")]}))
 
 

@@ -89,7 +89,7 @@ def bare(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("loss", ["vanilla", "gspo", "cispo"])
+@pytest.mark.parametrize("loss", ["vanilla", "gspo", "cispo", "sapo", "dppo"])
 def test_only_the_logits_before_a_sampled_token_learn_and_learn_that_token(bare, loss):
     """Compares the gradient of all (L, V) logits of a pack with exact values.
 

@@ -18,15 +18,17 @@ from agentrl.learner.head import Head, chosen_logprobs
 from agentrl.learner.losses import (
     cispo,
     clipped_tokens,
+    dppo,
     gspo,
     ratio,
+    sapo,
     token_losses,
     value_loss,
     vanilla,
 )
 from agentrl.registry import policy_loss, policy_losses
 
-LOSSES = {"vanilla": vanilla, "gspo": gspo, "cispo": cispo}
+LOSSES = {"vanilla": vanilla, "gspo": gspo, "cispo": cispo, "sapo": sapo, "dppo": dppo}
 CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.3)
 DUAL = AlgorithmConfig(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
 RATIOS = tensor([[0.5, 0.9, 1.0, 1.1, 1.5]])
@@ -55,6 +57,8 @@ def test_a_loss_reports_clipped_tokens_by_a_bool_count():
             assert clipped_tokens(counts).tolist() == [clipped]
     _, counts, _ = apply(vanilla, ratios, -1.0, DUAL)
     assert clipped_tokens(counts).tolist() == [[True, False, False, True]]
+    _, counts, _ = apply(dppo, tensor([[0.5, 1.0, 1.5, 2.0]]), -1.0, DUAL)
+    assert clipped_tokens(counts).tolist() == [[False] * 4]  # 0.37 becomes 0.18: less than 0.2
     _, counts, _ = apply(gspo, ratios, 1.0)
     assert clipped_tokens(counts).tolist() == [[True] * 4]  # the row's mean ratio is 1.32
     share = torch.full((1, 4), 0.5)
@@ -209,9 +213,62 @@ def test_cispo_of_the_table_has_no_bound_from_below():
     assert counts["pg_clipfrac"].tolist() == [[False, True]]
 
 
+# --- sapo and dppo --------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(-4, 4), min_size=1, max_size=4), st.floats(-3, 3), st.floats(0.2, 5))
+@examples(100)
+def test_sapo_has_the_gradient_of_the_paper(log_ratios, advantage, tau):
+    """The gradient of a token is -w A r, w = 4 p (1 - p), p = sigmoid(tau (r - 1))."""
+    config = AlgorithmConfig(name="sapo", tau_pos=tau, tau_neg=2 * tau)
+    ratios = tensor([log_ratios], dtype=torch.float64).exp()
+    loss, counts, gradient = apply(sapo, ratios, advantage, config)
+    own = tau if advantage > 0 else 2 * tau
+    p = 1 / (1 + torch.exp(-own * (ratios - 1)))
+    torch.testing.assert_close(loss, -4 / own * p * advantage)
+    torch.testing.assert_close(gradient, -4 * p * (1 - p) * ratios * advantage)
+    assert counts == {} and config.loss_agg_mode == "seq-mean-token-mean"
+
+
+def test_sapo_attenuates_far_tokens_and_clips_none():
+    config = AlgorithmConfig(name="sapo")
+    _, _, gradient = apply(sapo, tensor([[0.5, 1.0, 1.5, 3.0]]), -1.0, config)
+    p = torch.sigmoid(1.05 * tensor([[-0.5, 0.0, 0.5, 2.0]]))
+    torch.testing.assert_close(gradient, 4 * p * (1 - p) * tensor([[0.5, 1.0, 1.5, 3.0]]))
+    _, _, good = apply(sapo, tensor([[3.0]]), 1.0, config)
+    p = torch.sigmoid(tensor([[2.0]]))  # another temperature
+    torch.testing.assert_close(good, -4 * p * (1 - p) * 3)
+
+
+def test_dppo_stops_tokens_whose_probability_has_moved():
+    """A rare token may become 10 times likelier; a common one may not gain 0.2."""
+    old = tensor([[0.01, 0.01, 0.5, 0.5, 0.9, 0.9]]).log()
+    now = tensor([[0.1, 0.3, 0.69, 0.71, 0.69, 0.71]]).log()
+    mask, config = torch.ones(1, 6).bool(), AlgorithmConfig(clip_low=0.2, clip_high=0.2)
+    for advantage, stopped in ((1.0, [0, 1, 0, 1, 0, 0]), (-1.0, [0, 0, 0, 0, 1, 0])):
+        logprobs = now.clone().requires_grad_()
+        advantages = torch.full_like(old, advantage)
+        loss, counts = dppo(logprobs, old, advantages, mask, config)
+        loss.sum().backward()
+        keep = 1 - tensor([stopped]).float()
+        assert counts["pg_clipfrac"].tolist() == [[bool(x) for x in stopped]]
+        torch.testing.assert_close(logprobs.grad, -advantage * (now - old).exp() * keep)
+        torch.testing.assert_close(loss.detach(), -advantage * (now - old).exp() * keep)
+        bounded, counts = dppo(now, old, advantages, mask, DUAL)
+        torch.testing.assert_close(bounded[0, 0], tensor(-advantage * 3.0))
+        assert counts["pg_clipfrac_lower"][0, 0]
+
+
 @pytest.mark.parametrize(
     ("keys", "idle"),
     [
+        (
+            ["policy_loss=sapo", "clip_low=0.1", "dual_clip=3", "ppo_epochs=2", "tau_neg=2"],
+            ["clip_low", "dual_clip"],
+        ),
+        (["policy_loss=dppo", "dual_clip=3", "ppo_epochs=2", "tau_pos=2"], ["tau_pos"]),
+        (["tis_low=0.5"], ["tis_low"]),
+        (["tis_low=0.5", "tis_mode=mask"], []),
         (["policy_loss=cispo", "dual_clip=3", "ppo_epochs=2"], ["dual_clip"]),
         (["policy_loss=gspo", "dual_clip=3", "ppo_epochs=2"], []),
         (["dual_clip=3"], ["dual_clip"]),
@@ -238,7 +295,9 @@ def test_on_the_first_pass_the_gradient_is_the_plain_policy_gradient(name, seed)
     for config in (CONFIG, DUAL):
         (loss, counts) = LOSSES[name](logprobs, logprobs.detach(), advantages, mask, config)
         (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
-        assert torch.equal(gradient, torch.where(mask, -advantages, 0.0))
+        rounding = 1e-15 if name == "sapo" else 0.0  # tau * (4 / tau)
+        expected = torch.where(mask, -advantages, 0.0)
+        torch.testing.assert_close(gradient, expected, rtol=rounding, atol=0.0)
         assert not any(count.any() for count in counts.values())
 
 
@@ -280,7 +339,9 @@ def test_values_outside_the_mask_change_no_bit(name, config, world):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("name", "elementwise"), [("vanilla", 1), ("gspo", 0), ("cispo", 1)])
+@pytest.mark.parametrize(
+    ("name", "elementwise"), [("vanilla", 1), ("gspo", 0), ("cispo", 1), ("sapo", 1), ("dppo", 1)]
+)
 def test_which_tokens_a_loss_depends_on(name, elementwise):
     logprobs, old, advantages, mask = rows(1, 0.05)
     moved = logprobs.clone()

@@ -172,12 +172,32 @@ def test_the_shares_are_of_weights_that_the_loss_cuts(level, mode, seed):
     assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(ratios.max().item(), rel=1e-6)
 
 
+def test_the_shares_of_rejected_rows_and_of_tokens_with_weight_0():
+    batch = episodes()
+    mask, rows = batch.action_mask, batch.action_mask.any(1).nonzero()[:, 0].tolist()
+    gaps = torch.zeros(mask.shape)
+    gaps[rows[0]] = 0.5
+    old = apart(batch, gaps)
+    share = (mask[rows[0]].sum() / mask.sum()).item()
+    for keys in ({"tis_cap": 0.0}, {"tis_mode": "mask", "tis_cap": 9.0}):
+        config = AlgorithmConfig(reject_band=[0.9, 1.1], **keys)
+        metrics = importance_weight_metrics(batch, old, mask, config)
+        assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(
+            1 / len(rows)
+        )
+        assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(share)
+    config = AlgorithmConfig(tis_mode="mask", tis_cap=1.2, tis_low=0.1)
+    metrics = importance_weight_metrics(batch, old, mask, config)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(share)
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_low"] == 0
+
+
 def test_all_mismatch_metrics_are_documented():
     page = Path(__file__).parents[2] / "docs/run_folder.md"
     section = (
         page.read_text(encoding="utf-8").split("### Engine against trainer")[1].split("\n## ")[0]
     )
-    batch, config = episodes(), AlgorithmConfig(tis_mode="mask")
+    batch, config = episodes(), AlgorithmConfig(tis_mode="mask", reject_band=[0.5, 2.0])
     old = apart(batch, tensor(0.1))
     names = [*mismatch_metrics(batch, old, batch.action_mask)]
     for name in [*names, *importance_weight_metrics(batch, old, batch.action_mask, config)]:

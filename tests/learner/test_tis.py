@@ -13,7 +13,13 @@ from support.two_steps import MASK, draw, exact_gradient, expected_gradient, log
 from torch import tensor
 
 from agentrl.config import AlgorithmConfig
-from agentrl.learner.losses import importance_ratios, importance_weights, vanilla
+from agentrl.learner.losses import (
+    engine_weights,
+    importance_ratios,
+    importance_weights,
+    rejected_rows,
+    vanilla,
+)
 from agentrl.registry import policy_losses
 
 FREE = AlgorithmConfig(clip_low=1.0, clip_high=1e9)
@@ -73,7 +79,7 @@ def surrogate(name, level, old=None):
     return loss
 
 
-@pytest.mark.parametrize("name", ["vanilla", "gspo", "cispo"])
+@pytest.mark.parametrize("name", ["vanilla", "gspo", "cispo", "sapo"])
 @pytest.mark.parametrize(("level", "exact"), [("sequence", True), ("token", False)])
 def test_over_two_turns_only_whole_sequences_are_weighted_exactly(name, level, exact):
     gradient = expected_gradient(surrogate(name, level), OLD, sampler=ENGINE_2)
@@ -146,6 +152,45 @@ def test_a_long_row_does_not_overflow():
     ratios = importance_ratios(old, engine, torch.ones(2, 4000, dtype=torch.bool), "sequence")
     assert ratios.isfinite().all() and (ratios > 0).all()
     assert importance_weights(ratios, 2.0, "truncate")[0].tolist() == [2.0] * 4000
+
+
+def test_the_lower_bound_of_the_mask_is_a_key():
+    """IcePop: a ratio in [low, cap] is the weight, all others give 0."""
+    ratios = tensor([[0.4, 0.5, 0.51, 4.9, 5.0, 5.1]])
+    weights = importance_weights(ratios, 5.0, "mask", 0.5)
+    assert weights.tolist() == tensor([[0.0, 0.5, 0.51, 4.9, 5.0, 0.0]]).tolist()
+    assert (
+        importance_weights(ratios, 2.0, "mask").tolist()
+        == tensor([[0, 0.5, 0.51, 0, 0, 0]]).tolist()
+    )
+    assert importance_weights(ratios, 5.0, "truncate", 0.5)[0, 0] == ratios[0, 0]
+
+
+def test_a_row_is_rejected_by_the_geometric_mean_of_its_ratios():
+    mask = tensor([[1, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0]]).bool()
+    nan = math.nan
+    gaps = tensor([[0.3, nan, 0.0, 0.0], [0.3, 0.0, 0.0, 0.0], [nan] * 4, [-0.09, 9.0, 9.0, 9.0]])
+    rejected = rejected_rows(gaps, torch.zeros(4, 4), mask, [math.exp(-0.08), math.exp(0.08)])
+    assert rejected.tolist() == [True, False, False, True]
+
+
+@given(st.integers(0, 2**31), st.integers(1, 40))
+@examples(50)
+def test_the_weights_of_a_step_are_those_of_the_rows_that_are_kept(seed, width):
+    g = torch.Generator().manual_seed(seed)
+    old, engine = (torch.randn(3, width, generator=g) for _ in range(2))
+    mask = torch.rand(3, width, generator=g) < 0.7
+    for cap, mode in ((0.0, "truncate"), (1.5, "truncate"), (1.5, "mask")):
+        config = AlgorithmConfig(tis_cap=cap, tis_mode=mode, reject_band=[0.8, 1.3])
+        weights = engine_weights(old, engine, mask, config)
+        for i in range(3):
+            gaps = (old[i] - engine[i])[mask[i]].double()
+            mean = gaps.mean().exp() if len(gaps) else 1.0
+            free = importance_ratios(old[i : i + 1], engine[i : i + 1], mask[i : i + 1], "token")
+            free = importance_weights(free, cap, mode) if cap else torch.ones(1, width)
+            expected = free[0] if 0.8 <= mean <= 1.3 else torch.zeros(width)
+            assert torch.equal(weights[i], expected)
+    assert torch.equal(engine_weights(old, old, mask, config), torch.ones(3, width))
 
 
 LOGPROBS = st.floats(-12, 0, width=32)

@@ -8,6 +8,7 @@ the config's keys.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -387,11 +388,12 @@ def _algorithm(t: _Translator) -> None:
     loss, mode, dual = (
         f"{ACTOR}.{key}" for key in ("policy_loss.loss_mode", "loss_agg_mode", "clip_ratio_c")
     )
-    if t.name(loss) == "gspo":
-        t.change("algorithm.loss_agg_mode", "seq-mean-token-mean", "as in verl's gspo", mode)
+    if t.name(loss) in ("gspo", "sapo"):
+        why = f"as in verl's {t.name(loss)}"
+        t.change("algorithm.loss_agg_mode", "seq-mean-token-mean", why, mode)
     else:
         t.take("algorithm.loss_agg_mode", t.get(mode), mode)
-    if t.name(loss) == "vanilla":
+    if t.name(loss) in ("vanilla", "dppo_tv"):
         t.take("algorithm.dual_clip", t.get(dual), dual)
     else:
         t.change("algorithm.dual_clip", 0.0, f"verl's {t.name(loss)} does not have it", dual)
@@ -528,6 +530,10 @@ def _importance_weights(t: _Translator) -> None:
         t.take("algorithm.tis_cap", float(t.number(older)), older)
     elif level in ("token", "sequence"):
         t.take("algorithm.tis_level", level, f"{correction}.rollout_is")
+        if isinstance(cap, str) and re.fullmatch(r"[\d.]+_[\d.]+", cap):  # IcePop
+            low, cap = map(float, cap.split("_"))
+            t.take("algorithm.tis_mode", "mask", f"{correction}.rollout_is_threshold")
+            t.take("algorithm.tis_low", low, f"{correction}.rollout_is_threshold")
         t.take("algorithm.tis_cap", cap, f"{correction}.rollout_is_threshold")
     elif level is None and _is_asynchronous(t):
         why = "tokens of older weights need importance weights, which verl leaves out"

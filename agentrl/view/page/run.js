@@ -1,7 +1,8 @@
 // The first page: the runs with their findings and curves, and the list of episodes of a query.
 "use strict";
 
-const CURVES = ["critic/score/mean", "val/reward/mean@1", "response_length/mean", "tool_call_counts/mean", "rollout/dropped", "waste/dead_group_frac", "actor/entropy",
+const CURVES = ["critic/score/mean", "val/reward/mean@1", "response_length/mean", "tool_call_counts/mean", "rollout/dropped", "waste/dead_group_frac", "curriculum/not_played",
+  "curriculum/too_hard", "curriculum/in_band", "curriculum/too_easy", "actor/entropy",
   "actor/ppo_kl", "actor/pg_clipfrac", "actor/grad_norm", "rollout_corr/logprob_diff_mean", "timing_s/step"];
 const PARTS = [["all", "nothing"], ["source", "data source"], ["agent", "agent loop"], ["tool", "tool"]];
 

@@ -93,6 +93,31 @@ def ppo_losses(rows, **config):
     return total
 
 
+def policy_gradient(name, log_probs, old_log_probs, advantages, mask, **config):
+    """Return the gradient of the mean over tokens of a policy loss, or None without such a loss.
+
+    Args:
+        name: `policy_loss.loss_mode`.
+        log_probs: the logprobs of the tokens of each row; so are `old_log_probs`.
+        advantages: of the tokens.
+        mask: 1 for tokens that count.
+        config: fields of verl's ActorConfig.
+    """
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+    from verl.workers.config import FSDPActorConfig
+
+    if name not in POLICY_LOSS_REGISTRY:
+        return None
+    settings = FSDPActorConfig(
+        rollout_n=1, ppo_mini_batch_size=2, ppo_micro_batch_size_per_gpu=1, **config
+    )
+    now = torch.tensor(log_probs, requires_grad=True)
+    rows = [torch.tensor(x) for x in (old_log_probs, advantages, mask)]
+    loss, _ = POLICY_LOSS_REGISTRY[name](rows[0], now, *rows[1:], "token-mean", settings)
+    loss.backward()
+    return now.grad
+
+
 def compose(overrides, folder):
     """Return the config of a run as Hydra stores it in `.hydra/config.yaml`."""
     from hydra import compose, initialize_config_dir
