@@ -48,7 +48,7 @@ MAX_SCORE = 1000.0
 LOOP = "recorded"
 """The agent loop of rows that are recorded answers. It plays nothing."""
 KEPT_ROWS = 1024
-"""The number of conversations whose tokens a server keeps, so that their next answer shares them."""
+"""The number of conversations whose tokens a server keeps, so that their next line shares them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +82,6 @@ class RecordedAnswer:
     text: str
     finish_reason: str
     time: float
-
-    @property
-    def row(self) -> array[int]:
-        """The tokens of the prompt and of the answer."""
-        return self.prompt + self.sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +159,7 @@ class Records:
         else:
             data = line["answer"]
             parent = self.answers[data["parent"]] if data["parent"] else None
-            answer = _read_answer(data, parent.row if parent else token_array())
+            answer = _read_answer(data, parent.prompt + parent.sampled if parent else token_array())
             if answer.id in self.answers or (parent and parent.user != answer.user):
                 raise ValueError("an id that occurs twice, or the conversation of another user")
             self.answers[answer.id] = answer
@@ -313,7 +308,8 @@ class Recorder:
             pairs = enumerate(zip(row, prompt, strict=False))
             shared = next((i for i, (a, b) in pairs if a != b), min(len(row), len(prompt)))
             self._write({"answer": {**values, "shared": shared, "prompt": prompt[shared:]}})
-            self._users[answer.id], self._rows[answer.id] = answer.user, answer.row
+            self._users[answer.id] = answer.user
+            self._rows[answer.id] = prompt + answer.sampled
             if len(self._rows) > KEPT_ROWS:
                 self._rows.popitem(last=False)
         except Exception as e:  # The answer itself must not fail.

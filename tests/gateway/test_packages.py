@@ -252,7 +252,8 @@ def end_of(agent):
 @pytest.mark.proves("openai-agents/responses pydantic-ai/chat", "thinking")
 @pytest.mark.proves(
     "openai-agents/chat openai-agents/responses pydantic-ai/chat langgraph/chat smolagents/chat",
-    "streaming", "parallel calls",
+    "streaming",
+    "parallel calls",
 )
 @pytest.mark.parametrize("mode", ["", " stream"])
 @pytest.mark.parametrize("agent", FRAMEWORKS)

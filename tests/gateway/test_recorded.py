@@ -110,7 +110,8 @@ def test_a_line_has_only_the_tokens_that_its_prompt_adds(tmp_path, monkeypatch, 
     assert [TOKENIZER.decode(a.prompt) for a in records.answers.values()] == seen
     lines = [orjson.loads(line) for line in (tmp_path / FILE).read_bytes().splitlines()[1:]]
     shared = [line["answer"]["shared"] for line in lines]
-    rows = [len(records.answers[a.parent].row) if a.parent else 0 for a in records.answers.values()]
+    parents = [records.answers.get(a.parent) for a in records.answers.values()]
+    rows = [len(p.prompt + p.sampled) if p else 0 for p in parents]
     assert shared[:8] == (rows[:8] if kept > 1 else [0] * 8) and all(rows[2:])
     assert shared[9] == 0  # The branch has taken the tokens.
 
