@@ -3,8 +3,11 @@
 `agentrl serve --record DIR` appends JSON lines to `DIR/answers.jsonl`:
 
     {"policy": {"id", "model", "run", "step", "vocabulary"}}    a server was started
-    {"answer": {"id", "parent", "user", "prompt", "sampled", "logprobs", ...}}
+    {"answer": {"id", "parent", "user", "shared", "prompt", "sampled", "logprobs", ...}}
     {"score": {"id", "user", "score", "time"}}
+
+`prompt` has the tokens of a prompt without the first `shared` ones, which are those of the answer
+`parent` and its prompt. So the size of a conversation is proportional to its length.
 
 Lines are only appended, by one server at a time. So the n-th score is the same whenever the file is
 read, and a run that trains on the scores resumes where it was. A line that a kill cut short is
@@ -18,6 +21,7 @@ import logging
 import os
 import time
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -43,6 +47,8 @@ MAX_SCORE = 1000.0
 """
 LOOP = "recorded"
 """The agent loop of rows that are recorded answers. It plays nothing."""
+KEPT_ROWS = 1024
+"""The number of conversations whose tokens a server keeps, so that their next line shares them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,19 +157,20 @@ class Records:
                 raise ValueError("not a first score of the user that got the answer")
             self.scores[id] = number
         else:
-            answer = _read_answer(line["answer"])
-            parent = self.answers[answer.parent] if answer.parent else answer
-            if answer.id in self.answers or parent.user != answer.user:
+            data = line["answer"]
+            parent = self.answers[data["parent"]] if data["parent"] else None
+            answer = _read_answer(data, parent.prompt + parent.sampled if parent else token_array())
+            if answer.id in self.answers or (parent and parent.user != answer.user):
                 raise ValueError("an id that occurs twice, or the conversation of another user")
             self.answers[answer.id] = answer
 
 
-def _read_answer(data: Mapping[str, Any]) -> RecordedAnswer:
+def _read_answer(data: Mapping[str, Any], row: array[int]) -> RecordedAnswer:
     names = ("id", "parent", "user", "text", "finish_reason")
     answer = RecordedAnswer(
         **{name: str(data[name]) for name in names},
         step=int(data["step"]),
-        prompt=token_array(data["prompt"]),
+        prompt=row[: data.get("shared", 0)] + token_array(data["prompt"]),
         sampled=token_array(data["sampled"]),
         logprobs=float_array(data["logprobs"]),
         sampling=dict(data["sampling"]),
@@ -284,6 +291,7 @@ class Recorder:
             undo.pop_all()
         self._users = {id: answer.user for id, answer in records.answers.items()}
         self._scores = records.scores
+        self._rows: OrderedDict[str, array[int]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "record")
 
     def add(self, answer: RecordedAnswer) -> None:
@@ -296,8 +304,14 @@ class Recorder:
                 answer = replace(answer, parent="")
             values = {f.name: getattr(answer, f.name) for f in fields(answer)}
             values["messages"] = [message.as_dict() for message in answer.messages]
-            self._write({"answer": values})
+            row, prompt = self._rows.pop(answer.parent, token_array()), answer.prompt
+            pairs = enumerate(zip(row, prompt, strict=False))
+            shared = next((i for i, (a, b) in pairs if a != b), min(len(row), len(prompt)))
+            self._write({"answer": {**values, "shared": shared, "prompt": prompt[shared:]}})
             self._users[answer.id] = answer.user
+            self._rows[answer.id] = prompt + answer.sampled
+            if len(self._rows) > KEPT_ROWS:
+                self._rows.popitem(last=False)
         except Exception as e:  # The answer itself must not fail.
             self.failed += 1
             if self.failed == 1:

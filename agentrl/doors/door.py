@@ -129,7 +129,10 @@ def rows_file(address: str) -> str:
     rows = [dict(row) for row in door.rows(address)]
     if not rows:
         raise DataError(f"{address} has no rows")
-    return write_generated(address, rows)
+    try:
+        return write_generated(address, rows)
+    except TypeError as e:  # an option such as `seed` is too large
+        raise DataError(f"{address}: its rows cannot be written: {e}") from None
 
 
 def read_address(

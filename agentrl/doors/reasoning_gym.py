@@ -51,7 +51,6 @@ def rows(address: str) -> list[Mapping[str, Any]]:
     """Return the rows of `reasoning-gym:TASK?n=500&seed=0&OPTION=VALUE`."""
     task, seed, options, n = _read(address)
     made = call_once(NAME, "rows", task=task, n=n, seed=seed, options=options)
-    entry = {"task": task, "seed": seed, "options": options}
     return [
         {
             "prompt": [
@@ -60,7 +59,7 @@ def rows(address: str) -> list[Mapping[str, Any]]:
             ],
             "data_source": f"{NAME}/{task}",
             "environment": NAME,
-            "environment_kwargs": {**entry, "index": index},
+            "environment_kwargs": {"task": task, "seed": seed, "options": options, "index": index},
             "ground_truth": e["answer"],
         }
         for index, e in enumerate(made["entries"])
@@ -70,8 +69,7 @@ def rows(address: str) -> list[Mapping[str, Any]]:
 def _read(address: str) -> tuple[str, int, dict[str, Any], int]:
     """Return the task of an address, the package's first seed, the options and the rows."""
     task, options = read_address(address, {"n": 500, "seed": 0})
-    n, seed = options.pop("n"), options.pop("seed") * SEEDS
-    return task, seed, options, n
+    return task, options.pop("seed") * SEEDS, options, options.pop("n")
 
 
 def load(alias: str, address: str) -> None:

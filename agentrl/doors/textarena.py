@@ -56,13 +56,12 @@ def rows(address: str) -> list[Mapping[str, Any]]:
     """Return the rows of `textarena:GAME?n=500&seed=0`."""
     game, options = read_address(address, {"n": 500, "seed": 0}, only=True)
     call_once(NAME, "check", game=game)
-    first = options["seed"] * SEEDS
     return [
         {
             "prompt": "Play the game.",
             "data_source": f"{NAME}/{game}",
             "environment": NAME,
-            "environment_kwargs": {"game": game, "seed": first + i},
+            "environment_kwargs": {"game": game, "seed": options["seed"] * SEEDS + i},
         }
         for i in range(options["n"])
     ]

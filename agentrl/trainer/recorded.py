@@ -288,27 +288,15 @@ def make_group(
             row.logprobs + float_array(zeros) + answer.logprobs,
             row.versions + token_array([*[-1] * len(observed), *[answer.step] * n]),
         )
-        turns.append(
-            Turn(
-                len(rows) - 1,
-                start,
-                start + n,
-                answer.finish_reason,
-                prompt_tokens=len(answer.prompt),
-                message_index=scored.indices[answer.id],
-            )
-        )
+        turns.append(Turn(
+            len(rows) - 1, start, start + n, answer.finish_reason,
+            prompt_tokens=len(answer.prompt), message_index=scored.indices[answer.id],
+        ))  # fmt: skip
     trajectory = Trajectory(
-        sample,
-        episode_id=scored.id,
-        rollout=0,
-        segments=tuple(rows),
-        turns=tuple(turns),
-        messages=tuple(scored.messages),
-        sampling=answers[-1].sampling,
-        stop_reason="done",
+        sample, episode_id=scored.id, rollout=0, segments=tuple(rows), turns=tuple(turns),
+        messages=tuple(scored.messages), sampling=answers[-1].sampling, stop_reason="done",
         started=answers[0].time,
-    )
+    )  # fmt: skip
     reward = weight * scored.score
     return Group(sample, (Scored(trajectory, {"outcome": scored.score}, reward),))
 

@@ -89,6 +89,11 @@ def test_a_mixture_has_weights(games):
         ("textarena:TicTacToe-v0", "The number of players has to be 2"),
         ("textarena:GuessTheNumber-v0?rows=2", "no option rows. Options: n, seed"),
         ("textarena:GuessTheNumber-v0?n=0", "has no rows"),
+        ("textarena:GuessTheNumber-v0?n=1&seed=9999999999999999", "Integer exceeds 64-bit range"),
+        ("reasoning-gym:letter_counting?n=-1", "has no rows"),
+        ("reasoning-gym:letter_counting?n=1e3", "the option n=1e3 must be of type int"),
+        ("reasoning-gym:letter_counting?n=1&n=1", "the option n occurs twice"),
+        ("reasoning-gym:letter_counting?n=1&max_words=.nan", "max_words must be >= min_words"),
         ("reasoning-gim:leg_counting?n=3", "no file matches .* mean 'reasoning-gym:NAME'"),
     ],
 )

@@ -446,6 +446,7 @@ def test_20_episodes_at_once(world):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # 8 minutes on two quiet cores
 def test_a_check_finds_no_fault(world, capsys):
     world.task()
     with pytest.raises(SystemExit) as ended:

@@ -150,17 +150,19 @@ def test_anthropics_client_edits_its_history(packages_python):
     assert TOKENIZER.decode(t.segments[1].prompt_ids).count(CALCULATE) == 1
 
 
+def answer_with_helpers(prompt: str, turn: int) -> str:
+    """Call the calculator twice; a helper answers each call, after a call of its own."""
+    has_result = "tool_response" in prompt
+    if "You are a helper" in prompt:
+        return "Twelve." if has_result else CALCULATE
+    both = CALCULATE + "\n" + call("calculator", expression="4*3")
+    return "It is 12." if has_result else both
+
+
 @pytest.mark.proves("openai/chat openai/responses anthropic/messages", "sub-agents")
 @pytest.mark.parametrize("agent", CLIENTS)
 def test_a_client_has_helpers_at_the_same_time(packages_python, agent):
-    def answer(prompt: str, turn: int) -> str:
-        has_result = "tool_response" in prompt
-        if "You are a helper" in prompt:
-            return "Twelve." if has_result else CALCULATE
-        both = CALCULATE + "\n" + call("calculator", expression="4*3")
-        return "It is 12." if has_result else both
-
-    t = run(packages_python, f"{agent} helpers", answer)
+    t = run(packages_python, f"{agent} helpers", answer_with_helpers)
     assert t.counts == {"gateway/first": 1, "gateway/spawn": 2, "gateway/clean": 3}
     assert len(t.segments) == 3 and len(t.turns) == 6 and t.final_text == "It is 12."
     assert [r.content for r in t.turns[0].tool_results] == ["Twelve."] * 2
@@ -228,6 +230,95 @@ class SlowOnce(Scripted):
 def test_a_retry_gets_the_same_answer(packages_python, agent):
     t = run(packages_python, f"{agent} retry", [CALCULATE, "It is 12."], SlowOnce)
     assert t.counts["gateway/retry"] >= 1 and len(t.turns) == 2 and len(t.segments) == 1
+
+
+FRAMEWORKS = {
+    "openai_agents": "realigned",
+    "openai_agents responses": "clean",
+    "pydantic_ai_agent": "realigned",
+    "langgraph_agent": "realigned",
+    "smolagents_agent": "branch",
+}
+"""The agents of a framework, and how a request after thinking is matched. The openai-agents of the
+Responses API and pydantic-ai send the thinking back."""
+
+
+def end_of(agent):
+    """Return the last turn: smolagents has a tool for it."""
+    return call("final_answer", answer="12") if agent == "smolagents_agent" else "It is 12."
+
+
+@pytest.mark.slow
+@pytest.mark.proves("openai-agents/responses pydantic-ai/chat", "thinking")
+@pytest.mark.proves(
+    "openai-agents/chat openai-agents/responses pydantic-ai/chat langgraph/chat smolagents/chat",
+    "streaming",
+    "parallel calls",
+)
+@pytest.mark.parametrize("mode", ["", " stream"])
+@pytest.mark.parametrize("agent", FRAMEWORKS)
+def test_a_framework_streams_thinks_and_calls_in_parallel(packages_python, agent, mode):
+    both = f"<think>\nhm\n</think>\n\n{CALCULATE}\n" + call("calculator", expression="4 +")
+    turns = [both, f"<think>\nso\n</think>\n\n{end_of(agent)}"]
+    t = run(packages_python, agent + mode, turns, tokenizer=tokenizer_of_trl("qwen3"))
+    t.counts.pop("gateway/ignored/tool_choice", None)
+    assert t.counts == {"gateway/first": 1, f"gateway/{FRAMEWORKS[agent]}": 1}
+    assert [request.stream for request in REQUESTS] == [bool(mode)] * 2
+    sends_thinking = agent in ("openai_agents responses", "pydantic_ai_agent")
+    thinking = [m.reasoning for m in REQUESTS[1].messages if m.role == "assistant"]
+    assert thinking == ["hm" if sends_thinking else ""]
+    if agent == "smolagents_agent":  # It writes both results into one message.
+        assert all(text in REQUESTS[1].messages[-1].text for text in ("12", "Error: "))
+    else:
+        first, second = (m.text for m in REQUESTS[1].messages if m.role == "tool")
+        assert first == "12" and second.startswith("Error: ")
+
+
+@pytest.mark.slow
+@pytest.mark.proves(
+    "openai-agents/chat openai-agents/responses pydantic-ai/chat langgraph/chat smolagents/chat",
+    "retry",
+)
+@pytest.mark.parametrize("agent", FRAMEWORKS)
+def test_a_framework_sends_a_request_again(packages_python, agent):
+    t = run(packages_python, f"{agent} retry", [CALCULATE, end_of(agent)], SlowOnce)
+    assert t.counts["gateway/retry"] >= 1 and len(t.turns) == 2
+    assert len(t.segments) == 1 + (agent == "smolagents_agent")
+
+
+@pytest.mark.slow
+@pytest.mark.proves("pydantic-ai/chat langgraph/chat", "sub-agents")
+@pytest.mark.parametrize("agent", ["pydantic_ai_agent", "langgraph_agent"])
+def test_a_framework_has_helpers_at_the_same_time(packages_python, agent):
+    t = run(packages_python, f"{agent} helper", answer_with_helpers)
+    t.counts["gateway/clean"] = t.counts.pop("gateway/realigned", 0) or t.counts["gateway/clean"]
+    assert t.counts == {"gateway/first": 1, "gateway/spawn": 2, "gateway/clean": 3}
+    assert len(t.segments) == 3 and len(t.turns) == 6 and t.final_text == "It is 12."
+    assert [r.content for r in t.turns[0].tool_results] == ["Twelve."] * 2
+    assert sorted(turn.thread for turn in t.turns) == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.proves("smolagents/chat", "sub-agents")
+def test_smolagents_asks_a_helper(packages_python):
+    def answer(prompt: str, turn: int) -> str:
+        turns = [call("helper", task="3*4?"), call("final_answer", answer="Twelve.")]
+        return [*turns, call("final_answer", answer="12")][turn]
+
+    t = run(packages_python, "smolagents_agent helper", answer)
+    assert t.counts["gateway/spawn"] == 1 and [turn.thread for turn in t.turns] == [0, 1, 0]
+    assert "Twelve." in REQUESTS[-1].messages[-1].text
+
+
+@pytest.mark.slow
+@pytest.mark.proves("openai-agents/chat openai-agents/responses", "compaction")
+@pytest.mark.parametrize("api", ["", " responses"], ids=["chat", "responses"])
+def test_openai_agents_drops_turns(packages_python, api):
+    t = run(packages_python, f"openai_agents trim{api}", [CALCULATE] * 3 + ["12."])
+    assert t.counts == {"gateway/first": 1, "gateway/clean": 1, "gateway/branch": 2}
+    for segment in t.segments[1:]:
+        assert TOKENIZER.decode(segment.prompt_ids).count(CALCULATE) == 1
+    assert t.final_text == "12." and {turn.thread for turn in t.turns} == {0}
 
 
 def test_a_lost_answer_is_sent_again(packages_python):

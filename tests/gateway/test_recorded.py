@@ -16,6 +16,7 @@ from support.wires import WIRES
 
 from agentrl.agent_loops.attempt import Runtime, make_template
 from agentrl.config import Config
+from agentrl.data import recorded
 from agentrl.data.recorded import FILE, Recorder, read_records
 from agentrl.errors import UserError
 from agentrl.gateway.dialects import DIALECTS
@@ -88,6 +89,31 @@ def test_an_answer_is_stored_as_it_was_sampled(tmp_path):
     assert [(m.role, m.content) for m in second.messages] == [("user", "Q")]
     assert (first.text, first.finish_reason, records.policies[0]["model"]) == ("a", "stop", "m")
     assert (tmp_path / FILE).stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("kept", [1, 1024])
+def test_a_line_has_only_the_tokens_that_its_prompt_adds(tmp_path, monkeypatch, kept):
+    """A line has the whole prompt if the server has forgotten the tokens before it."""
+    monkeypatch.setattr(recorded, "KEPT_ROWS", kept)
+    seen = []
+
+    async def use(client):
+        talks = [[{"role": "user", "content": word * 100}] for word in ("one", "two")]
+        for _ in range(4):
+            for talk in talks:
+                _, message = await client.ask(*talk)
+                talk += [message, QUESTION]
+        await client.ask(*talks[0][:-1], {"role": "user", "content": "a branch"})
+        await client.ask(*talks[0])
+
+    _, records = serve(tmp_path, use, lambda prompt, turn: seen.append(prompt) or "a")
+    assert [TOKENIZER.decode(a.prompt) for a in records.answers.values()] == seen
+    lines = [orjson.loads(line) for line in (tmp_path / FILE).read_bytes().splitlines()[1:]]
+    shared = [line["answer"]["shared"] for line in lines]
+    parents = [records.answers.get(a.parent) for a in records.answers.values()]
+    rows = [len(p.prompt + p.sampled) if p else 0 for p in parents]
+    assert shared[:8] == (rows[:8] if kept > 1 else [0] * 8) and all(rows[2:])
+    assert shared[9] == 0  # The branch has taken the tokens.
 
 
 def test_all_apis_record_the_same_rows(tmp_path):
@@ -277,6 +303,7 @@ def test_damaged_lines_are_counted(tmp_path):
         {"answer": answer | {"id": "e", "messages": [{"role": "boss", "content": ""}]}},
         {"answer": answer | {"id": "f", "parent": "unknown"}},
         {"answer": second["answer"] | {"id": "g", "user": "another"}},
+        {"answer": second["answer"] | {"id": "h", "shared": "5"}},
         {"score": score["score"] | {"score": 0}},
         {"score": score["score"] | {"id": second["answer"]["id"], "user": "another"}},
         {"score": score["score"] | {"id": second["answer"]["id"], "score": 1e9}},
