@@ -114,7 +114,7 @@ def serve(
         server = HttpServer(app, bound)
         url = f"{server.url}/v1"
         echo(f"serving {settings.model.path} as {MODEL!r} at {url}\n")
-        key = f"${token_env}" if token_env else "any"
+        key = f"${{{token_env}%%,*}}" if token_env else "any"  # the first one
         echo(f"  export OPENAI_BASE_URL={url} OPENAI_API_KEY={key}")
         echo(f"  export ANTHROPIC_BASE_URL={server.url} ANTHROPIC_API_KEY={key}")
         echo(

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from support.at_once import play_at_once
+from support.killed_door import outcomes_with_a_kill
 
 from agentrl import load_config, play
 from agentrl.cli import main
@@ -199,3 +200,21 @@ def test_a_process_that_is_killed_among_200_games_gives_no_reward(games):
     assert killed.is_set() and errors and all(isinstance(e, Infrastructure) for e in errors)
     for result, outcome in zip(results, own, strict=True):
         assert isinstance(result, Exception) or result.scores.outcome == outcome
+
+
+def test_a_killed_process_of_a_game_is_played_again(games):
+    def move(samples, prompt, number):
+        return f"[{number + 1}]"
+
+    keys = {"data.train": "textarena:GuessTheNumber-v0?n=2"}
+    outcomes, played = outcomes_with_a_kill(keys, move)
+    assert len(outcomes) == 4 and all(outcomes) and played > 4
+
+
+def test_an_answer_whose_scoring_is_killed_is_played_again(games):
+    def answer(samples, prompt, number):
+        [sample] = [s for s in samples if s.prompt[1].content in prompt]
+        return f"<answer>{sample.ground_truth}</answer>"
+
+    outcomes, played = outcomes_with_a_kill({"data.train": LETTERS}, answer)
+    assert outcomes == [1.0] * 6 and played >= 6

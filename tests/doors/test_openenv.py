@@ -18,6 +18,7 @@ from random import Random
 
 import pytest
 from support.at_once import play_at_once
+from support.killed_door import outcomes_with_a_kill
 
 from agentrl import load_config
 from agentrl.cli import main
@@ -251,6 +252,17 @@ def test_a_server_that_is_started_again_does_not_continue_the_episode(use_packag
         with pytest.raises(Infrastructure, match="does not answer a step: ConnectionClosed"):
             play(sample, lambda sample: answer)
         assert get(port, "open") == 0
+
+
+def test_a_killed_process_of_the_door_is_played_again(use_packages, tmp_path):
+    def guess(samples, prompt, number):
+        return "Done" if "Right!" in prompt else call("step", number=number + 1)
+
+    use_packages("openenv")
+    with running(HERE / "openenv_server.py") as port:
+        keys = settings(tmp_path, port, [{"seed": i, "highest": 3} for i in range(2)])
+        outcomes, played = outcomes_with_a_kill(keys, guess)
+    assert outcomes == [1.0] * 4 and played > 4
 
 
 def test_an_answer_that_is_broken_is_no_reward(use_packages, tmp_path):
