@@ -78,9 +78,12 @@ LEARNED = {
     "importance_weights": pa.float32(),
     "entropy": pa.float32(),
     "clipped": pa.int32(),
+    "teacher_logprobs": pa.float32(),
 }
 """The numbers of each response token that the update used; `agentrl.learner.learner.Learned`
 describes them."""
+NEWEST = "teacher_logprobs"
+"""The last of `LEARNED`, which files of earlier versions do not have."""
 LEARNED_SCHEMA = pa.schema(
     [
         ("episode_id", pa.string()),
@@ -259,10 +262,18 @@ class TrajectoryStore:
             DataError: the file is damaged.
         """
         path = self._learned_file(step)
-        tables = [LEARNED_SCHEMA.empty_table()]
-        if path.exists():
-            tables.append(_read_columns(path, LEARNED_SCHEMA))
-        return pa.concat_tables(tables)
+        if not path.exists():
+            return LEARNED_SCHEMA.empty_table()
+        with _readable(path):
+            if NEWEST in pq.read_schema(path).names:
+                return _read_columns(path, LEARNED_SCHEMA)
+            # A run of a version without teachers has stored it.
+            index = LEARNED_SCHEMA.get_field_index(NEWEST)
+            table = _read_columns(path, LEARNED_SCHEMA.remove(index))
+            lists = table["advantages"].combine_chunks()
+            nulls = pa.nulls(len(lists.flatten()), LEARNED[NEWEST])
+            column = pa.ListArray.from_arrays(lists.offsets, nulls)
+            return table.append_column(LEARNED_SCHEMA.field(index), column)
 
     def read(
         self,

@@ -107,6 +107,7 @@ def _reasons_of_algorithm(c: Config) -> dict[str, str]:
         if is_custom or a.critic or a.adv_estimator == "reinforce_plus_plus"
         else estimator,
         "algorithm.lam": "" if is_custom else critic,
+        "algorithm.whiten_advantages": estimator if a.adv_estimator == "opd" else "",
         "algorithm.norm_adv_by_std": "" if is_custom or a.adv_estimator == "grpo" else estimator,
         "algorithm.loss_scale": ""
         if a.loss_agg_mode == "seq-mean-token-sum-norm"

@@ -37,6 +37,7 @@ from agentrl.preflight import (
     Plan,
     check_rows_fit,
     check_template_fits,
+    check_tokenizers,
     describe_run,
     encode_prompts,
     make_canary_row,
@@ -55,6 +56,7 @@ from agentrl.trainer.recorded import RecordedStream
 from agentrl.trainer.resume import Start
 from agentrl.trainer.speed import describe_local_speed, measure_sampling
 from agentrl.trainer.stream import RolloutStream
+from agentrl.trainer.teacher import Teacher
 from agentrl.trajectory import Generation
 
 
@@ -85,6 +87,7 @@ def open_run(
         display.note(describe_run(plan))
         template = load_template(config)
         tokenizer = template.tokenizer
+        check_tokenizers(config, tokenizer)
         if config.rollout.name != "local":
             display.note(describe_engine(config))
         opening = EngineStart(config, tokenizer, placement.engine_slots() if placement else None)
@@ -107,6 +110,10 @@ def open_run(
         )
         stream = _make_stream(plan, rollouts, start, tokenizer, pad_id)
         stack.callback(stream.close)
+        teacher = None
+        if config.teacher.model and not config.trainer.val_only:
+            with display.phase("open the teacher"):
+                teacher = Teacher(config, template, learner, rollouts.run)
         row = make_canary_row(plan, template, _canary_tokens(engine))
         publisher = _make_publisher(learner, engine, rollouts, row, canary)
         with display.phase("send the weights and compare the engine"):
@@ -131,6 +138,7 @@ def open_run(
             engine=engine,
             dtype=opening.dtype,
             learner=learner,
+            teacher=teacher,
             publisher=publisher,
             guard=guard,
             store=store,
