@@ -57,7 +57,8 @@ VALIDATION_KEYS = (
 def without_effect(c: Config) -> list[str]:
     """Return a note for each key that was set but has no effect in this run, with the reason."""
     # The algorithm's name sets some keys, which are not the user's settings.
-    defaults = type(c).model_validate({"algorithm": {"name": c.algorithm.name}})
+    sections = {"algorithm": {"name": c.algorithm.name}, "teacher": c.teacher.model_dump()}
+    defaults = type(c).model_validate(sections)
     reasons = _reasons_of_engines(c) | _reasons_of_algorithm(c) | _reasons_of_run(c)
     return [
         f"{assignment(path, c.stored_value(path))} has no effect: {reason}"

@@ -137,7 +137,7 @@ class Rank:
         self.policy = self._load_policy()
         self.critic: Critic | None = None
         self._frozen: dict[str, Policy] = {}
-        """The reference and the teachers that are loaded, by their paths."""
+        """The reference ("") and the teachers that are loaded, by their paths."""
         self._weights_sender = WeightsSender()
         lora = config.model.lora_rank > 0
         if lora:
@@ -247,7 +247,7 @@ class Rank:
             assert self.critic is not None
             target = self.critic
         elif model == "teacher" or (model == "reference" and self.policy.peft is None):
-            target = self._load_frozen(teacher or str(self._path))
+            target = self._load_frozen(teacher)
         results = []
         with self._use_adapter_of(model), annotate(FORWARD_RANGES[model]):
             for micro_batch in micro_batches:
@@ -284,7 +284,7 @@ class Rank:
         return self.policy.adapter(CRITIC if model == "critic" else None)
 
     def _load_frozen(self, path: str) -> Policy:
-        """Return the initial policy or a teacher, loaded on first use.
+        """Return the initial policy ("") or a teacher, loaded on first use.
 
         It uses the policy's precision, so the initial policy rounds in the same way.
         """

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
-from agentrl.config.teacher import POLICY, is_url
+from agentrl.config.teacher import POLICY, TeacherConfig, is_url
 from agentrl.engine.local.load import load_model_config, max_row_length
 from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.sglang import SGLangEngine
@@ -87,17 +87,15 @@ class Teacher:
         """
         teacher = self._config.teacher
         rows: TokenRows = self._replace_prompts(batch, groups) if teacher.prompt else batch
-        of_rollout = [teacher.of(g.sample.data_source) for g in groups for _ in g.scored]
-        names = [of_rollout[r] for r in batch.rollout.tolist()]  # (B)
+        names = teachers_of(teacher, batch, groups)
         self._check_lengths(batch, rows, names)
-        out = torch.zeros(batch.response_mask.shape)
-        for name in dict.fromkeys(names):
-            is_chosen = torch.tensor([other == name for other in names])
-            chosen = replace(rows, response_mask=batch.response_mask & is_chosen[:, None])
+
+        def score(rows: TokenRows, name: str) -> Tensor:
             if name in self._servers:
-                out += self._run(_score(self._servers[name], chosen))
-            else:
-                out += self._learner.teacher_logprobs(chosen, name).float()
+                return self._run(_score(self._servers[name], rows))
+            return self._learner.teacher_logprobs(rows, name)
+
+        out = score_rows(rows, names, score)
         check_logprobs(batch, out, batch.response_mask, "teacher")
         return out
 
@@ -135,6 +133,35 @@ class Teacher:
                     f" as the teacher reads it, but {name} accepts {self._max_lengths[name]}."
                     " Decrease rollout.max_trajectory_tokens"
                 )
+
+
+def teachers_of(config: TeacherConfig, batch: Batch, groups: Sequence[Group]) -> list[str]:
+    """Return the teacher of each row of a batch, (B).
+
+    Args:
+        config: the section `teacher`.
+        batch: the step's rollouts.
+        groups: the groups of the batch.
+    """
+    of_rollout = [config.of(g.sample.data_source) for g in groups for _ in g.scored]
+    return [of_rollout[r] for r in batch.rollout.tolist()]
+
+
+def score_rows(
+    rows: TokenRows, names: Sequence[str], score: Callable[[TokenRows, str], Tensor]
+) -> Tensor:
+    """Return the logprobs of each row's teacher, (B, T) float32; 0 outside the mask.
+
+    Args:
+        rows: the rows as the teachers read them.
+        names: the teacher of each row.
+        score: returns the logprobs of a teacher at the tokens of the mask, 0 elsewhere.
+    """
+    out = torch.zeros(rows.response_mask.shape)
+    for name in dict.fromkeys(names):
+        is_chosen = torch.tensor([other == name for other in names])
+        out += score(replace(rows, response_mask=rows.response_mask & is_chosen[:, None]), name)
+    return out
 
 
 def _connect(url: str, tokenizer: Any, policy: str) -> SGLangEngine:
