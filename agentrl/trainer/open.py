@@ -40,6 +40,8 @@ from agentrl.preflight import (
     check_tokenizers,
     describe_run,
     encode_prompts,
+    longest_prompt,
+    longest_response,
     make_canary_row,
 )
 from agentrl.record import TRAJECTORIES
@@ -113,7 +115,9 @@ def open_run(
         teacher = None
         if config.teacher.model and not config.trainer.val_only:
             with display.phase("open the teacher"):
-                teacher = Teacher(config, template, learner, rollouts.run)
+                longest = longest_prompt(plan, template) + longest_response(plan)
+                longest = min(longest, engine.max_length)
+                teacher = Teacher(config, template, learner, rollouts.run, longest)
         row = make_canary_row(plan, template, _canary_tokens(engine))
         publisher = _make_publisher(learner, engine, rollouts, row, canary)
         with display.phase("send the weights and compare the engine"):

@@ -46,6 +46,7 @@ class Teacher:
         template: ChatTemplate,
         learner: Learner,
         run: Callable[[Coroutine[Any, Any, Any]], Any],
+        longest: int = 0,
     ):
         """Load the teachers that the learner holds, and connect to the others.
 
@@ -54,9 +55,11 @@ class Teacher:
             template: the policy's chat template.
             learner: holds the teachers that are models.
             run: runs a coroutine in the event loop of the rollouts.
+            longest: the tokens of the longest row that the policy may read.
 
         Raises:
-            ConfigError: a teacher cannot be loaded, or has another tokenizer than the policy.
+            ConfigError: a teacher cannot be loaded, accepts only shorter rows, or has another
+                tokenizer than the policy.
             EngineError: a server does not answer.
         """
         self._config, self._template, self._learner, self._run = config, template, learner, run
@@ -72,6 +75,11 @@ class Teacher:
                 self._max_lengths[name] = max_row_length(load_model_config(path))
                 if path != config.model.path:
                     learner.ranks.vocabulary(path)  # This loads it.
+            if self._max_lengths[name] < longest:
+                raise ConfigError(
+                    f"teacher.model={name} accepts {self._max_lengths[name]} tokens, but a row may"
+                    f" have {longest}. Decrease rollout.max_trajectory_tokens"
+                )
 
     def logprobs(self, batch: Batch, groups: Sequence[Group]) -> Tensor:
         """Return the teachers' logprobs of the sampled tokens, (B, T) float32; 0 elsewhere.
