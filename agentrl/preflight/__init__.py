@@ -42,6 +42,6 @@ __all__ = [
     "ask_servers", "check_model_fits", "check_open_files", "check_policy_learns", "check_prompts",
     "check_rows_fit", "check_template_fits", "check_tokenizers", "check_tool_format",
     "configured_servers", "describe_history", "describe_run", "encode_prompts", "find_code",
-    "find_problems", "load_files", "longest_prompt", "longest_response", "make_canary_row", "make_plan",
-    "render_first_prompts", "verify_rows",
+    "find_problems", "load_files", "longest_prompt", "longest_response", "make_canary_row",
+    "make_plan", "render_first_prompts", "verify_rows",
 ]  # fmt: skip
