@@ -72,18 +72,18 @@ STREAMS = {
 LEARNED = {
     "old_logprobs": pa.float32(),
     "reference_logprobs": pa.float32(),
+    "teacher_logprobs": pa.float32(),
     "values": pa.float32(),
     "advantages": pa.float32(),
     "returns": pa.float32(),
     "importance_weights": pa.float32(),
     "entropy": pa.float32(),
     "clipped": pa.int32(),
-    "teacher_logprobs": pa.float32(),
 }
 """The numbers of each response token that the update used; `agentrl.learner.learner.Learned`
 describes them."""
 NEWEST = "teacher_logprobs"
-"""The last of `LEARNED`, which files of earlier versions do not have."""
+"""The one of `LEARNED` that files of earlier versions do not have."""
 LEARNED_SCHEMA = pa.schema(
     [
         ("episode_id", pa.string()),
@@ -273,7 +273,7 @@ class TrajectoryStore:
             lists = table["advantages"].combine_chunks()
             nulls = pa.nulls(len(lists.flatten()), LEARNED[NEWEST])
             column = pa.ListArray.from_arrays(lists.offsets, nulls)
-            return table.append_column(LEARNED_SCHEMA.field(index), column)
+            return table.add_column(index, LEARNED_SCHEMA.field(index), column)
 
     def read(
         self,

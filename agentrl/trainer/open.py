@@ -112,12 +112,7 @@ def open_run(
         )
         stream = _make_stream(plan, rollouts, start, tokenizer, pad_id)
         stack.callback(stream.close)
-        teacher = None
-        if config.teacher.model and not config.trainer.val_only:
-            with display.phase("open the teacher"):
-                longest = longest_prompt(plan, template) + longest_response(plan)
-                longest = min(longest, engine.max_length)
-                teacher = Teacher(config, template, learner, rollouts.run, longest)
+        teacher = _open_teacher(plan, template, learner, engine, rollouts, display)
         row = make_canary_row(plan, template, _canary_tokens(engine))
         publisher = _make_publisher(learner, engine, rollouts, row, canary)
         with display.phase("send the weights and compare the engine"):
@@ -149,6 +144,22 @@ def open_run(
             clock=StepClock(),
             interrupt=stack.enter_context(Interrupt()),
         )
+
+
+def _open_teacher(
+    plan: Plan,
+    template: ChatTemplate,
+    learner: Learner,
+    engine: Engine,
+    rollouts: Rollouts,
+    display: Display,
+) -> Teacher | None:
+    config = learner.config
+    if not config.teacher.model or config.trainer.val_only:
+        return None
+    longest = longest_prompt(plan, template) + longest_response(plan)
+    with display.phase("open the teacher"):
+        return Teacher(config, template, learner, rollouts.run, min(longest, engine.max_length))
 
 
 def _make_stream(
