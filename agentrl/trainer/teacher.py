@@ -176,11 +176,12 @@ def _connect(url: str, tokenizer: Any, policy: str) -> SGLangEngine:
     """Return the client of a teacher's server, whose tokenizer is the policy's."""
     key = os.environ.get(TOKEN, "")
     info = AdminClient(url, key=key, admin_key="", process=None).ask("/model_info")
-    paths = [info.get(name) for name in ("tokenizer_path", "model_path")]
-    if not all(paths):
+    folder = info.get("tokenizer_path")
+    if not folder:
         raise ConfigError(f"teacher.model={url} does not report its tokenizer: it is not SGLang")
-    check_same_tokens(tokenizer, str(paths[0]), policy, url)
-    vocabulary = load_model_config(str(paths[1])).get_text_config().vocab_size
+    check_same_tokens(tokenizer, folder, policy, url)
+    # Not `model_path`: after an update of the weights it is a folder that is gone.
+    vocabulary = load_model_config(folder).get_text_config().vocab_size
     return SGLangEngine(url, vocabulary=vocabulary, key=key)
 
 
