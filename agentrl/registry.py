@@ -203,7 +203,7 @@ advantage_estimators: Registry[Callable[..., Any]] = Registry(
     "advantage estimator",
     shipped=(
         "gae", "grpo", "maxrl", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
-        "remax", "turn_rloo",
+        "remax", "turn_rloo", "opd",
     ),
     home="agentrl.learner.algorithms",
 )  # fmt: skip

@@ -72,6 +72,7 @@ STREAMS = {
 LEARNED = {
     "old_logprobs": pa.float32(),
     "reference_logprobs": pa.float32(),
+    "teacher_logprobs": pa.float32(),
     "values": pa.float32(),
     "advantages": pa.float32(),
     "returns": pa.float32(),
@@ -81,6 +82,8 @@ LEARNED = {
 }
 """The numbers of each response token that the update used; `agentrl.learner.learner.Learned`
 describes them."""
+NEWEST = "teacher_logprobs"
+"""The one of `LEARNED` that files of earlier versions do not have."""
 LEARNED_SCHEMA = pa.schema(
     [
         ("episode_id", pa.string()),
@@ -259,10 +262,18 @@ class TrajectoryStore:
             DataError: the file is damaged.
         """
         path = self._learned_file(step)
-        tables = [LEARNED_SCHEMA.empty_table()]
-        if path.exists():
-            tables.append(_read_columns(path, LEARNED_SCHEMA))
-        return pa.concat_tables(tables)
+        if not path.exists():
+            return LEARNED_SCHEMA.empty_table()
+        with _readable(path):
+            if NEWEST in pq.read_schema(path).names:
+                return _read_columns(path, LEARNED_SCHEMA)
+            # A run of a version without teachers has stored it.
+            index = LEARNED_SCHEMA.get_field_index(NEWEST)
+            table = _read_columns(path, LEARNED_SCHEMA.remove(index))
+            lists = table["advantages"].combine_chunks()
+            nulls = pa.nulls(len(lists.flatten()), LEARNED[NEWEST])
+            column = pa.ListArray.from_arrays(lists.offsets, nulls)
+            return table.add_column(index, LEARNED_SCHEMA.field(index), column)
 
     def read(
         self,

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -25,6 +26,7 @@ from agentrl.cli.options import (
     ValDataset,
     read_config,
     with_model_folder,
+    with_teacher_folders,
 )
 from agentrl.plural import plural
 from agentrl.terminal import echo
@@ -99,6 +101,7 @@ def _check_run(settings: Config, gpu_memory: float | None) -> None:
         check_model_fits,
         check_open_files,
         check_policy_learns,
+        check_tokenizers,
         describe_history,
         describe_run,
         make_plan,
@@ -109,9 +112,11 @@ def _check_run(settings: Config, gpu_memory: float | None) -> None:
     plan = make_plan(settings)
     check_policy_learns(plan)
     check_open_files(plan)
-    settings = with_model_folder(settings)
+    settings = with_teacher_folders(with_model_folder(settings))
+    plan = replace(plan, config=plan.config.with_values("teacher", model=settings.teacher.model))
     start = _describe_start(settings, plan)
     template = load_template(settings)
+    check_tokenizers(settings, template.tokenizer)
     # This import takes seconds, so it comes after the checks.
     from agentrl.engine.local.decoder import check_config
     from agentrl.engine.local.load import load_model_config, max_row_length
@@ -209,6 +214,7 @@ def _check_machine(
         gpu = memory.Gpu("--gpu-memory", int(gpu_memory * memory.GIB), 0)
     try:
         shape = memory.read_shape(model)
+        memory.teacher_parameters(config)
     except ConfigError as e:
         return [*unchecked, f"memory of a {'run' if on_cpu else 'GPU'}: {e}", weights], ""
     prompt = longest_prompt(plan, template)

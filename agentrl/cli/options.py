@@ -311,6 +311,20 @@ def with_model_folder(config: Config) -> Config:
     return config.with_values("model", path=resolve_model(config.model.path))
 
 
+def with_teacher_folders(config: Config) -> Config:
+    """Return the config with `resolve_model` of its teachers that are models.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    model = config.teacher.model
+    folders = {name: resolve_model(name) for name in config.teacher.local}
+    if isinstance(model, str):
+        return config.with_values("teacher", model=folders.get(model, model))
+    resolved = {source: folders.get(name, name) for source, name in model.items()}
+    return config.with_values("teacher", model=resolved)
+
+
 def config_of_run(model: Any) -> Path | None:
     """Return the config of a run if a model is the folder of the run; else None.
 

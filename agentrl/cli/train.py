@@ -23,6 +23,7 @@ from agentrl.cli.options import (
     ValDataset,
     read_config,
     with_model_folder,
+    with_teacher_folders,
 )
 from agentrl.cli.restarts import exit_code_of_crashes, is_supervised, run_supervised
 from agentrl.cli.spelling import command_words
@@ -102,7 +103,7 @@ def _train(settings: Config, console: Console) -> None:
     check_policy_learns(plan)
     check_open_files(plan)
     with console.phase("find the model"):
-        plan = replace(plan, config=with_model_folder(settings))
+        plan = replace(plan, config=with_teacher_folders(with_model_folder(settings)))
     with console.phase("load the libraries"):
         from agentrl.cluster import open_placement
         from agentrl.observers import make_observers

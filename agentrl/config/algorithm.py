@@ -38,6 +38,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "remax": {"adv_estimator": "remax", "loss_agg_mode": "seq-mean-token-sum"},
     "turn_rloo": {"adv_estimator": "turn_rloo", "loss_agg_mode": "seq-mean-token-sum"},
+    "opd": {"adv_estimator": "opd"},
 }
 """The defaults that each name sets in the section `algorithm`; explicit keys override them."""
 
@@ -47,12 +48,12 @@ class AlgorithmConfig(Section):
 
     name: Literal[
         "grpo", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "maxrl", "rloo",
-        "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "turn_rloo",
+        "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "turn_rloo", "opd",
     ] = "grpo"  # fmt: skip
     """The algorithm (docs/algorithms.md). It sets the defaults of the other keys."""
     adv_estimator: str = "grpo"
     """The advantage estimator: gae, grpo, maxrl, rloo, reinforce_plus_plus,
-    reinforce_plus_plus_baseline, remax, turn_rloo, or a registered one."""
+    reinforce_plus_plus_baseline, remax, turn_rloo, opd, or a registered one."""
     policy_loss: str = "vanilla"
     """The policy loss: vanilla (PPO's), gspo, cispo, sapo, dppo, or a registered one."""
     loss_agg_mode: Literal[

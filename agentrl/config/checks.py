@@ -57,7 +57,8 @@ VALIDATION_KEYS = (
 def without_effect(c: Config) -> list[str]:
     """Return a note for each key that was set but has no effect in this run, with the reason."""
     # The algorithm's name sets some keys, which are not the user's settings.
-    defaults = type(c).model_validate({"algorithm": {"name": c.algorithm.name}})
+    sections = {"algorithm": {"name": c.algorithm.name}, "teacher": c.teacher.model_dump()}
+    defaults = type(c).model_validate(sections)
     reasons = _reasons_of_engines(c) | _reasons_of_algorithm(c) | _reasons_of_run(c)
     return [
         f"{assignment(path, c.stored_value(path))} has no effect: {reason}"
@@ -110,6 +111,7 @@ def _reasons_of_algorithm(c: Config) -> dict[str, str]:
         if is_custom or a.critic or a.adv_estimator == "reinforce_plus_plus"
         else estimator,
         "algorithm.lam": "" if is_custom else critic,
+        "algorithm.whiten_advantages": estimator if a.adv_estimator == "opd" else "",
         "algorithm.norm_adv_by_std": "" if is_custom or a.adv_estimator == "grpo" else estimator,
         "algorithm.loss_scale": ""
         if a.loss_agg_mode == "seq-mean-token-sum-norm"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from agentrl.config.teacher import POLICY, TeacherConfig, is_url
 from agentrl.file_loaders import RECORDED
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def contradictions(c: Config) -> Iterator[str]:
         _quantization_contradictions,
         _recorded_contradictions if c.data.is_recorded else _staleness_contradictions,
         _filter_contradictions,
+        _teacher_contradictions,
         _reward_contradictions,
         _sandbox_contradictions,
     ):
@@ -192,6 +194,46 @@ def _filter_contradictions(c: Config) -> Iterator[str]:
             f"data.gen_batch_size={d.gen_batch_size} times algorithm.max_gen_batches="
             f"{a.max_gen_batches} is less than data.batch_size={d.batch_size}. Increase one of the"
             " first two"
+        )
+
+
+def _teacher_contradictions(c: Config) -> Iterator[str]:
+    """Yield a message for each value that does not fit the teacher, or the lack of one."""
+    a, t = c.algorithm, c.teacher
+    if not t.model:
+        if a.adv_estimator == "opd":
+            yield (
+                "algorithm.adv_estimator=opd learns from a teacher alone. Set teacher.model to a"
+                " model or to the URL of a server"
+            )
+        for name in ("prompt", "weight", "clip"):
+            if (value := getattr(t, name)) != TeacherConfig.model_fields[name].default:
+                yield f"teacher.{name}={value} without a teacher. Set teacher.model, or remove it"
+        return
+    if a.adv_estimator == "opd" and a.kl_reward_coef:
+        yield (
+            f"algorithm.kl_reward_coef={a.kl_reward_coef}: algorithm.adv_estimator=opd reads no"
+            " rewards. Penalize the loss instead with algorithm.kl_loss_coef"
+        )
+    if a.filter_groups:
+        yield (
+            "algorithm.filter_groups=true removes groups whose rewards are all equal, but the"
+            " teacher also teaches in these. Set algorithm.filter_groups=false"
+        )
+    if POLICY in t.names and not t.prompt:
+        yield (
+            f"teacher.model={POLICY} without teacher.prompt: the policy would be its own teacher,"
+            " so that all advantages are 0. Set teacher.prompt, or name another model"
+        )
+    if t.prompt and c.data.is_recorded:
+        yield "teacher.prompt needs the rows of the prompts, which recorded answers do not have"
+    if isinstance(t.model, dict) and c.data.is_recorded:
+        yield "teacher.model must be one teacher: recorded answers have no data source"
+    if c.rollout.temperature != 1 and (urls := [name for name in t.names if is_url(name)]):
+        yield (
+            f"rollout.temperature={c.rollout.temperature} with the teacher {urls[0]}: a server"
+            " scores given tokens at temperature 1 only. Set rollout.temperature=1, or let the"
+            " learner hold the teacher (teacher.model=FOLDER)"
         )
 
 

@@ -29,6 +29,7 @@ from agentrl.config.removed import without_removed
 from agentrl.config.section import LocalPath, Section, key, refuse_url
 from agentrl.config.server_arguments import check_arguments
 from agentrl.config.sources import assignment, dump_yaml
+from agentrl.config.teacher import TeacherConfig
 from agentrl.config.trackers import TRACKERS, other_trackers
 from agentrl.file_loaders import RECORDED, door_of
 from agentrl.registry import did_you_mean
@@ -647,6 +648,7 @@ class Config(Section):
         interaction: arguments of interactions.
         reward: the reward functions and their weights.
         algorithm: advantages, loss and KL.
+        teacher: the teacher of on-policy distillation.
         optim: the optimizer, and the memory of the learner.
         trainer: steps, output, devices.
     """
@@ -669,6 +671,7 @@ class Config(Section):
     interaction: InteractionConfig = InteractionConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    teacher: TeacherConfig = TeacherConfig()
     optim: OptimConfig = OptimConfig()
     trainer: TrainerConfig = TrainerConfig()
 

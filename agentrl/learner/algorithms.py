@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config import AlgorithmConfig, Config
+from agentrl.config.teacher import TeacherConfig
 from agentrl.errors import ConfigError, RunStopped, UserCodeError, is_own_error
 from agentrl.learner.batch import Batch, Targets, assign_mini_batches
 from agentrl.learner.losses import ESTIMATORS, describe_value
@@ -46,6 +47,7 @@ def make_targets(
     reference_logprobs: Tensor | None,
     *,
     kl_coef: float | None = None,
+    teacher_logprobs: Tensor | None = None,
 ) -> Targets:
     """Compute all that the loss needs from a batch.
 
@@ -64,6 +66,7 @@ def make_targets(
         reference_logprobs: (B, T), required if a KL coefficient is above 0.
         kl_coef: the weight of the KL penalty in the reward, if a controller adjusts it; None: the
             config's.
+        teacher_logprobs: (B, T), required with a teacher, as are `old_logprobs`.
 
     Raises:
         RegistryError, UserCodeError, RunStopped: see `estimate`.
@@ -76,6 +79,11 @@ def make_targets(
         penalty = torch.zeros_like(batch.token_rewards)
         penalty[mask] = (a.kl_reward_coef if kl_coef is None else kl_coef) * kl.to(penalty)
     advantages, returns = _advantages(batch, a, values, penalty)
+    if config.teacher.model:
+        assert old_logprobs is not None and teacher_logprobs is not None
+        advantages = advantages + teacher_advantages(
+            old_logprobs, teacher_logprobs, mask, config.teacher
+        )
     scale = a.loss_scale or config.rollout.max_trajectory_tokens
     return Targets(
         advantages=advantages,
@@ -84,6 +92,7 @@ def make_targets(
         reference_logprobs=reference_logprobs,
         returns=returns,
         values=values,
+        teacher_logprobs=teacher_logprobs,
     )
 
 
@@ -93,7 +102,7 @@ def has_learning_signal(batch: Batch, config: AlgorithmConfig, targets: Targets)
     The policy can if a token has an advantage that is not exactly 0, the critic if a value differs
     from its return. Neither can if no rollout trains, or if the estimator finds all rollouts
     equally good. Then at most a KL or an entropy term moves the policy. A KL penalty in the reward
-    is no learning signal.
+    is no learning signal. A teacher is one.
 
     Args:
         batch: the step's rollouts.
@@ -104,6 +113,8 @@ def has_learning_signal(batch: Batch, config: AlgorithmConfig, targets: Targets)
     if config.kl_reward_coef:
         advantages, returns = _advantages(batch, config, values, None)
     teaches = advantages != 0
+    if targets.teacher_logprobs is not None:
+        teaches |= targets.teacher_logprobs != targets.old_logprobs
     if returns is not None and values is not None:
         teaches |= returns != values
     return bool(teaches[batch.action_mask].any())
@@ -525,6 +536,45 @@ def generalized_advantages(
     return advantages, returns
 
 
+# --- the teacher ---------------------------------------------------------------------------------
+
+
+@advantage_estimator("opd")
+def opd(
+    batch: Batch, token_rewards: Tensor, values: Tensor | None, config: AlgorithmConfig
+) -> tuple[Tensor, None]:
+    """Return 0: on-policy distillation learns from `teacher_advantages` alone, not from rewards."""
+    return torch.zeros_like(token_rewards), None
+
+
+def teacher_advantages(
+    old_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor, config: TeacherConfig
+) -> Tensor:
+    """Return the clipped log ratio of teacher and policy, times the weight, at each chosen token.
+
+    The expectation of the log ratio over the policy's token is -KL(policy, teacher) at the state
+    before it. So with advantages that are not clipped, on policy, the expected gradient of a token
+    is that of -KL(policy, teacher), the preceding states held fixed: a token is not charged for
+    leading to states where the KL is larger (a discount of 0). This is the reverse KL per token of
+    Thinking Machines' "On-Policy Distillation"; GKD (arXiv:2306.13649) and MiniLLM
+    (arXiv:2306.08543) have the same objective, GKD with the KL over the whole vocabulary, and
+    MiniLLM with later tokens in the return.
+
+    Args:
+        old_logprobs: (B, T), of the policy at the start of the step.
+        teacher_logprobs: (B, T).
+        mask: (B, T) bool, the tokens of rollouts that train.
+        config: the section `teacher`.
+
+    Returns:
+        (B, T) float64; 0 outside the mask.
+    """
+    log_ratio = teacher_logprobs[mask].double() - old_logprobs[mask].double()
+    advantages = torch.zeros(mask.shape, dtype=torch.float64)
+    advantages[mask] = config.weight * log_ratio.clamp(-config.clip, config.clip)
+    return advantages
+
+
 # --- whitening -----------------------------------------------------------------------------------
 
 
@@ -686,12 +736,24 @@ def rollout_kl(batch: Batch, logprobs: Tensor, reference_logprobs: Tensor, kl_ty
 # --- metrics -------------------------------------------------------------------------------------
 
 
-def target_metrics(batch: Batch, targets: Targets) -> dict[str, float]:
-    """Return mean, max and min of the targets, and how well the critic predicted the returns."""
+def target_metrics(
+    batch: Batch, targets: Targets, teacher: TeacherConfig | None = None
+) -> dict[str, float]:
+    """Return mean, max and min of the targets, how well the critic predicted the returns, the KL.
+
+    Args:
+        batch: the step's rollouts.
+        targets: the result of `make_targets` for the batch.
+        teacher: the section `teacher`, if there is a teacher.
+    """
     mask = batch.action_mask
     if not mask.any():
         return {}
     metrics = _summary("critic/advantages", targets.advantages[mask])
+    if teacher and targets.teacher_logprobs is not None and targets.old_logprobs is not None:
+        kl = targets.old_logprobs[mask].double() - targets.teacher_logprobs[mask].double()
+        metrics["teacher/reverse_kl"] = kl.mean().item()
+        metrics["teacher/clipfrac"] = (kl.abs() > teacher.clip).double().mean().item()
     if targets.values is not None and targets.returns is not None:
         values, returns = targets.values[mask], targets.returns[mask]
         metrics |= _summary("critic/values", values) | _summary("critic/returns", returns)

@@ -114,6 +114,8 @@ class Targets:
     """(B, T) float32, the targets of the critic; None without a critic."""
     values: Tensor | None
     """(B, T) float32: the critic's at the start of the step; None without a critic."""
+    teacher_logprobs: Tensor | None = None
+    """(B, T) float32 of the teacher; None without a teacher."""
 
 
 NO_TURN_REWARDS = RewardConfig()

@@ -24,7 +24,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +34,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from agentrl.config import Config
+from agentrl.config.teacher import POLICY
 from agentrl.engine.remote.senders import Route
 from agentrl.errors import RunStopped
 from agentrl.learner.algorithms import target_metrics
@@ -78,6 +78,8 @@ class Learned:
     """The trainer's at the start of the step."""
     reference_logprobs: Tensor | None
     """Those of the reference policy; None without a KL term."""
+    teacher_logprobs: Tensor | None
+    """Those of the teacher; None without a teacher."""
     values: Tensor | None
     """The critic's at the start of the step; None without a critic."""
     advantages: Tensor
@@ -153,6 +155,8 @@ class Learner:
         """The rank, if there is one rank and it is in this process."""
         self.total_steps = total_steps
         """The length of the run, which the learning rate depends on."""
+        self._inputs: dict[str, tuple[Mode, int]] = {}
+        """The results of `_input_of`: of the policy (""), and of teachers."""
         self.policy_steps = 0
         """The number of optimizer steps of the policy in this process."""
 
@@ -166,12 +170,13 @@ class Learner:
         """Return `logprobs` for `Targets`, (B, T), or None if the update computes them itself.
 
         The update computes them if the whole batch is one mini-batch, however many epochs there
-        are: its first pass uses the same weights. A KL penalty in the reward needs them before the
-        update.
+        are: its first pass uses the same weights. A KL penalty in the reward and a teacher need
+        them before the update.
         """
         a = self.config.algorithm
         is_one_mini_batch = count_mini_batches(len(batch.rewards), a.mini_batch_size) == 1
-        return None if is_one_mini_batch and not a.kl_reward_coef else self.logprobs(batch)
+        needs_them = a.kl_reward_coef or self.config.teacher.model
+        return None if is_one_mini_batch and not needs_them else self.logprobs(batch)
 
     def reference_logprobs(self, batch: Batch) -> Tensor | None:
         """Return the initial policy's logprobs, (B, T) float32, or None without a KL term.
@@ -187,6 +192,25 @@ class Learner:
         """Return the initial policy's logprobs, (B, T) float32."""
         return self._forward(batch, "reference")
 
+    def teacher_logprobs(self, rows: TokenRows, teacher: str) -> Tensor:
+        """Return the logprobs of a teacher that the learner holds, (B, T) float32.
+
+        A teacher with the path of the policy's model is the initial policy.
+
+        Args:
+            rows: the rows, with the prompts that the teacher reads.
+            teacher: the path of its model, or `policy`.
+
+        Raises:
+            ConfigError: the model cannot be loaded.
+            RunStopped: a token id is not in its vocabulary.
+        """
+        if teacher == POLICY:
+            return self.logprobs(rows)
+        if teacher == self.config.model.path:
+            return self._forward(rows, "reference")
+        return self._forward(rows, "teacher", teacher)
+
     def values(self, batch: Batch) -> Tensor | None:
         """Return the critic's values, (B, T) float32, or None without a critic.
 
@@ -194,10 +218,11 @@ class Learner:
         """
         return self._forward(batch, "critic") if self.config.algorithm.critic else None
 
-    def _forward(self, batch: TokenRows, model: ModelName) -> Tensor:
+    def _forward(self, batch: TokenRows, model: ModelName, teacher: str = "") -> Tensor:
         mask = batch.response_mask
-        rows, shares = self._make_micro_batches(batch, mask.any(1), mask, {})
-        return _scatter(mask, rows, self.ranks.forward(shares, model) if any(shares) else [])
+        rows, shares = self._make_micro_batches(batch, mask.any(1), mask, {}, teacher)
+        results = self.ranks.forward(shares, model, teacher) if any(shares) else []
+        return _scatter(mask, rows, results)
 
     # --- the update ------------------------------------------------------------------------------
 
@@ -278,12 +303,13 @@ class Learner:
         learned = Learned(
             old_logprobs=_nan_outside(has_old, old),
             reference_logprobs=_nan_outside(mask, targets.reference_logprobs),
+            teacher_logprobs=_nan_outside(mask, targets.teacher_logprobs),
             values=_nan_outside(mask, targets.values),
             advantages=targets.advantages.masked_fill(~mask, math.nan),
             returns=_nan_outside(mask, targets.returns),
             **{name: of_tokens.get(name) for name in PASS_NUMBERS},
         )
-        return metrics | mismatch | target_metrics(batch, targets), learned
+        return metrics | mismatch | target_metrics(batch, targets, self.config.teacher), learned
 
     def gradient(
         self, batch: Batch, targets: Targets, rows: Tensor | None = None
@@ -377,9 +403,14 @@ class Learner:
         return rows_by_rank, self.ranks.forward_backward(shares, loss) if any(shares) else []
 
     def _make_micro_batches(
-        self, batch: TokenRows, rows: Tensor, mask: Tensor, columns: Mapping[str, Tensor]
+        self,
+        batch: TokenRows,
+        rows: Tensor,
+        mask: Tensor,
+        columns: Mapping[str, Tensor],
+        teacher: str = "",
     ) -> tuple[list[list[Tensor]], list[list[MicroBatch]]]:
-        """Make micro-batches of the rows where `rows` (B,) is True.
+        """Make micro-batches of the rows where `rows` (B,) is True, for the policy or a teacher.
 
         Returns:
             For each rank the row numbers of its micro-batches, and the micro-batches.
@@ -387,22 +418,26 @@ class Learner:
         Raises:
             RunStopped: a token id is not in the model's vocabulary.
         """
-        check_tokens(batch, self._vocabulary)
+        mode, vocabulary = self._input_of(teacher)
+        check_tokens(batch, vocabulary)
         budget = self.config.optim.micro_batch_tokens
-        rows_by_rank = assign_rows(batch, rows.nonzero()[:, 0], self.ranks.size, budget, self.mode)
+        rows_by_rank = assign_rows(batch, rows.nonzero()[:, 0], self.ranks.size, budget, mode)
         return rows_by_rank, [
-            [make_micro_batch(batch, r, mask, columns, self.mode) for r in share]
+            [make_micro_batch(batch, r, mask, columns, mode) for r in share]
             for share in rows_by_rank
         ]
 
-    @cached_property
-    def mode(self) -> Mode:
-        """How rows become the input of the model; the same on all ranks."""
-        return self.ranks.mode()[0]
+    def _input_of(self, teacher: str) -> tuple[Mode, int]:
+        """Return how rows become the input of a model, and the size of its vocabulary."""
+        if teacher not in self._inputs:
+            mode = self.ranks.mode(teacher)[0]
+            self._inputs[teacher] = mode, self.ranks.vocabulary(teacher)
+        return self._inputs[teacher]
 
-    @cached_property
-    def _vocabulary(self) -> int:
-        return self.ranks.vocabulary()
+    @property
+    def mode(self) -> Mode:
+        """How rows become the input of the policy; the same on all ranks."""
+        return self._input_of("")[0]
 
     def _optimizer_step(
         self,

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from agentrl.config import Config
 from agentrl.config.sources import assignment
+from agentrl.engine.local.load import load_model_config
 from agentrl.engine.local.quantize import BYTES_PER_WEIGHT
 from agentrl.engine.local.rows import GROWTH
 from agentrl.errors import ConfigError
@@ -317,16 +319,19 @@ class _Learner:
         # Quantized weights are not spread over ranks.
         weights += int(BYTES_PER_WEIGHT * self.quantized) * self.ranks
         critic = reference = 0
+        teacher = self.half * teacher_parameters(self.config)
         if self.config.algorithm.critic:
             critic = FULL * (self.adapter_parameters or self.shape.parameters)
         a = self.config.algorithm
-        if (a.kl_loss_coef or a.kl_reward_coef) and not self.adapter_parameters:
+        is_teacher = self.config.model.path in self.config.teacher.local
+        if (a.kl_loss_coef or a.kl_reward_coef or is_teacher) and not self.adapter_parameters:
             reference = self.half * self.shape.parameters
         return {
             "weights": on_gpu * weights // self.ranks,
             "optimizer": self.moments if self.config.optim.offload == "none" else 0,
             "critic": on_gpu * critic // self.ranks,
             "reference": on_gpu * reference // self.ranks,
+            "teacher": on_gpu * teacher // self.ranks,
         }
 
     @property
@@ -555,6 +560,21 @@ def _find_small_share(shape: ModelShape, config: Config, row_tokens: int, gpu_by
         f"rollout.gpu_memory_utilization={r.gpu_memory_utilization:g} gives a server {gib(share)},"
         f" but the weights and one row need {gib(needed)}: set rollout.{key}={value:g} or more"
     )
+
+
+def teacher_parameters(config: Config) -> int:
+    """Return the parameters of the teachers that the learner holds besides the initial policy.
+
+    Raises:
+        ConfigError: a model cannot be found or sized.
+    """
+    paths = [path for path in config.teacher.local if path != config.model.path]
+    return sum(_parameters_of(path) for path in paths)
+
+
+@cache
+def _parameters_of(path: str) -> int:
+    return read_shape(load_model_config(path)).parameters
 
 
 def read_shape(config: PretrainedConfig) -> ModelShape:

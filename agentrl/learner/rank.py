@@ -51,10 +51,11 @@ from agentrl.learner.sharding import (
     wrap_layers,
 )
 
-ModelName = Literal["policy", "reference", "critic"]
+ModelName = Literal["policy", "reference", "critic", "teacher"]
 LossName = Literal["actor", "critic", "sft"]
 FORWARD_RANGES: dict[ModelName, str] = {
-    "policy": "old_logprobs", "reference": "reference_logprobs", "critic": "critic_values"
+    "policy": "old_logprobs", "reference": "reference_logprobs", "critic": "critic_values",
+    "teacher": "teacher_logprobs",
 }  # fmt: skip
 """The names of `Rank.forward` in profiles."""
 ADAPTER_FOLDER = "adapter"
@@ -136,7 +137,8 @@ class Rank:
         self._dtype = dtype or ("auto" if cuda else torch.float32)
         self.policy = self._load_policy()
         self.critic: Critic | None = None
-        self._reference: Policy | None = None
+        self._frozen: dict[str, Policy] = {}
+        """The reference ("") and the teachers that are loaded, by their paths."""
         self._weights_sender = WeightsSender()
         lora = config.model.lora_rank > 0
         if lora:
@@ -147,7 +149,7 @@ class Rank:
             self.critic = Critic((self.policy if lora else self._load_policy()).packed_model)
         if self._quantizes:
             self.policy.quantize(self.device)
-        self._shard(self.policy.packed_model)
+        self._compiled = self._shard(self.policy.packed_model)
         trainable = {"actor": self.policy.parameters(ACTOR)}
         if critic := self.critic:
             if not lora:
@@ -164,16 +166,20 @@ class Rank:
     def _quantizes(self) -> bool:
         return self.config.model.quantization == "nf4"
 
-    def _load_policy(self) -> Policy:
+    def _load_policy(self, path: str | Path = "") -> Policy:
         """Return the policy with the shards of this rank, which `_shard` then puts into it.
 
         Adapters are merged into whole weights, and whole layers are quantized. So each rank loads
         such a base whole, into memory of the CPU.
+
+        Args:
+            path: another model, which is not quantized; "": the policy's.
         """
-        is_whole = self._quantizes or base_and_adapters(self._path)[1]
+        is_whole = (self._quantizes and not path) or bool(base_and_adapters(path or self._path)[1])
+        path = path or self._path
         mesh = None if is_whole else self._mesh
         with keep_shards(mesh, "cpu" if self.config.optim.offload == "all" else self.device):
-            model = self._load(self._path, self._dtype, "cpu")
+            model = self._load(path, self._dtype, "cpu")
         return Policy(model, self.config.rollout.temperature, prove=False)
 
     def _add_adapter(self, name: str) -> None:
@@ -182,14 +188,18 @@ class Rank:
         seed = self.config.trainer.seed + (name == CRITIC)
         self.policy.add_adapter(name, m.lora_rank, m.lora_alpha, m.lora_target_modules, seed)
 
-    def _shard(self, packed_model: PackedModel) -> None:
-        """Shard a model, find how it runs rows, and apply the section `optim` to its layers."""
+    def _shard(self, packed_model: PackedModel) -> bool:
+        """Shard a model, find how it runs rows, and apply the section `optim` to its layers.
+
+        Returns:
+            True if the layers are compiled.
+        """
         layers, head, optim = packed_model.layers(), packed_model.value_head, self.config.optim
         offloads = optim.offload == "all"
         shard(packed_model, layers, head, self._mesh, self._compute, offloads)
         packed_model.prove(self._compute, optim.micro_batch_tokens)
         reshard(packed_model)
-        self._compiled = wrap_layers(packed_model, layers, self._mesh, optim)
+        return wrap_layers(packed_model, layers, self._mesh, optim)
 
     @dispatch(BROADCAST)
     def compile(self) -> None:
@@ -210,30 +220,42 @@ class Rank:
     # --- forward passes --------------------------------------------------------------------------
 
     @dispatch(BROADCAST)
-    def vocabulary(self) -> int:
-        """Return the number of tokens in the model's vocabulary."""
-        return self.policy.model.get_input_embeddings().num_embeddings  # type: ignore[return-value]
+    def vocabulary(self, teacher: str = "") -> int:
+        """Return the number of tokens in the vocabulary of the policy, or of a teacher."""
+        model = (self._load_frozen(teacher) if teacher else self.policy).model
+        return model.get_input_embeddings().num_embeddings  # type: ignore[return-value]
 
     @dispatch(BROADCAST)
-    def mode(self) -> tuple[Mode, str]:
-        """Return how rows become the input of the model, and why; see `prove_mode`."""
-        return self.policy.packed_model.mode, self.policy.packed_model.mode_reason
+    def mode(self, teacher: str = "") -> tuple[Mode, str]:
+        """Return how rows become the input of the policy or of a teacher, and why.
+
+        See `prove_mode`.
+        """
+        model = (self._load_frozen(teacher) if teacher else self.policy).packed_model
+        return model.mode, model.mode_reason
 
     @dispatch(SPLIT)
     @torch.no_grad()
-    def forward(self, micro_batches: Sequence[MicroBatch], model: ModelName) -> list[Tensor]:
+    def forward(
+        self, micro_batches: Sequence[MicroBatch], model: ModelName, teacher: str = ""
+    ) -> list[Tensor]:
         """Run a model without gradient.
 
+        Args:
+            micro_batches: the rows.
+            model: the model.
+            teacher: the path of the model "teacher".
+
         Returns:
-            For each micro-batch the logprobs of policy or reference, or the critic's values: (N,),
-            float32 or wider.
+            For each micro-batch the logprobs of the model, or the critic's values: (N,), float32 or
+            wider.
         """
         target: Policy | Critic = self.policy
         if model == "critic":
             assert self.critic is not None
             target = self.critic
-        elif model == "reference" and self.policy.peft is None:
-            target = self._reference = self._reference or self._load_reference()
+        elif model == "teacher" or (model == "reference" and self.policy.peft is None):
+            target = self._load_frozen(teacher)
         results = []
         with self._use_adapter_of(model), annotate(FORWARD_RANGES[model]):
             for micro_batch in micro_batches:
@@ -269,14 +291,20 @@ class Rank:
             return nullcontext()
         return self.policy.adapter(CRITIC if model == "critic" else None)
 
-    def _load_reference(self) -> Policy:
-        """Load the initial policy. It uses the policy's precision, so it rounds in the same way."""
-        frozen = self._load_policy()
+    def _load_frozen(self, path: str) -> Policy:
+        """Return the initial policy ("") or a teacher, loaded on first use.
+
+        It uses the policy's precision, so the initial policy rounds in the same way.
+        """
+        if path in self._frozen:
+            return self._frozen[path]
+        frozen = self._load_policy(path)
         frozen.model.requires_grad_(False)
         if self._compute is not None:
             for weight in frozen.model.parameters():  # Not the buffers: they stay precise.
                 convert(weight, self._compute)
         self._shard(frozen.packed_model)
+        self._frozen[path] = frozen
         return frozen
 
     # --- training --------------------------------------------------------------------------------
@@ -486,10 +514,7 @@ class LearnerRanks(RankGroup, Protocol):
     list with the result of each rank.
     """
 
-    vocabulary: Callable[[], int]
-    mode: Callable[[], tuple[Mode, str]]
     compile: Callable[[], None]
-    forward: Callable[[Sequence[Sequence[MicroBatch]], ModelName], list[list[Tensor]]]
     forward_backward: Callable[[Sequence[Sequence[MicroBatch]], LossName], list[PassResult]]
     optimizer_step: Callable[[str, float], float]
     zero_grad: Callable[[], None]
@@ -501,6 +526,23 @@ class LearnerRanks(RankGroup, Protocol):
     load: Callable[[Path], None]
     perturb_adapter: Callable[[int], None]
     restore_adapter: Callable[[], None]
+
+    def vocabulary(self, teacher: str = "") -> int:
+        """Return the size of a model's vocabulary; see `Rank.vocabulary`."""
+        ...
+
+    def mode(self, teacher: str = "") -> tuple[Mode, str]:
+        """Return how rows become the input of a model; see `Rank.mode`."""
+        ...
+
+    def forward(
+        self,
+        micro_batches: Sequence[Sequence[MicroBatch]],
+        model: ModelName,
+        teacher: str = "",
+    ) -> list[list[Tensor]]:
+        """Run a model without gradient; see `Rank.forward`."""
+        ...
 
     def score(self, token_ids: Sequence[int], perturbations: int = 0) -> Tensor:
         """Return the logprobs of a row; see `Rank.score`."""

@@ -68,6 +68,7 @@ DOING = {
     "collate": "making the batch",
     "adv": "advantages",
     "ref": "logprobs of the reference",
+    "teacher": "logprobs of the teacher",
     "values": "values",
     "old_log_prob": "logprobs",
     "update_actor": "update",

@@ -4,6 +4,7 @@ plan.py      loads and checks the rows, tools and rewards
 prompts.py   checks that the chat template and the context of the model fit the rows
 capacity.py  checks that the machine lets the run open as many files as it needs
 servers.py   asks the servers that run already whether they answer
+teacher.py   checks that the teacher fits the rows and the policy's tokenizer
 describe.py  describes the run
 """
 
@@ -34,12 +35,13 @@ from agentrl.preflight.prompts import (
     verify_rows,
 )
 from agentrl.preflight.servers import ask_servers, configured_servers
+from agentrl.preflight.teacher import check_tokenizers
 
 __all__ = [
     "CANARY_TOKENS", "CANARY_TOKENS_OF_FLOAT32", "SHIPPED_LOOPS", "Plan", "announce_files",
     "ask_servers", "check_model_fits", "check_open_files", "check_policy_learns", "check_prompts",
-    "check_rows_fit", "check_template_fits", "check_tool_format", "configured_servers",
-    "describe_history", "describe_run", "encode_prompts", "find_code", "find_problems",
-    "load_files", "longest_prompt", "longest_response", "make_canary_row", "make_plan",
-    "render_first_prompts", "verify_rows",
+    "check_rows_fit", "check_template_fits", "check_tokenizers", "check_tool_format",
+    "configured_servers", "describe_history", "describe_run", "encode_prompts", "find_code",
+    "find_problems", "load_files", "longest_prompt", "longest_response", "make_canary_row",
+    "make_plan", "render_first_prompts", "verify_rows",
 ]  # fmt: skip

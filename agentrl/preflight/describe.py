@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from agentrl.chat import ChatTemplate
 from agentrl.config import AlgorithmConfig, Config
+from agentrl.config.teacher import POLICY, TeacherConfig, is_url
 from agentrl.data import (
     Rows,
     find_kinds,
@@ -90,6 +91,7 @@ def describe_run(plan: Plan) -> str:
             f"{on_ranks} ({_describe_algorithm(config.algorithm)});"
             f" {plural(plan.total_steps, 'step')}"
         )
+        lines += _describe_teacher(config.teacher)
         played = plan.total_steps * config.data.batch_size
         left_out = plan.rows_of_epochs - played
         ends_early = config.data.drop_last and not config.trainer.total_steps and left_out > 0
@@ -151,6 +153,21 @@ def _describe_algorithm(config: AlgorithmConfig) -> str:
     values = {part: getattr(config, part) for part in parts}
     changed = [f"{p}={value}" for p, value in values.items() if value != getattr(defaults, p)]
     return f"{config.name} with {', '.join(changed)}" if changed else config.name
+
+
+def _describe_teacher(teacher: TeacherConfig) -> Iterator[str]:
+    """Yield lines about the teacher: its models, who holds them, and what it reads."""
+    model = teacher.model
+    sources = {"": model} if isinstance(model, str) else model
+    for source, name in sources.items():
+        if not name:
+            return
+        kind = "the present policy" if name == POLICY else name
+        kind += " (a server)" if is_url(name) else " (held by the learner)"
+        rows = f" of rows of data_source {source}" if source else ""
+        yield f"teacher{rows}: {kind}; weight {teacher.weight:g}, clip {teacher.clip:g} nats"
+    if teacher.prompt:
+        yield f"  it reads the last user message as {teacher.prompt!r}"
 
 
 def _describe_extra_rollouts(config: Config) -> Iterator[str]:

@@ -33,6 +33,7 @@ from agentrl.doors.door import check_doors
 from agentrl.errors import ConfigError, DataError, UserError
 from agentrl.gateway.agent import check_agent, describe_sample
 from agentrl.plural import plural
+from agentrl.preflight.teacher import check_teacher_rows
 from agentrl.rewards import Scorer, check_graders
 from agentrl.rewards.leaks import find_leaks
 from agentrl.terminal import echo
@@ -151,6 +152,7 @@ def make_plan(config: Config) -> Plan:
                 if not reports_outcome(s, config) and s.environment not in unscored
             )
             _attempt(partial(check_graders, graded, scorer, file, first), problems)
+    problems += check_teacher_rows(config, rows[0])
     if problems or scorer is None:
         raise DataError("\n".join(dict.fromkeys(problems)))
     for file, first, samples in parts:

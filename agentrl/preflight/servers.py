@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from agentrl.config.teacher import is_url
 from agentrl.errors import AgentRLError
 from agentrl.http import fetch
 from agentrl.preflight.plan import Plan
@@ -44,7 +45,7 @@ class ServerReport(NamedTuple):
 
 
 def configured_servers(plan: Plan) -> list[ConfiguredServer]:
-    """Return the servers of the run's rewards, interactions and engines that run already.
+    """Return the servers of rewards, interactions, engines and teachers that run already.
 
     A server of a reward or an interaction is an argument `url` in the config. Interactions that no
     row has are left out. Tool servers and sandboxes have their own checks.
@@ -64,6 +65,8 @@ def _servers(plan: Plan) -> Iterator[ConfiguredServer]:
     if config.rollout.name != "local":
         for i, url in enumerate(config.rollout.urls):
             yield ConfiguredServer(f"rollout.urls[{i}]", url, "/health", "AGENTRL_ENGINE_TOKEN")
+    for i, url in enumerate(name for name in config.teacher.names if is_url(name)):
+        yield ConfiguredServer(f"teacher.model[{i}]", url, "/health", "AGENTRL_TEACHER_TOKEN")
 
 
 def _server(key: str, name: str, kwargs: Mapping[str, Any] | None) -> Iterator[ConfiguredServer]:
@@ -118,7 +121,7 @@ def _ask(server: ConfiguredServer, timeout_s: float) -> ServerReport:
 
 
 def _advice(server: ConfiguredServer) -> str:
-    if server.key.startswith("rollout."):
+    if server.key.startswith(("rollout.", "teacher.")):
         return f". Set {server.token_env} to its API key"
     if server.token_env in os.environ:
         return ""

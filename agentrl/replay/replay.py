@@ -25,7 +25,7 @@ from agentrl.config import Config
 from agentrl.engine.local.load import resolve_device
 from agentrl.errors import AgentRLError, ConfigError, UserError
 from agentrl.learner.algorithms import KLController
-from agentrl.learner.batch import Batch, collate
+from agentrl.learner.batch import Batch, check_logprobs, collate
 from agentrl.learner.learner import Learner
 from agentrl.learner.sharding import full_tensor
 from agentrl.learner.state import dequantize, read_state, shapes_in
@@ -36,15 +36,16 @@ from agentrl.record import METRICS, read_metrics
 from agentrl.registry import advantage_estimators, policy_losses
 from agentrl.report.rescore import recompute
 from agentrl.report.run import Run, StepGroups
-from agentrl.store import LEARNED, LEARNED_SCHEMA
+from agentrl.store import LEARNED, LEARNED_SCHEMA, LEARNED_STEPS
 from agentrl.terminal import echo
 from agentrl.trainer.checkpoint import INITIAL, META, Checkpoint, find_steps, open_checkpoint
 from agentrl.trainer.resume import open_fork, read_fork
 from agentrl.trainer.step import compute_targets, learn
 from agentrl.trainer.stream import staleness_metrics
+from agentrl.trainer.teacher import score_rows, teachers_of
 from agentrl.trajectory import Group, Scored
 
-DETERMINED = ("actor/", "critic/", "rollout_corr/", "training/rollout_", "waste/")
+DETERMINED = ("actor/", "critic/", "rollout_corr/", "teacher/", "training/rollout_", "waste/")
 """The prefixes of metrics that the stored rollouts determine."""
 ROUNDING = {"cpu": 1e-3, "cuda": 1e-2}
 """The tolerance for runs with several processes or a GPU, by device: sums have another order. Two
@@ -287,7 +288,8 @@ class Replayer:
         differences = [*_compare_rewards(every, config)]
         differences += _compare_versions(every, step - 1, config.trainer.max_staleness)
         differences += self._compare_logprobs(batch, recorded, config, tolerance)
-        targets, signal = compute_targets(self.learner, batch, self.kl)
+        teacher = self.teacher_logprobs(step, config, batch, groups.groups)
+        targets, signal = compute_targets(self.learner, batch, self.kl, teacher_logprobs=teacher)
         updated, learned = learn(self.learner, batch, targets, self.kl, step)
         replayed = rollout_metrics(every) | signal | updated
         replayed |= staleness_metrics(groups.groups, step - 1)
@@ -309,6 +311,44 @@ class Replayer:
                 differences += wrong
                 compared.append(f"{tensors} tensors of {folder.name}")
         return differences, compared
+
+    def teacher_logprobs(
+        self, step: int, config: Config, batch: Batch, groups: Sequence[Group]
+    ) -> Tensor | None:
+        """Return the teacher's logprobs, (B, T); None without a teacher.
+
+        Those of models of their own are computed again. Those of servers, and of teachers with
+        another prompt, are the recorded ones.
+
+        Args:
+            step: the step.
+            config: its config.
+            batch: its batch.
+            groups: the groups of the batch.
+
+        Raises:
+            UserError: they are not recorded.
+        """
+        teacher = config.teacher
+        if not teacher.model:
+            return None
+        if teacher.names == teacher.local and not teacher.prompt:
+            names = teachers_of(teacher, batch, groups)
+            return score_rows(batch, names, self.learner.teacher_logprobs)
+        stored = self.run.store.read_learned(step)
+        if not len(stored):
+            raise UserError(
+                f"step {step} cannot be replayed: the logprobs of its teacher are not stored."
+                f" learned/ has those of the last {LEARNED_STEPS} steps"
+            )
+        out = torch.zeros(batch.response_mask.shape)
+        if [row[2] for row in _rows(stored)] != batch.response_lengths.tolist():
+            raise UserError(f"step {step}: learned/ has other tokens than trajectories/")
+        for b, numbers in enumerate(stored["teacher_logprobs"].to_pylist()):
+            known = torch.tensor([math.nan if x is None else x for x in numbers])
+            out[b, : len(known)] = torch.where(batch.action_mask[b, : len(known)], known, 0.0)
+        check_logprobs(batch, out, batch.action_mask, "teacher")
+        return out
 
     def tolerance_of(self, config: Config) -> float:
         """Return the tolerance for a run: 0 for one process on a CPU, else from `ROUNDING`."""

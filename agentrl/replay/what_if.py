@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config import Config
+from agentrl.config.teacher import TeacherConfig
 from agentrl.errors import ConfigError, UserError
 from agentrl.learner.algorithms import KLController, dead_groups, estimate, make_targets
 from agentrl.learner.batch import Batch, Targets, collate
@@ -29,7 +30,7 @@ from agentrl.trajectory import Group
 ADVANTAGE_KEYS = (
     "algorithm.name", "algorithm.adv_estimator", "algorithm.gamma", "algorithm.lam",
     "algorithm.norm_adv_by_std", "algorithm.whiten_advantages",
-    "algorithm.kl_type", "algorithm.kl_reward_coef", *REWARD_KEYS,
+    "algorithm.kl_type", "algorithm.kl_reward_coef", "teacher.weight", "teacher.clip", *REWARD_KEYS,
 )  # fmt: skip
 """The keys that change advantages."""
 LOSS_KEYS = (
@@ -144,7 +145,9 @@ def what_if(
             "algorithm.adv_estimator=gae needs the values of a critic, and the run has none"
         )
     both = (recorded, config)
-    if gradient or any(c.algorithm.critic or c.algorithm.kl_reward_coef for c in both):
+    if gradient or any(
+        c.algorithm.critic or c.algorithm.kl_reward_coef or c.teacher.model for c in both
+    ):
         _open(replayer, step)
     elif step not in (stored := replayer.run.store.steps("train")):
         raise UserError(
@@ -155,8 +158,8 @@ def what_if(
         _change_rewards(before.groups, config, score),
         _change_rewards(before.evicted, config, score),
     )
-    old = _Version(replayer, recorded, before)
-    new = _Version(replayer, config, after)
+    old = _Version(replayer, step, recorded, before)
+    new = _Version(replayer, step, config, after)
     was_dead, is_dead = old.dead(), new.dead()
     mask = old.batch.action_mask & new.batch.action_mask
     flipped = (old.targets.advantages * new.targets.advantages)[mask] < 0
@@ -176,10 +179,15 @@ def what_if(
 class _Version:
     """A step under one config: its batch and targets."""
 
-    def __init__(self, replayer: Replayer, config: Config, groups: StepGroups):
+    def __init__(self, replayer: Replayer, step: int, config: Config, groups: StepGroups):
         self.config, self._groups = config, groups
         self.batch = collate(groups.groups, reward=config.reward)
-        self.targets = _targets(replayer, config, self.batch)
+        self.teacher_logprobs = None
+        if config.teacher.model:
+            self.teacher_logprobs = replayer.teacher_logprobs(
+                step, config, self.batch, groups.groups
+            )
+        self.targets = _targets(replayer, config, self.batch, self.teacher_logprobs)
 
     def dead(self) -> Tensor:
         """Return which groups have no learning signal from rewards, (G,) bool."""
@@ -207,7 +215,9 @@ def _open(replayer: Replayer, step: int) -> None:
     replayer.prepare(step)
 
 
-def _targets(replayer: Replayer, config: Config, batch: Batch) -> Targets:
+def _targets(
+    replayer: Replayer, config: Config, batch: Batch, teacher_logprobs: Tensor | None
+) -> Targets:
     if not replayer.is_open:
         return make_targets(batch, config, None, None, None)
     learner = replayer.learner
@@ -215,7 +225,7 @@ def _targets(replayer: Replayer, config: Config, batch: Batch) -> Targets:
     if coef != learner.config.algorithm.kl_reward_coef:
         kl = KLController(config.algorithm)
     with learner.use(config):
-        return compute_targets(learner, batch, kl)[0]
+        return compute_targets(learner, batch, kl, teacher_logprobs=teacher_logprobs)[0]
 
 
 def _change_rewards(
@@ -294,7 +304,8 @@ def _targets_of_credit(
         entropy_coef=0.0,
         mini_batch_size=0,
     )
-    return config, version.batch, _targets(replayer, config, version.batch)
+    config = config.model_copy(update={"teacher": TeacherConfig()})
+    return config, version.batch, _targets(replayer, config, version.batch, None)
 
 
 def _noise(learner: Learner, step: tuple[Config, Batch, Targets]) -> Noise:

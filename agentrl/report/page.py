@@ -34,6 +34,7 @@ CURVES = (
     "actor/entropy",
     "actor/ppo_kl",
     "actor/kl_loss",
+    "teacher/reverse_kl",
     "actor/pg_clipfrac",
     "actor/grad_norm",
     "rollout_corr/logprob_diff_mean",

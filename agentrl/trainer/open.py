@@ -38,8 +38,11 @@ from agentrl.preflight import (
     Plan,
     check_rows_fit,
     check_template_fits,
+    check_tokenizers,
     describe_run,
     encode_prompts,
+    longest_prompt,
+    longest_response,
     make_canary_row,
 )
 from agentrl.record import TRAJECTORIES
@@ -56,6 +59,7 @@ from agentrl.trainer.recorded import RecordedStream
 from agentrl.trainer.resume import Start
 from agentrl.trainer.speed import describe_local_speed, measure_sampling
 from agentrl.trainer.stream import RolloutStream
+from agentrl.trainer.teacher import Teacher
 from agentrl.trajectory import Generation
 
 
@@ -86,6 +90,7 @@ def open_run(
         display.note(describe_run(plan))
         template = load_template(config)
         tokenizer = template.tokenizer
+        check_tokenizers(config, tokenizer)
         if config.rollout.name != "local":
             display.note(describe_engine(config))
         opening = EngineStart(config, tokenizer, placement.engine_slots() if placement else None)
@@ -111,6 +116,7 @@ def open_run(
         if isinstance(stream, RolloutStream) and stream.curriculum is not None:
             state.curriculum = stream.curriculum
             _resume_curriculum(stream.curriculum, start)
+        teacher = _open_teacher(plan, template, learner, engine, rollouts, display)
         row = make_canary_row(plan, template, _canary_tokens(engine))
         publisher = _make_publisher(learner, engine, rollouts, row, canary)
         with display.phase("send the weights and compare the engine"):
@@ -135,12 +141,29 @@ def open_run(
             engine=engine,
             dtype=opening.dtype,
             learner=learner,
+            teacher=teacher,
             publisher=publisher,
             guard=guard,
             store=store,
             clock=StepClock(),
             interrupt=stack.enter_context(Interrupt()),
         )
+
+
+def _open_teacher(
+    plan: Plan,
+    template: ChatTemplate,
+    learner: Learner,
+    engine: Engine,
+    rollouts: Rollouts,
+    display: Display,
+) -> Teacher | None:
+    config = learner.config
+    if not config.teacher.model or config.trainer.val_only:
+        return None
+    longest = longest_prompt(plan, template) + longest_response(plan)
+    with display.phase("open the teacher"):
+        return Teacher(config, template, learner, rollouts.run, min(longest, engine.max_length))
 
 
 def _make_stream(

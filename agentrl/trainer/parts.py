@@ -26,6 +26,7 @@ from agentrl.trainer.publisher import Publisher
 from agentrl.trainer.recorded import RecordedStream
 from agentrl.trainer.resume import Start
 from agentrl.trainer.stream import RolloutStream
+from agentrl.trainer.teacher import Teacher
 from agentrl.trajectory import Scored
 
 
@@ -52,6 +53,8 @@ class Parts:
     dtype: str
     """The precision in which the engine samples; see `EngineStart`."""
     learner: Learner
+    teacher: Teacher | None
+    """Scores the rows of each step; None without a teacher."""
     publisher: Publisher
     guard: MismatchGuard
     store: TrajectoryWriter

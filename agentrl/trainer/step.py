@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+from torch import Tensor
+
 from agentrl.learner.algorithms import KLController, has_learning_signal, make_targets, rollout_kl
 from agentrl.learner.batch import Batch, Targets, collate
 from agentrl.learner.learner import Check, Learned, Learner
@@ -55,7 +57,11 @@ def train_step(parts: Parts, state: RunState) -> MadeStep:
 
     with timed("collate"):
         batch = collate(rollouts.groups, parts.pad_id, parts.config.reward)  # (B, T)
-    targets, signal = compute_targets(learner, batch, state.kl, timed)
+    teacher = None
+    if parts.teacher is not None:
+        with timed("teacher"), parts.interrupt.abandonable():
+            teacher = parts.teacher.logprobs(batch, rollouts.groups)  # (B, T)
+    targets, signal = compute_targets(learner, batch, state.kl, timed, teacher)
 
     def check(compared: Mapping[str, float]) -> None:
         state.is_consistent = True  # The learner has not changed any weight yet.
@@ -90,7 +96,11 @@ def _store(parts: Parts, step: int, rollouts: StepRollouts) -> None:
 
 
 def compute_targets(
-    learner: Learner, batch: Batch, kl: KLController, timed: Timed = lambda name: nullcontext()
+    learner: Learner,
+    batch: Batch,
+    kl: KLController,
+    timed: Timed = lambda name: nullcontext(),
+    teacher_logprobs: Tensor | None = None,
 ) -> tuple[Targets, dict[str, float]]:
     """Run the forward passes that the algorithm needs, and compute the targets of the update.
 
@@ -99,6 +109,7 @@ def compute_targets(
         batch: the step's rollouts.
         kl: the present weight of a KL penalty in the reward.
         timed: measures the parts `ref`, `values`, `old_log_prob` and `adv`.
+        teacher_logprobs: (B, T), of the teacher; None without a teacher.
 
     Returns:
         The targets, and the metric `waste/dead_step`.
@@ -114,7 +125,15 @@ def compute_targets(
     with timed("old_log_prob"):
         old = learner.old_logprobs(batch)  # (B, T) or None
     with timed("adv"):
-        targets = make_targets(batch, config, old, values, reference, kl_coef=kl.coef)
+        targets = make_targets(
+            batch,
+            config,
+            old,
+            values,
+            reference,
+            kl_coef=kl.coef,
+            teacher_logprobs=teacher_logprobs,
+        )
         has_signal = has_learning_signal(batch, config.algorithm, targets)
     return targets, {DEAD_STEP: float(not has_signal)}
 

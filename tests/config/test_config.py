@@ -43,6 +43,9 @@ def mistakes(*overrides, yaml=None, flags=None, tmp=None) -> list[str]:
     return [line.replace(str(path), "run.yaml") for line in listed]
 
 
+OPD = ("algorithm.name=opd", "teacher.model=a")
+
+
 # -- values -------------------------------------------------------------------------------------
 
 
@@ -50,7 +53,7 @@ def test_defaults_are_valid_and_few():
     config = load_config()
     assert config.diff() == ["trainer.output=runs/run"]
     assert config.rollout.n == 8 and config.optim.lr == 1e-6
-    assert len(FIELDS) <= 145
+    assert len(FIELDS) <= 149
     assert all(info.description for info in FIELDS.values())
 
 
@@ -401,6 +404,30 @@ def test_an_error_lists_the_allowed_values(override, message):
         (["algorithm.tis_mode=mask", "algorithm.tis_cap=1"], "masks every token whose"),
         (["trainer.val_only=true"], "trainer.val_only=true needs validation rows"),
         (["reward.outcome_weight=0"], "all rewards are 0"),
+        (["algorithm.name=opd"], "learns from a teacher alone. Set teacher.model"),
+        (["teacher.weight=2"], "teacher.weight=2.0 without a teacher. Set teacher.model"),
+        (["teacher.clip=2"], "teacher.clip=2.0 without a teacher"),
+        (["teacher.prompt='{prompt} a'"], "teacher.prompt={prompt} a without a teacher"),
+        ([*OPD, "algorithm.filter_groups=true"], "also teaches in these"),
+        ([*OPD, "algorithm.kl_reward_coef=0.1"], "reads no rewards"),
+        (["algorithm.name=opd", "teacher.model=policy"], "its own teacher, so that all advantages"),
+        (
+            ["algorithm.name=opd", "teacher.model=http://a:1", "rollout.temperature=0.7"],
+            "a server scores given tokens at temperature 1 only",
+        ),
+        (
+            [*OPD, "data.train=recorded:x", "rollout.n=1", "teacher.prompt='{prompt} a'"],
+            "which recorded answers do not have",
+        ),
+        (
+            ["algorithm.name=opd", "data.train=recorded:x", "rollout.n=1", "teacher.model={a: b}"],
+            "recorded answers have no data source",
+        ),
+        ([*OPD, "teacher.prompt=a"], "it has no {prompt}"),
+        ([*OPD, "teacher.prompt='{prompt'"], "Write {{ and }} for braces"),
+        (["algorithm.name=grpo", "teacher.model={a: ''}"], "the data source 'a' has no teacher"),
+        (["algorithm.name=grpo", "teacher.model=http://a?b"], "not of the form http://HOST:PORT"),
+        (["algorithm.name=grpo", "teacher.model=s3://a/b"], "only paths on this machine"),
     ],
 )
 def test_contradictions(overrides, message):

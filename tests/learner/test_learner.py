@@ -290,7 +290,7 @@ def test_each_number_of_a_token_is_the_one_that_the_loss_used():
         algorithm__dual_clip=3.0,
         algorithm__tis_cap=CAP,
     )
-    targets = make_targets(batch, c, old, values, reference)
+    targets = make_targets(batch, c, old, values, reference, teacher_logprobs=reference - 1)
     outputs = {"logprobs": now, "entropy": entropy, "values": values}
     _, _, learned = update_on_tensors(batch, targets, c, **outputs)
     ratios, a = (now.double() - old).exp(), targets.advantages
@@ -303,6 +303,7 @@ def test_each_number_of_a_token_is_the_one_that_the_loss_used():
     expected = {
         "old_logprobs": old,
         "reference_logprobs": reference,
+        "teacher_logprobs": reference - 1,
         "values": values,
         "advantages": targets.advantages,
         "returns": targets.returns,

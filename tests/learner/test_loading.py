@@ -79,7 +79,7 @@ def test_a_reference_in_half_precision_keeps_its_buffers(tmp_path):
     rank = AnyRank()
     rank.open(tmp_path, config(), torch.float32)
     rank._compute = torch.bfloat16
-    reference = rank._load_reference().model
+    reference = rank._load_frozen("").model
     assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
     assert {b.dtype for b in reference.buffers()} == {torch.float32}
 

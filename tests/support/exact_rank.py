@@ -113,7 +113,7 @@ class AnyRank(ExactRank):
     @dispatch(BROADCAST)
     def tensors(self, model):
         """Return all parameters, by all their names, and all buffers of policy or reference."""
-        policy = self.policy if model == "policy" else self._load_reference()
+        policy = self.policy if model == "policy" else self._load_frozen("")
         named = policy.model.named_parameters(remove_duplicate=False)
         weights = {name: full_tensor(p.detach()).clone() for name, p in named}
         return weights | {name: b.clone() for name, b in policy.model.named_buffers()}

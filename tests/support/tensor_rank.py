@@ -35,12 +35,12 @@ class TensorRank(Rank):
         self.optimizers: Any = {"actor": no_optimizer, "critic": no_optimizer}
 
     @dispatch(BROADCAST)
-    def vocabulary(self) -> int:
+    def vocabulary(self, teacher: str = "") -> int:
         """Return a size above every token id, because the ids are positions."""
         return 2**31
 
     @dispatch(BROADCAST)
-    def mode(self) -> tuple[Mode, str]:
+    def mode(self, teacher: str = "") -> tuple[Mode, str]:
         """Return the mode in which `packed.tokens` are the chosen tokens of flat rows."""
         return Mode.PACKED, ""
 

@@ -55,6 +55,8 @@ def dead_groups(run: Run) -> Iterator[Finding]:
     stretch = _longest_dead_stretch(dead)
     if len(stretch) >= MAX_DEAD_STEPS and not is_solved(run):
         yield _explain_dead_steps(run, stretch[0], stretch[-1], dead)
+    elif config_value(run, "teacher.model"):  # It teaches in all groups.
+        return
     elif len(groups) >= MIN_STEPS and config_value(run, "rollout.n") != 1:
         if lasting := groups.above(DEAD_SHARE):
             yield _explain_dead_groups(run, groups, *lasting)

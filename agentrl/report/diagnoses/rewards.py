@@ -191,6 +191,8 @@ def reward_flat(run: Run) -> Iterator[Finding]:
     reward, size = read_series(run, REWARD), reward_range(run).size
     if len(reward) < FLAT_STEPS or size <= 0 or is_solved(run):
         return
+    if config_value(run, "algorithm.adv_estimator") == "opd":  # Rewards do not train.
+        return
     dead = read_series(run, DEAD_GROUPS)
     if len(dead) and dead.last.mean() >= DEAD_SHARE:  # `dead_groups` says why it does not rise
         return

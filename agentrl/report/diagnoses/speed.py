@@ -20,6 +20,7 @@ PARTS = {
     "timing_s/canary": "the canary",
     "timing_s/old_log_prob": "logprobs before the update",
     "timing_s/ref": "reference logprobs",
+    "timing_s/teacher": "the teacher",
     "timing_s/values": "values",
     "timing_s/store": "storing trajectories",
     "timing_s/metrics": "metrics",
