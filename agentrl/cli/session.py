@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,19 @@ log = logging.getLogger("agentrl")
 
 
 @contextlib.contextmanager
-def open_session(config: Config, console: Display | None = None) -> Iterator[tuple[Plan, Rollouts]]:
+def open_session(config: Config) -> Iterator[tuple[Plan, Rollouts]]:
     """Check the rows, then load the model and start the tools.
+
+    Raises:
+        UserError: config, rows or model are invalid.
+    """
+    plan = check_rows(config)
+    with open_rollouts_of(plan) as rollouts:
+        yield plan, rollouts
+
+
+def check_rows(config: Config, console: Display | None = None) -> Plan:
+    """Check the rows, and find the folder of the model.
 
     Args:
         config: the config.
@@ -32,10 +44,30 @@ def open_session(config: Config, console: Display | None = None) -> Iterator[tup
     """
     from agentrl.preflight import make_plan
 
-    phase = console.phase if console else contextlib.nullcontext
-    with phase("check the dataset"):
+    with _phase(console)("check the dataset"):
         plan = make_plan(config)
-    plan = replace(plan, config=with_model_folder(config))
+    return replace(plan, config=with_model_folder(config))
+
+
+def _phase(console: Display | None) -> Callable[[str], AbstractContextManager[object]]:
+    return console.phase if console else contextlib.nullcontext
+
+
+@contextlib.contextmanager
+def open_rollouts_of(
+    plan: Plan, console: Display | None = None, token_env: str = ""
+) -> Iterator[Rollouts]:
+    """Load the model and start the tools.
+
+    Args:
+        plan: the rows, as `check_rows` returned them.
+        console: shows what takes long; None: nothing does.
+        token_env: the environment variable with the key, if the model is at a URL.
+
+    Raises:
+        UserError: the model or the tools are invalid.
+    """
+    phase = _phase(console)
     with phase("load the libraries"):
         from transformers.utils import logging as transformers_logging
 
@@ -59,7 +91,7 @@ def open_session(config: Config, console: Display | None = None) -> Iterator[tup
             silence_training_warnings(),
             open_rollouts(plan.config, engine, template, plan.scorer) as rollouts,
         ):
-            yield plan, rollouts
+            yield rollouts
     finally:
         engine.close()
 
