@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from agentrl.cli.options import with_model_folder
+from agentrl.cli.options import is_address, with_model_folder
+from agentrl.errors import UserError
+from agentrl.registry import agent_loops
 
 if TYPE_CHECKING:
     from agentrl.config import Config
@@ -67,6 +70,10 @@ def open_rollouts_of(
     Raises:
         UserError: the model or the tools are invalid.
     """
+    if is_address(plan.config.model.path):
+        with silence_training_warnings(), _open_chat(plan, token_env) as rollouts:
+            yield rollouts
+        return
     phase = _phase(console)
     with phase("load the libraries"):
         from transformers.utils import logging as transformers_logging
@@ -94,6 +101,29 @@ def open_rollouts_of(
             yield rollouts
     finally:
         engine.close()
+
+
+def _open_chat(plan: Plan, token_env: str) -> AbstractContextManager[Rollouts]:
+    """Open the rollouts of a model at a URL.
+
+    Raises:
+        UserError: the variable with the key is not set, or rows need an agent of their own.
+    """
+    from agentrl.agent_loops.chat_model import ChatModel, NoTemplate
+    from agentrl.rollout import open_rollouts
+
+    if token_env and not os.environ.get(token_env):
+        raise UserError(f"--token-env {token_env}: there is no such environment variable")
+    for name in sorted({kind.sample.agent_name for kind in plan.kinds}):
+        if not agent_loops.get(name).awaited:
+            raise UserError(
+                f"rows with agent_name {name} cannot be played by a model at a URL: their agent"
+                " is another program, which can ask the URL itself"
+            )
+    config = plan.config.with_values("rollout", workers=1, tool_format="hermes")
+    token, most = os.environ.get(token_env, ""), config.rollout.max_in_flight
+    model, template = ChatModel(config.model.path, token, most), cast(Any, NoTemplate())
+    return open_rollouts(config, model, template, plan.scorer)
 
 
 @contextlib.contextmanager
