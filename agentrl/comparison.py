@@ -311,8 +311,9 @@ class Expectation:
     """A bound that a metric must keep: `val/reward/mean@1>=0.9`."""
 
     metric: str
-    is_lower: bool
-    """True for `>=`: the lower end of the metric's interval must be at least the bound."""
+    operator: str
+    """`>=`: the lower end of the metric's interval must be at least the bound; `<=`: the upper end
+    at most."""
     bound: float
 
     @classmethod
@@ -322,17 +323,14 @@ class Expectation:
         Raises:
             UserError: it is not of the form METRIC>=NUMBER or METRIC<=NUMBER.
         """
-        match = re.fullmatch(r"\s*([^\s<>=!]+)\s*(>=|<=)\s*(\S+)\s*", text)
-        try:
-            bound = float(match[3]) if match else math.nan
-        except ValueError:
-            bound = math.nan
-        if not match or not math.isfinite(bound):
+        number = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+        match = re.fullmatch(rf"\s*([^\s<>=!]+)\s*(>=|<=)\s*({number})\s*", text)
+        if not match:
             raise UserError(
                 f"--expect {text!r} must be METRIC>=NUMBER or METRIC<=NUMBER, such as"
                 " 'val/reward/mean@1>=0.9'"
             )
-        return cls(match[1], match[2] == ">=", bound)
+        return cls(match[1], match[2], float(match[3]))
 
     def check(self, metrics: Mapping[str, float]) -> tuple[bool, str]:
         """Return whether metrics keep the bound, and a line that says why.
@@ -341,13 +339,11 @@ class Expectation:
             UserError: there is no such metric, or it has no interval.
         """
         low, high = interval_of(metrics, self.metric)
-        end, name, sign = (low, "lower", ">=") if self.is_lower else (high, "upper", "<=")
-        is_kept = end >= self.bound if self.is_lower else end <= self.bound
-        return is_kept, (
-            f"{self.metric} = {metrics[self.metric]:.4g}, interval of 95 %"
-            f" [{low:.4g}, {high:.4g}]: its {name} end is{'' if is_kept else ' not'}"
-            f" {sign} {self.bound:g}"
+        is_kept = low >= self.bound if self.operator == ">=" else high <= self.bound
+        text = (
+            f"{self.metric} = {metrics[self.metric]:.4g}, interval of 95 % [{low:.4g}, {high:.4g}]"
         )
+        return is_kept, f"{text}: {'' if is_kept else 'not '}{self.operator} {self.bound:g}"
 
 
 def interval_of(metrics: Mapping[str, float], name: str) -> tuple[float, float]:
@@ -356,32 +352,34 @@ def interval_of(metrics: Mapping[str, float], name: str) -> tuple[float, float]:
     For a mean it is mean ± t(0.975, R - 1) * SE, with the standard error SE clustered by the R rows
     (`agentrl.metrics.standard_error`). If all rows have the value 1 (or 0), SE is 0 and says
     nothing. Then the end is that of Clopper and Pearson (1934) for R of R successes, 0.025^(1/R):
-    with a smaller probability of other values, R equal rows would be likely.
+    with a smaller probability of a 1, R of them would be unlikely.
 
     Raises:
         UserError: there is no such metric, or it has no interval.
     """
-    match = re.fullmatch(r"(.+)/(reward|acc)/(mean|pass|maj)@(\d+)", name)
     if name not in metrics:
         hint = did_you_mean(name, list(metrics))
-        if match and match[3] == "maj":
+        if "/maj@" in name:
             hint = " maj@k needs a reward that returns an `answer` of each rollout, and val.n >= k."
         raise UserError(f"--expect: no metric {name!r}.{hint} There are: {', '.join(metrics)}")
     value = metrics[name]
     if f"{name}/low" in metrics:
         return metrics[f"{name}/low"], metrics[f"{name}/high"]
-    kind = "se" if match and match[3] == "mean" else f"{match[3]}_se" if match else ""
-    error = metrics.get(f"{match[1]}/{match[2]}/{kind}@{match[4]}") if match else None
-    if match is None or error is None:
-        why = "one row has no interval" if match or "tool_dependence" in name else "no interval"
-        known = [key for key in metrics if re.search(r"/(mean|pass|maj)@\d+$", key)]
+    error = metrics.get(error_of(name))
+    if error is None:
+        known = [key for key in metrics if f"{key}/low" in metrics or error_of(key) in metrics]
         raise UserError(
-            f"--expect: {name} = {value:.4g}, and {why} is known for it. Metrics that may have one:"
-            f" {', '.join([*known, *(k for k in metrics if k == 'val/tool_dependence')])}"
+            f"--expect: {name} = {value:.4g} has no interval. Means of two or more rows have one:"
+            f" {', '.join(known) or 'here is none'}"
         )
-    rows = int(metrics[f"{match[1]}/rows"])
+    rows = int(metrics[f"{name.rsplit('/', 2)[0]}/rows"])
     if error == 0 and value in (0.0, 1.0):
         end = (1 - LEVEL) ** (1 / rows)
         return (end, 1.0) if value else (0.0, 1 - end)
     half = t_quantile(LEVEL, rows - 1) * error
     return value - half, value + half
+
+
+def error_of(name: str) -> str:
+    """Return the name of the standard error of a metric: of `acc/mean@4`, `acc/se@4`."""
+    return name.replace("/mean@", "/se@") if "/mean@" in name else f"{name}/se"

@@ -69,7 +69,7 @@ def evaluate(
         `val/reward/mean@n`, `val/acc/mean@n`, `val/acc/pass@k` (k = 2, 4, 8 ... up to n) and
         `val/tool_call_rate`; `val/rows`, the number of rows, and `val/reward/se@n` and
         `val/acc/se@n`, the standard errors of the means (`agentrl.metrics.standard_error`);
-        `val/acc/maj@k` if the reward returns an `answer`; `val/acc/pass_se@k`, `val/acc/maj_se@k`;
+        `val/acc/maj@k` if the reward returns an `answer`; `val/acc/pass@k/se`, `val/acc/maj@k/se`;
         `val/grader/NAME`, the means of the other numbers that reward functions return. The same
         metrics under `val/<agent_name>/` and, with verl's prefix, `val-core/<data_source>/`; those
         of the greedy pass under `val_greedy/`, those without tools under `val_without_tools/`, and
@@ -145,7 +145,7 @@ def _table(groups: Sequence[Group], n: int, prefix: str) -> dict[str, float]:
         values = [[votes[name](group, k)] for group in groups]
         metrics[f"{prefix}/acc/{name}@{k}"] = mean([x for [x] in values])
         if len(values) > 1:
-            metrics[f"{prefix}/acc/{name}_se@{k}"] = standard_error(values)
+            metrics[f"{prefix}/acc/{name}@{k}/se"] = standard_error(values)
     return metrics
 
 

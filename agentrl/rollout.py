@@ -107,6 +107,8 @@ class _RolloutCount:
     total: int
     ended: int = 0
     """The number of rollouts that have ended."""
+    record: GroupRecord | None = None
+    """Gets the groups of samples whose rollouts have ended."""
 
     def end(self, rollouts: int) -> None:
         """Count rollouts that have ended."""
@@ -442,30 +444,26 @@ class Rollouts:
         self, plays: Sequence[Play], per_sample: int, record: GroupRecord | None = None
     ) -> list[Scored | Dropped]:
         """Play and score all rollouts. Each run of `per_sample` rollouts belongs to one sample."""
-        count = _RolloutCount(len(plays))
+        count = _RolloutCount(len(plays), record=record)
         self._counts.append(count)
         try:
             with self._players.armed():
-                return await self._play_parts(plays, per_sample, count, record)
+                return await self._play_parts(plays, per_sample, count)
         finally:
             self._counts.remove(count)
 
     async def _play_parts(
-        self,
-        plays: Sequence[Play],
-        per_sample: int,
-        count: _RolloutCount,
-        record: GroupRecord | None = None,
+        self, plays: Sequence[Play], per_sample: int, count: _RolloutCount
     ) -> list[Scored | Dropped]:
         """Play and score rollouts."""
         for play in plays:
             self._players.begin(play)
         parts = [plays[i : i + per_sample] for i in range(0, len(plays), per_sample)]
-        results = await run_all([self._play_sample(part, count, record) for part in parts])
+        results = await run_all([self._play_sample(part, count) for part in parts])
         return [result for part in results for result in part]
 
     async def _play_sample(
-        self, plays: Sequence[Play], count: _RolloutCount, record: GroupRecord | None
+        self, plays: Sequence[Play], count: _RolloutCount
     ) -> list[Scored | Dropped]:
         """Play the announced rollouts of one sample."""
         results = await self._players.play(plays, count.end)
@@ -473,8 +471,8 @@ class Rollouts:
             if isinstance(result, Scored):
                 self._record_agent(result.trajectory)
         scored = tuple(result for result in results if isinstance(result, Scored))
-        if record and len(scored) == len(results):
-            record.add(Group(plays[0].sample, scored))
+        if count.record and len(scored) == len(results):
+            count.record.add(Group(plays[0].sample, scored))
         return results
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,39 +56,50 @@ def print_comparison(
     """
     entries, curves = _read(runs, step)
     values = values_of([g for e in entries for v in (e.validation, e.bare) if v for g in v])
-    lines = [_measure(e.label, e.validation, values, e.seeds) for e in entries]
-    lines += [_measure(f"{e.label} without tools", e.bare, values) for e in entries if e.bare]
-    differences = _differences(entries, values, same_prompts)
-    _print_table(
-        lines, ["step", "rows"], values, ["seeds"] if any(e.seeds for e in entries) else []
-    )
+    measured = [_measure(e.label, e.validation, values, e.seeds) for e in entries]
+    bare = [(f"{e.label} without tools", e.bare) for e in entries if e.bare]
+    measured += [_measure(name, validation, values) for name, validation in bare]
+    pairs = [_pair(entries[0], other) for other in entries[1:]]
+    compared = [_compare(*pair, values, same_prompts) for pair in pairs]
+    for e in entries:
+        if e.bare:
+            compared.append(_compare(f"{e.label}: tool_dependence", e.bare, e.validation, values))
+    seeds = ["seeds"] if any(entry.seeds for entry in entries) else []
+    header = ["", "step", "rows", *values, *seeds]
+    echo("\n".join(aligned([header, *(cells[: len(header)] for cells, _ in measured)], 1)))
+    header = ["", "rows", *(f"{name} [95 % interval]" for name in values), "gained", "lost"]
     echo("\npaired differences on the rows that both have:")
-    _print_table(differences, ["rows"], values, ["gained", "lost"])
-    for flips, d in product(("gained", "lost"), differences):
+    echo("\n".join(aligned([header, *(cells for cells, _ in compared)], 1)))
+    differences = [numbers for _, numbers in compared]
+    for d, flips in product(differences, ("gained", "lost")):
         if d[flips]:
             more = f", ... ({len(d[flips])} in all)" if len(d[flips]) > SHOWN_ROWS else ""
             echo(f"{d['name']}, {flips} rows: {', '.join(d[flips][:SHOWN_ROWS])}{more}")
-    _note_other_rows(entries, differences)
-    numbers = {"validations": lines, "differences": differences}
+    for other, difference in zip(entries[1:], differences, strict=False):
+        sizes = [len(entry.validation.groups) for entry in (entries[0], other)]
+        if max(sizes) > difference["rows"]:
+            echo(
+                f"note: {entries[0].label} has {plural(sizes[0], 'row')}, {other.label} has"
+                f" {sizes[1]}; {difference['rows']} are in both",
+                err=True,
+            )
+    numbers = {"validations": [n for _, n in measured], "differences": differences}
     output.with_suffix(".json").write_text(json.dumps(numbers, indent=2) + "\n")
     write_comparison(curves, output)
     echo(f"\nvalidation rewards over steps: {output}")
-    if margin is not None:
-        for difference in differences[: len(entries) - 1]:
-            _check_margin(difference["name"], difference["reward"], margin)
+    for difference in differences[: len(pairs)] if margin is not None else ():
+        _check_margin(difference["name"], difference["reward"], margin or 0.0)
 
 
 def _check_margin(name: str, reward: Mapping[str, Any], margin: float) -> None:
-    """Raise `UserError` unless an interval of a difference begins above `-margin`."""
+    """Raise `UserError` unless the interval of a difference begins at or above `-margin`."""
     low, high = reward["low"], reward["high"]
     if low is None:
         raise UserError(f"{name}: one row has no interval, so --fail-if-worse cannot be tested")
     if low < -margin:
         verb = "is" if high < -margin else "may be"
-        raise UserError(
-            f"{name}: {verb} worse by more than {margin:g}: reward {reward['mean']:+.3f}"
-            f" [{low:+.3f}, {high:+.3f}]"
-        )
+        ends = f"{reward['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
+        raise UserError(f"{name}: {verb} worse by more than {margin:g}: reward {ends}")
 
 
 class _Entry(NamedTuple):
@@ -142,99 +153,55 @@ def _read(runs: Sequence[Path], step: int | None) -> tuple[list[_Entry], dict[st
 
 def _measure(
     name: str, validation: Validation, values: Mapping[str, Value], seeds: Sequence[float] = ()
-) -> dict[str, Any]:
-    """Return the means of a validation, with their standard errors."""
-    line = {"name": name, "step": validation.step, "rows": len(validation.groups)}
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the means of a validation with their standard errors, as cells and as numbers."""
+    numbers: dict[str, Any] = {"step": validation.step, "rows": len(validation.groups)}
+    cells = [name, *map(str, numbers.values())]
     for key, value in values.items():
         rows = [value(group) for group in validation]
-        error = standard_error(rows)
-        center = mean([x for row in rows for x in row])
-        line[key] = {"mean": center, "se": error if math.isfinite(error) else None}
-    return line | {"seeds": [*seeds]}
+        center, error = mean([x for row in rows for x in row]), standard_error(rows)
+        has_error = math.isfinite(error)
+        cells.append(f"{center:.3f}" + f" ± {error:.3f}" * has_error)
+        numbers[key] = {"mean": center, "se": error if has_error else None}
+    text = " ".join(f"{x:.3f}" for x in seeds)
+    return [*cells, text], {"name": name, **numbers, "seeds": [*seeds]}
 
 
-def _differences(
-    entries: Sequence[_Entry], values: Mapping[str, Value], same_prompts: bool
-) -> list[dict[str, Any]]:
-    """Return the differences to the first entry, then those of entries to themselves without tools.
+def _pair(first: _Entry, other: _Entry) -> tuple[str, Validation, Validation]:
+    """Return the name of a difference, and what it is the difference of."""
+    is_value = other.validation.has_tools and not first.validation.has_tools
+    name = f"{other.label} - {first.label}" + " (tool_value)" * is_value
+    return name, first.validation, other.validation
+
+
+def _compare(
+    name: str,
+    first: Validation,
+    second: Validation,
+    values: Mapping[str, Value],
+    same_prompts: bool = True,
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the differences `second - first` with their intervals, as cells and as numbers.
 
     Raises:
-        UserError: a run shares no rows with the first one.
+        UserError: they share no rows.
     """
-    first, *others = entries
-    pairs = [
-        (
-            f"{other.label} - {first.label}"
-            + " (tool_value)" * (other.validation.has_tools and not first.validation.has_tools),
-            first.validation,
-            other.validation,
-            same_prompts,
+    if not (rows := shared_rows(first, second, same_prompts)):
+        raise UserError(
+            f"{name}: they share no rows: no id with the same prompt, loop and ground truth is in"
+            " both. Evaluate both on one file: agentrl eval --dataset FILE --model RUN --output"
+            " FOLDER. If they have prompts of their own: --other-prompts"
         )
-        for other in others
+    paired = {key: paired_difference(first, second, v, rows) for key, v in values.items()}
+    flips = dict(zip(("gained", "lost"), flipped_rows(first, second, rows), strict=True))
+    cells = [
+        f"{d.mean:+.3f}" + f" [{d.low:+.3f}, {d.high:+.3f}]" * (d.rows > 1) for d in paired.values()
     ]
-    pairs += [
-        (f"{e.label}: tool_dependence", e.bare, e.validation, True) for e in entries if e.bare
-    ]
-    differences = []
-    for name, before, after, same in pairs:
-        rows = shared_rows(before, after, same)
-        if not rows:
-            raise UserError(
-                f"{name}: they share no rows: no id with the same prompt, loop and ground truth is"
-                " in both. Evaluate both on one file: agentrl eval --dataset FILE --model RUN"
-                " --output FOLDER. If the runs have prompts of their own: --other-prompts"
-            )
-        paired = {n: paired_difference(before, after, v, rows) for n, v in values.items()}
-        gained, lost = flipped_rows(before, after, rows)
-        differences.append(
-            {
-                "name": name,
-                "rows": len(rows),
-                **{n: difference.as_dict() for n, difference in paired.items()},
-                "gained": gained,
-                "lost": lost,
-            }
-        )
-    return differences
-
-
-def _print_table(
-    lines: Sequence[Mapping[str, Any]],
-    before: Sequence[str],
-    values: Iterable[str],
-    after: Sequence[str],
-) -> None:
-    """Print lines with the columns `before`, the values and the columns `after`."""
-
-    def cell(number: Any) -> str:
-        if isinstance(number, list):
-            is_seeds = number and isinstance(number[0], float)
-            return " ".join(f"{x:.3f}" for x in number) if is_seeds else str(len(number))
-        if not isinstance(number, dict):
-            return str(number)
-        center, others = number["mean"], [*number.values()][1:]
-        if "low" not in number:
-            return f"{center:.3f}" + (f" ± {others[0]:.3f}" if others[0] is not None else "")
-        ends = f" [{others[0]:+.3f}, {others[1]:+.3f}]" if others[0] is not None else ""
-        return f"{center:+.3f}{ends}"
-
-    unit = " [95 % interval]" if "low" in next(iter(lines))["reward"] else ""
-    header = ["", *before, *(f"{name}{unit}" for name in values), *after]
-    names = ["name", *before, *values, *after]
-    echo("\n".join(aligned([header, *([cell(line[n]) for n in names] for line in lines)], 1)))
-
-
-def _note_other_rows(entries: Sequence[_Entry], differences: Sequence[Mapping[str, Any]]) -> None:
-    """Print which runs have rows that are not in both."""
-    first, *others = entries
-    for other, difference in zip(others, differences, strict=False):
-        sizes = [len(entry.validation.groups) for entry in (first, other)]
-        if max(sizes) > difference["rows"]:
-            echo(
-                f"note: {first.label} has {plural(sizes[0], 'row')}, {other.label} has {sizes[1]};"
-                f" {difference['rows']} are in both",
-                err=True,
-            )
+    numbers = {key: difference.as_dict() for key, difference in paired.items()}
+    return (
+        [name, str(len(rows)), *cells, *(str(len(ids)) for ids in flips.values())],
+        {"name": name, "rows": len(rows), **numbers, **flips},
+    )
 
 
 def _config_without_seed(run: Path) -> str:

@@ -154,7 +154,7 @@ def _evaluate(
     """
     from agentrl.callbacks import Event
     from agentrl.cli.eval_record import open_record
-    from agentrl.cli.session import check_rows, open_rollouts_of
+    from agentrl.cli.session import check_rows, open_session
     from agentrl.config import file_names
     from agentrl.evaluate import evaluate
     from agentrl.observers import open_console
@@ -175,7 +175,8 @@ def _evaluate(
             metrics = record.metrics
             console.note(f"{folder} has all of it: nothing is played")
         else:
-            rollouts = stack.enter_context(open_rollouts_of(plan, console, token_env))
+            session = open_session(settings, console, plan, token_env)
+            _, rollouts = stack.enter_context(session)
             keep = {"record": record.of} if record else {}
             with console.phase("validation", rollouts.progress):
                 result = evaluate(rollouts, plan.train, val, **keep)
@@ -294,9 +295,9 @@ def table(metrics: Mapping[str, float], agents: Sequence[str], n: int) -> list[s
         n: rollouts per row of the sampled pass.
     """
     powers = [2**i for i in range(1, n.bit_length())]
-    lines = [
-        ["", "", "rows", "reward", "acc", *(f"pass@{k}" for k in powers), "calls tools", "turns"]
-    ]
+    kinds = ["pass", *["maj"] * any("/maj@" in key for key in metrics)]
+    votes = [f"{kind}@{k}" for kind in kinds for k in powers]
+    lines = [["", "", "rows", "reward", "acc", *votes, "calls tools", "turns"]]
     loops = [("all", ""), *((agent, f"/{agent}") for agent in agents)]
     for name, below in loops if len(agents) > 1 else [(*agents, "")]:
         passes = (
@@ -311,7 +312,7 @@ def table(metrics: Mapping[str, float], agents: Sequence[str], n: int) -> list[s
                 "rows": ".0f",
                 f"reward/mean@{count}": ".3f",
                 f"acc/mean@{count}": ".3f",
-                **{f"acc/pass@{k}": ".3f" for k in powers},
+                **{f"acc/{vote}": ".3f" for vote in votes},
                 "tool_call_rate": ".0%",
                 "num_turns": ".1f",
             }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -23,18 +23,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("agentrl")
 
 
-@contextlib.contextmanager
-def open_session(config: Config) -> Iterator[tuple[Plan, Rollouts]]:
-    """Check the rows, then load the model and start the tools.
-
-    Raises:
-        UserError: config, rows or model are invalid.
-    """
-    plan = check_rows(config)
-    with open_rollouts_of(plan) as rollouts:
-        yield plan, rollouts
-
-
 def check_rows(config: Config, console: Display | None = None) -> Plan:
     """Check the rows, and find the folder of the model.
 
@@ -47,34 +35,34 @@ def check_rows(config: Config, console: Display | None = None) -> Plan:
     """
     from agentrl.preflight import make_plan
 
-    with _phase(console)("check the dataset"):
+    with console.phase("check the dataset") if console else contextlib.nullcontext():
         plan = make_plan(config)
     return replace(plan, config=with_model_folder(config))
 
 
-def _phase(console: Display | None) -> Callable[[str], AbstractContextManager[object]]:
-    return console.phase if console else contextlib.nullcontext
-
-
 @contextlib.contextmanager
-def open_rollouts_of(
-    plan: Plan, console: Display | None = None, token_env: str = ""
-) -> Iterator[Rollouts]:
-    """Load the model and start the tools.
+def open_session(
+    config: Config,
+    console: Display | None = None,
+    plan: Plan | None = None,
+    token_env: str = "",
+) -> Iterator[tuple[Plan, Rollouts]]:
+    """Check the rows, then load the model and start the tools.
 
     Args:
-        plan: the rows, as `check_rows` returned them.
+        config: the config.
         console: shows what takes long; None: nothing does.
+        plan: the rows, if `check_rows` returned them before.
         token_env: the environment variable with the key, if the model is at a URL.
 
     Raises:
-        UserError: the model or the tools are invalid.
+        UserError: config, rows or model are invalid.
     """
+    plan, phase = plan or check_rows(config), console.phase if console else contextlib.nullcontext
     if is_address(plan.config.model.path):
         with silence_training_warnings(), _open_chat(plan, token_env) as rollouts:
-            yield rollouts
+            yield plan, rollouts
         return
-    phase = _phase(console)
     with phase("load the libraries"):
         from transformers.utils import logging as transformers_logging
 
@@ -98,7 +86,7 @@ def open_rollouts_of(
             silence_training_warnings(),
             open_rollouts(plan.config, engine, template, plan.scorer) as rollouts,
         ):
-            yield rollouts
+            yield plan, rollouts
     finally:
         engine.close()
 
