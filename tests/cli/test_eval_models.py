@@ -236,7 +236,7 @@ def test_what_the_tools_are_worth(api, run, tmp_path):
     assert re.search(r"without tools +8  0.500 ± 0.189 +0.500 ± 0.189 +0%", output)
     bare = [body for body, _ in api.requests if "tools" not in body]
     assert len(bare) == 8 and all(len(body["messages"]) == 1 for body in bare)
-    run(*PLAY, "--model", f"{api.url}#guesser", "data.tools=[]", "--output", "b")
+    run(*PLAY, "--model", f"{api.url}#guesser", "--output", "b")
     output = run("compare", "a", "b")
     assert f"a: tool_dependence     8  +0.500 [{0.5 - half:+.3f}, {0.5 + half:+.3f}]" in output
     assert re.search(r"^a without tools +0 +8  0.500", output, re.M)
