@@ -206,7 +206,7 @@ def test_compare_says_which_rows_are_not_shared(compare, store):
     assert "note: a has 3 rows, b has 2; 2 are in both" in compare("a", "b")
     store("c", validation([1.0], [1.0], prompt="Another question?"))
     output = compare("a", "c")
-    assert "error: a and c share no rows" in output and "agentrl eval --dataset" in output
+    assert "error: c - a: they share no rows" in output and "agentrl eval --dataset" in output
 
 
 def test_compare_refuses_what_cannot_be_compared(compare, store):

@@ -25,7 +25,7 @@ from agentrl.http.client import parse_base_url
 from agentrl.trajectory import Generation, Message, ToolCall, float_array, token_array
 
 MAX_REQUESTS = 64
-"""The most requests in flight to a server, unless `rollout.max_in_flight` is set."""
+"""The most requests in flight to a server."""
 CHARACTERS = 4
 """The characters that count as a token where a tool result is cut."""
 
@@ -49,15 +49,14 @@ class ChatModel(Sampler):
     Args:
         address: the URL up to `/v1`, then `#` and the model's name on the server.
         token: the bearer token, if the server needs one.
-        max_requests: the most requests in flight; 0: `MAX_REQUESTS`.
     """
 
     max_length = sys.maxsize
     is_concurrent = True
 
-    def __init__(self, address: str, token: str = "", max_requests: int = 0):
+    def __init__(self, address: str, token: str = ""):
         url, name = parse_address(address)
-        self._chat = OpenAIChat(url, name, token, max_requests or MAX_REQUESTS)
+        self._chat = OpenAIChat(url, name, token, MAX_REQUESTS)
         self._address = address
 
     async def generate(self, *_: Any, **__: Any) -> Generation:

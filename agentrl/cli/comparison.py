@@ -74,7 +74,7 @@ def print_comparison(
     for d, flips in product(differences, ("gained", "lost")):
         if d[flips]:
             more = f", ... ({len(d[flips])} in all)" if len(d[flips]) > SHOWN_ROWS else ""
-            echo(f"{d['name']}, {flips} rows: {', '.join(d[flips][:SHOWN_ROWS])}{more}")
+            echo(f"rows {flips} by {d['name']}: {', '.join(d[flips][:SHOWN_ROWS])}{more}")
     for other, difference in zip(entries[1:], differences, strict=False):
         sizes = [len(entry.validation.groups) for entry in (entries[0], other)]
         if max(sizes) > difference["rows"]:

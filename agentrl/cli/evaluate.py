@@ -98,7 +98,7 @@ def eval_(
             raise UserError("--responses prints a table: leave out --log-format json")
         if model or dataset or expect or without:
             raise UserError(
-                "--responses scores stored responses: leave out --model, --dataset, --expect and"
+                "--responses scores stored responses: leave out --model and --dataset, --expect and"
                 " --without"
             )
         settings = read_config(

@@ -109,9 +109,8 @@ def _open_chat(plan: Plan, token_env: str) -> AbstractContextManager[Rollouts]:
                 " is another program, which can ask the URL itself"
             )
     config = plan.config.with_values("rollout", workers=1, tool_format="hermes")
-    token, most = os.environ.get(token_env, ""), config.rollout.max_in_flight
-    model, template = ChatModel(config.model.path, token, most), cast(Any, NoTemplate())
-    return open_rollouts(config, model, template, plan.scorer)
+    model = ChatModel(config.model.path, os.environ.get(token_env, ""))
+    return open_rollouts(config, model, cast(Any, NoTemplate()), plan.scorer)
 
 
 @contextlib.contextmanager

@@ -117,7 +117,12 @@ class OpenAIChat:
         request = {"model": self._model, **body}
         for pause in (0.5, 1.0, math.inf):
             status, answer = await self._client.request_json(
-                "POST", "/chat/completions", request, deadline=deadline, retries=1
+                "POST",
+                "/chat/completions",
+                request,
+                deadline=deadline,
+                retries=1,
+                wait_if_busy=True,
             )
             if status not in RETRY_STATUSES or time.monotonic() + pause > deadline:
                 break

@@ -145,6 +145,7 @@ CHANGES = {
     "val.top_k": ("2", []),
     "val.n": ("2", []),
     "val.greedy": ("false", []),
+    "val.without_tools": ("true", []),
     "tools.transport": ("http", []),
     "tools.max_result_tokens": ("2", []),
     "tools.penalties": ("{{unknown_tool: 0.5}}", ["data.agent_name=mistaken_every_key"]),
