@@ -316,7 +316,7 @@ def test_a_killed_evaluation_continues(api, tmp_path):
     child.kill()
     child.wait()
     stored = {r.scored.trajectory.episode_id for r in TrajectoryStore(played).read()}
-    assert 3 <= len(stored) < 8
+    assert 3 <= len(stored) < 8, child.communicate()
     before = len(api.requests)
     child = ForkedPython(command, cwd=tmp_path)
     assert child.wait() == 0
