@@ -11,18 +11,26 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import product
 
+from agentrl.comparison import (
+    WITHOUT_TOOLS,
+    accuracy,
+    has_answers,
+    maj_at_k,
+    pass_at_k,
+    powers_of_two,
+    tool_metrics,
+)
 from agentrl.config import ValConfig
 from agentrl.data import ColumnNames, open_rows
 from agentrl.data.rows import Mistakes
 from agentrl.engine.base import Sampling
-from agentrl.errors import DataError, Infrastructure, RunStopped
-from agentrl.metrics import count_calls, grader_metrics, mean, standard_error, t_quantile
+from agentrl.errors import Infrastructure, RunStopped
+from agentrl.metrics import count_calls, grader_metrics, mean, standard_error
 from agentrl.player import MAX_ATTEMPTS, retry_pause
 from agentrl.rewards import Scorer
-from agentrl.rollout import Rollouts
-from agentrl.store import TrajectoryStore
+from agentrl.rollout import GroupRecord, Rollouts
 from agentrl.trajectory import Group, Message, Sample, Scored, Trajectory, Turn
 from agentrl.workers import run_all
 
@@ -35,35 +43,68 @@ class Evaluation:
     """The result of an evaluation: metrics by name, and the groups that they were computed from."""
 
     metrics: Mapping[str, float]
-    groups: Sequence[Group]
-    greedy_groups: Sequence[Group]
-    """The groups of the greedy pass; empty if there was none."""
+    splits: Mapping[str, Sequence[Group]]
+    """The groups by the split in which they are stored: "val", and "greedy" and "without" if there
+    was a greedy pass, and one without tools."""
 
 
-def evaluate(rollouts: Rollouts, samples: Sequence[Sample], val: ValConfig) -> Evaluation:
+def evaluate(
+    rollouts: Rollouts,
+    samples: Sequence[Sample],
+    val: ValConfig,
+    record: Callable[[str], GroupRecord | None] = lambda split: None,
+) -> Evaluation:
     """Play each sample `val.n` times, and once more at temperature 0 if `val.greedy` is true.
+
+    With `val.without_tools`, rows with tools are also played `val.n` times without them, with the
+    same seeds.
+
+    Args:
+        rollouts: plays the episodes.
+        samples: the rows.
+        val: the sampling.
+        record: returns the record of a split; None: nothing is recorded.
 
     Returns:
         `val/reward/mean@n`, `val/acc/mean@n`, `val/acc/pass@k` (k = 2, 4, 8 ... up to n) and
         `val/tool_call_rate`; `val/rows`, the number of rows, and `val/reward/se@n` and
         `val/acc/se@n`, the standard errors of the means (`agentrl.metrics.standard_error`);
+        `val/acc/maj@k` if the reward returns an `answer`; `val/acc/pass@k/se`, `val/acc/maj@k/se`;
         `val/grader/NAME`, the means of the other numbers that reward functions return. The same
         metrics under `val/<agent_name>/` and, with verl's prefix, `val-core/<data_source>/`; those
-        of the greedy pass under `val_greedy/`. A rollout passes if `acc` of its reward function (or
-        the outcome, if it returns no `acc`) is at least 1.
+        of the greedy pass under `val_greedy/`, those without tools under `val_without_tools/`, and
+        `val/tool_dependence` (`agentrl.comparison.tool_metrics`). A rollout passes if `acc` of its
+        reward function (or the outcome, if it returns no `acc`) is at least 1.
 
     Raises:
         RunStopped: too many rollouts were dropped.
     """
     sampling = Sampling(temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
-    groups = rollouts.collect(samples, n=val.n, sampling=sampling, step=0, tag="val")
-    metrics = _tables(groups, val.n, "val", "val-core")
-    greedy_groups: list[Group] = []
+
+    def play(split: str, samples: Sequence[Sample], n: int, sampling: Sampling) -> list[Group]:
+        return rollouts.collect(
+            samples, n=n, sampling=sampling, step=0, tag=split, record=record(split)
+        )
+
+    splits = {"val": play("val", samples, val.n, sampling)}
+    metrics = _tables(splits["val"], val.n, "val", "val-core")
     if val.greedy and val.temperature > 0:
-        greedy = Sampling(temperature=0.0)
-        greedy_groups = rollouts.collect(samples, n=1, sampling=greedy, step=0, tag="greedy")
-        metrics |= _tables(greedy_groups, 1, "val_greedy", "")
-    return Evaluation(metrics, groups, greedy_groups)
+        splits["greedy"] = play("greedy", samples, 1, Sampling(temperature=0.0))
+        metrics |= _tables(splits["greedy"], 1, "val_greedy", "")
+    if val.without_tools and (bare := without_tools(samples)):
+        splits[WITHOUT_TOOLS] = play(WITHOUT_TOOLS, bare, val.n, sampling)
+        metrics |= _tables(splits[WITHOUT_TOOLS], val.n, "val_without_tools", "")
+        metrics |= tool_metrics(splits["val"], splits[WITHOUT_TOOLS])
+    return Evaluation(metrics, splits)
+
+
+def without_tools(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the rows with tools, without them. Rows with an environment are left out.
+
+    Their chat template gets no tools. An environment is the world of its row, not only its tools.
+    """
+    tooled = (sample for sample in samples if sample.tools and not sample.environment)
+    return [replace(sample, tools=(), tools_kwargs={}) for sample in tooled]
 
 
 def _tables(groups: Sequence[Group], n: int, prefix: str, core: str) -> dict[str, float]:
@@ -99,137 +140,13 @@ def _table(groups: Sequence[Group], n: int, prefix: str) -> dict[str, float]:
         if not math.isnan(error):
             metrics[f"{prefix}/{name}/se@{n}"] = error
     metrics |= {f"{prefix}/{name}": value for name, value in grader_metrics(scored).items()}
-    for k in [2**i for i in range(1, n.bit_length())]:
-        metrics[f"{prefix}/acc/pass@{k}"] = mean([pass_at_k(g, k) for g in groups])
+    votes = {"pass": pass_at_k} | ({"maj": maj_at_k} if has_answers(groups) else {})
+    for name, k in product(votes, powers_of_two(n)):
+        values = [[votes[name](group, k)] for group in groups]
+        metrics[f"{prefix}/acc/{name}@{k}"] = mean([x for [x] in values])
+        if len(values) > 1:
+            metrics[f"{prefix}/acc/{name}@{k}/se"] = standard_error(values)
     return metrics
-
-
-def accuracy(scored: Scored) -> float:
-    """Return `acc` of the reward function, or the outcome if it returns no `acc`."""
-    return float(scored.metrics.get("acc", scored.rewards.get("outcome", scored.reward)))
-
-
-def pass_at_k(group: Group, k: int) -> float:
-    """Return the probability that at least one of k rollouts of a sample passes.
-
-    The estimate is 1 - C(n-c, k) / C(n, k) for n rollouts of which c passed (Chen et al., 2021). It
-    is unbiased for n >= k. If fewer than k rollouts were not dropped, k is their number.
-    """
-    n = len(group.scored)
-    c = sum(accuracy(s) >= 1 for s in group.scored)
-    k = min(k, n)
-    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
-
-
-# -- comparing runs -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Validation:
-    """The rollouts of one validation, read from the folder of a run or of `agentrl eval`."""
-
-    step: int
-    groups: Mapping[str, Group]
-    """The sampled rollouts of each row, by the row's id."""
-
-
-@dataclass(frozen=True, slots=True)
-class PairedDifference:
-    """The mean difference between two validations over the rows that both played."""
-
-    rows: int
-    mean: float
-    low: float
-    """The lower end of the interval of 95 %; NaN for one row."""
-    high: float
-
-
-def read_validation(folder: Path, step: int | None = None) -> Validation:
-    """Read a validation of a run, or the result of `agentrl eval --output`.
-
-    Args:
-        folder: the folder with `trajectories/`.
-        step: the step of the validation; None: the last one.
-
-    Raises:
-        DataError: there is no such validation, or its file is damaged.
-    """
-    store = TrajectoryStore(folder / "trajectories")
-    steps = store.steps("val")
-    if not steps:
-        raise DataError(
-            f"{folder} has no validation: there is no val-*.parquet in {store.folder}. Name the"
-            " folder of a run with data.val, or of `agentrl eval --output`"
-        )
-    if step is not None and step not in steps:
-        listed = ", ".join(map(str, steps))
-        raise DataError(f"{folder} was not validated at step {step}. Its validations: {listed}")
-    step = steps[-1] if step is None else step
-    scored: dict[str, list[Scored]] = defaultdict(list)
-    for rollout in store.read(step, "val"):
-        scored[rollout.scored.trajectory.sample.id].append(rollout.scored)
-    groups = {key: Group(s[0].trajectory.sample, tuple(s)) for key, s in scored.items()}
-    return Validation(step, groups)
-
-
-def merge_seeds(validations: Sequence[Validation]) -> Validation:
-    """Return one validation with the rollouts of runs that differ in their seeds alone.
-
-    Its rows are those that all runs validated. A row's value is then the mean over the seeds.
-    """
-    first, *others = validations
-    keys = [key for key in first.groups if all(key in other.groups for other in others)]
-    groups = {key: [v.groups[key] for v in validations] for key in keys}
-    return Validation(
-        max(v.step for v in validations),
-        {
-            key: Group(same[0].sample, tuple(s for group in same for s in group.scored))
-            for key, same in groups.items()
-        },
-    )
-
-
-def shared_rows(first: Validation, second: Validation) -> list[str]:
-    """Return the ids of the rows that both validations played, with the same prompt and truth.
-
-    Rows of different files may have the same id, because an id may be the row's number.
-    """
-
-    def content(group: Group) -> tuple[object, ...]:
-        return group.sample.prompt, group.sample.agent_name, group.sample.ground_truth
-
-    return [
-        key
-        for key, group in first.groups.items()
-        if key in second.groups and content(second.groups[key]) == content(group)
-    ]
-
-
-def paired_difference(
-    first: Validation, second: Validation, value: Callable[[Scored], float]
-) -> PairedDifference:
-    """Return the mean of `second - first` over their shared rows, with an interval of 95 %.
-
-    A row's value is the mean over its rollouts. The interval is that of the paired t-test: with the
-    difference d of each of R rows, mean(d) ± t(0.975, R - 1) * s(d) / sqrt(R). The difficulty of
-    a row is in both values, so the interval is narrower than for independent rows (Miller,
-    arXiv:2411.00640, section 4.2).
-
-    Raises:
-        DataError: there is no shared row.
-    """
-    differences = [
-        mean([value(s) for s in second.groups[key].scored])
-        - mean([value(s) for s in first.groups[key].scored])
-        for key in shared_rows(first, second)
-    ]
-    if not differences:
-        raise DataError("they share no rows")
-    center, half = mean(differences), math.nan
-    if len(differences) > 1:
-        error = standard_error([[d] for d in differences])
-        half = t_quantile(0.975, len(differences) - 1) * error
-    return PairedDifference(len(differences), center, center - half, center + half)
 
 
 # -- stored responses -----------------------------------------------------------------------------

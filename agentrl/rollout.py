@@ -15,12 +15,13 @@ import math
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from agentrl import sandbox
 from agentrl.agent_loops.attempt import Runtime, mix_seed
@@ -86,6 +87,19 @@ def stop_if_too_many_dropped(played: Sequence[PlayedSample]) -> None:
     _stop_if_too_many_dropped([r for r in results if isinstance(r, Dropped)], len(results))
 
 
+class GroupRecord(Protocol):
+    """Keeps groups, so that another process does not play them again."""
+
+    @property
+    def groups(self) -> Mapping[int, Group]:
+        """The groups that were played before, by the rows of their samples."""
+        ...
+
+    def add(self, group: Group) -> None:
+        """Keep a group. The event loop of the rollouts calls it, so it must not block."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class _RolloutCount:
     """The progress of rollouts that were started together."""
@@ -93,6 +107,8 @@ class _RolloutCount:
     total: int
     ended: int = 0
     """The number of rollouts that have ended."""
+    record: GroupRecord | None = None
+    """Gets the groups of samples whose rollouts have ended."""
 
     def end(self, rollouts: int) -> None:
         """Count rollouts that have ended."""
@@ -158,6 +174,7 @@ class Rollouts:
         tag: str = "train",
         earlier: Sequence[Sample] = (),
         greedy: bool = False,
+        record: GroupRecord | None = None,
     ) -> list[Group]:
         """Play each sample n times.
 
@@ -170,6 +187,8 @@ class Rollouts:
             earlier: the rows that were already played in this step. If a row is played again, it
                 gets other seeds.
             greedy: also play each sample once at temperature 0, as its rollout number n.
+            record: has the groups of samples that were played before, which are not played again,
+                and gets each new group whose rollouts were not dropped when they have ended.
 
         Returns:
             One group for each sample, in order. A group is left out if more than a quarter of its
@@ -181,11 +200,15 @@ class Rollouts:
             UserCodeError: a reward function raised.
         """
         samplings = [sampling] * n + [replace(sampling, temperature=0.0)] * greedy
-        plays = [*self._plays(samples, samplings, step, tag, earlier)]
-        results = self.run(self._play_all(plays, len(samplings)))
+        known = record.groups if record else {}
+        new = [sample for sample in samples if sample.row not in known]
+        plays = [*self._plays(new, samplings, step, tag, earlier)]
+        results = iter(self.run(self._play_all(plays, len(samplings), record)))
         played = [
-            PlayedSample(sample, n, results[i * len(samplings) : (i + 1) * len(samplings)])
-            for i, sample in enumerate(samples)
+            PlayedSample(sample, n, known[sample.row].scored)
+            if sample.row in known
+            else PlayedSample(sample, n, [*islice(results, len(samplings))])
+            for sample in samples
         ]
         stop_if_too_many_dropped(played)
         self.stop_if_agents_fail()
@@ -417,9 +440,11 @@ class Rollouts:
             attempt = f"{self._run_id}-{next(self._attempts)}"
             yield Play(sample, k, f"{name}-{sample.row}-{k}-{attempt}", sampling, seed, trains)
 
-    async def _play_all(self, plays: Sequence[Play], per_sample: int) -> list[Scored | Dropped]:
+    async def _play_all(
+        self, plays: Sequence[Play], per_sample: int, record: GroupRecord | None = None
+    ) -> list[Scored | Dropped]:
         """Play and score all rollouts. Each run of `per_sample` rollouts belongs to one sample."""
-        count = _RolloutCount(len(plays))
+        count = _RolloutCount(len(plays), record=record)
         self._counts.append(count)
         try:
             with self._players.armed():
@@ -445,6 +470,9 @@ class Rollouts:
         for result in results:
             if isinstance(result, Scored):
                 self._record_agent(result.trajectory)
+        scored = tuple(result for result in results if isinstance(result, Scored))
+        if count.record and len(scored) == len(results):
+            count.record.add(Group(plays[0].sample, scored))
         return results
 
 

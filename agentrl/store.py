@@ -591,6 +591,8 @@ def _cell(name: str, path: str, row: StoredRollout) -> Any:
     if name == "sample":
         names = [f.name for f in fields(value) if f.name in _OTHER_SAMPLE_FIELDS]
         value = {field: getattr(value, field) for field in names}
+    if name == "metrics" and row.scored.answer is not None:
+        value = {**value, "answer": row.scored.answer}
     if name in _JSON:
         value = json.dumps(value, default=_to_json, ensure_ascii=False)
     if isinstance(value, str):  # UTF-8 has no lone surrogates: replace them with `?`
@@ -778,7 +780,9 @@ def _rollout_from_cells(cells: Mapping[str, Any], segments: tuple[Segment, ...])
         "sample": _SAMPLES.validate_python(values["sample"] | parts[_SAMPLE]),
         "sampling": {k: tuple(v) if isinstance(v, list) else v for k, v in sampling},
     }
-    scored = Scored(Trajectory(segments=segments, **values), **parts["scored"])
+    metrics = parts["scored"]["metrics"]
+    answer = metrics.pop("answer") if isinstance(metrics.get("answer"), str) else None
+    scored = Scored(Trajectory(segments=segments, **values), **parts["scored"], answer=answer)
     return StoredRollout(scored=scored, **parts[""])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 
 
 def printable(text: str) -> str:
@@ -25,6 +26,22 @@ def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print a text with escapes, to standard output or with `err` to standard error."""
     stream = sys.stderr if err else sys.stdout
     print(printable(text), file=stream, end="\n" if nl else "", flush=True)
+
+
+def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Return the lines of a table; the first `left` columns are aligned to the left.
+
+    Each cell stays on its line, and its characters that are not printable are escaped.
+    """
+    lines = [[" ".join(printable(cell).split()) for cell in line] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    ]
 
 
 class _Formatter(logging.Formatter):

@@ -354,6 +354,8 @@ class Scores:
         turns: scores of turns, by the index of the turn in `Trajectory.turns`. A turn without one
             has none. They are added to the turn rewards (`reward.turn_weight`).
         metrics: other numbers, by the names of metrics. Those that are not finite are left out.
+        answer: the answer that was scored, as text, for maj@k: `answer` of the metrics, or verl's
+            `pred`. None: the reward returns none.
 
     Raises:
         ValueError: the outcome or a score is not a finite number, or an index is not an integer of
@@ -363,6 +365,7 @@ class Scores:
     outcome: float
     turns: Mapping[int, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
     def __post_init__(self):
         if not isinstance(self.turns, Mapping):
@@ -379,7 +382,10 @@ class Scores:
         for index in self.turns:
             if not isinstance(index, int) or isinstance(index, bool) or index < 0:
                 raise ValueError(f"Scores: turns has the key {index!r}, not the index of a turn")
-        numbers = {str(k): as_number(v) for k, v in self.metrics.items()}
+        answer = self.metrics.get("answer", self.metrics.get("pred"))
+        if self.answer is None and answer is not None:
+            object.__setattr__(self, "answer", str(answer))
+        numbers = {str(k): as_number(v) for k, v in self.metrics.items() if k != "answer"}
         object.__setattr__(self, "outcome", as_number(self.outcome))
         object.__setattr__(self, "turns", {i: as_number(v) for i, v in self.turns.items()})
         finite = {k: v for k, v in numbers.items() if math.isfinite(v)}
@@ -491,6 +497,7 @@ class Scored:
         metrics: other numbers that the reward function returned, such as `acc`.
         masked: true if the trajectory is excluded from the loss and from its group's baseline
             (budget policy "mask").
+        answer: the answer that was scored, as in `Scores`.
     """
 
     trajectory: Trajectory
@@ -498,6 +505,7 @@ class Scored:
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     masked: bool = False
+    answer: str | None = None
 
     def summary(self) -> dict[str, Any]:
         """Return the ids of the episode, its reward and its stop reason."""

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from agentrl.chat import load_tokenizer
 from agentrl.cli.options import resolve_model
+from agentrl.comparison import Expectation
 from agentrl.learner.algorithms import make_targets
 from agentrl.learner.batch import collate
 from agentrl.learner.sharding import full_tensor
@@ -58,6 +59,17 @@ others by less."""
 
 BASE = "smollm2"
 """The model that all recipes start from, or imitate with: the tokenizer is the same."""
+
+EXPECTED = {
+    "calculator/results/h100/seed*": "val/reward/mean@1>=0.9",
+    "facts/results/*/seed*": "val/reward/mean@1>=0.6",
+    "my_agent/results/h100/seed*": "val/reward/mean@1>=0.9",
+    "search/results/h100/seed*": "val/reward/mean@1>=0.9",
+    "teacher/results/h100/seed*": "val/reward/mean@1>=0.85",
+    "*/results/h100/control": "val/reward/mean@1<=0.4",
+}
+"""What the last validation of stored runs must keep, with the interval of `agentrl eval
+--expect`."""
 
 Fingerprint = dict[str, list[float]]
 
@@ -197,6 +209,19 @@ def wrong_changes(stored: Fingerprint, again: Fingerprint) -> Iterator[str]:
     print(f"  the change of {len(stored)} tensors from the base model")
 
 
+def wrong_results() -> Iterator[str]:
+    """Yield the stored runs whose last validation does not keep `EXPECTED`."""
+    for pattern, text in EXPECTED.items():
+        files = sorted(Path("recipes").glob(f"{pattern}.jsonl"))
+        if not files:
+            yield f"recipes/{pattern}.jsonl: there is no such file"
+        for file in files:
+            validations = [data for _, data in read_metrics(file) if "val/rows" in data]
+            is_kept, line = Expectation.parse(text).check(validations[-1])
+            if not is_kept:
+                yield f"{file}: {line}"
+
+
 def check(folder: Path, *, weights: bool) -> list[str]:
     """Return what is wrong in a stored run, and print what was recomputed."""
     run = load_run(folder)
@@ -222,6 +247,7 @@ def main() -> None:
         return add(*arguments.add)
     wrong = []
     with contextlib.chdir(Path(__file__).parents[1]):  # The files in a config are named from there.
+        wrong += wrong_results()
         for file in sorted(Path("recipes").glob("*/results/*/*/config.yaml")):
             wrong += check(file.parent, weights=arguments.weights)
     if wrong:

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from agentrl.cli import main
+from agentrl.comparison import paired_difference, read_validation, rewards_of
 from agentrl.config import ValConfig
 from agentrl.errors import DataError
-from agentrl.evaluate import evaluate, paired_difference, read_validation
+from agentrl.evaluate import evaluate
 from agentrl.metrics import standard_error, t_quantile
 from agentrl.store import TrajectoryStore
 from agentrl.trajectory import Group, Message, Sample, Scored, Trajectory
@@ -83,21 +84,21 @@ def test_quantiles_of_student(degrees, p):
 def test_a_paired_difference_is_that_of_r(store):
     first = read_validation(store("a", validation(*([x] for x in DRUG_1))))
     second = read_validation(store("b", validation(*([x] for x in DRUG_2))))
-    found = paired_difference(first, second, lambda s: s.reward)
+    found = paired_difference(first, second, rewards_of)
     assert found.rows == 10 and found.mean == pytest.approx(1.58)
     assert (found.low, found.high) == (pytest.approx(0.7001142), pytest.approx(2.4598858))
-    back = paired_difference(second, first, lambda s: s.reward)
+    back = paired_difference(second, first, rewards_of)
     assert (back.low, back.high) == (pytest.approx(-found.high), pytest.approx(-found.low))
 
 
 def test_rows_are_paired_by_id_and_content(store):
     first = read_validation(store("a", validation([0.0], [0.0], [0.0], [0.0])))
     second = validation([1.0], first=3) + validation([5.0], prompt="Another question?")
-    found = paired_difference(first, read_validation(store("b", second)), lambda s: s.reward)
+    found = paired_difference(first, read_validation(store("b", second)), rewards_of)
     assert (found.rows, found.mean) == (1, 1.0) and math.isnan(found.low)
     other = read_validation(store("c", validation([1.0], first=9)))
     with pytest.raises(DataError, match="share no rows"):
-        paired_difference(first, other, lambda s: s.reward)
+        paired_difference(first, other, rewards_of)
 
 
 def test_a_validation_is_read_by_step(store):
@@ -205,7 +206,7 @@ def test_compare_says_which_rows_are_not_shared(compare, store):
     assert "note: a has 3 rows, b has 2; 2 are in both" in compare("a", "b")
     store("c", validation([1.0], [1.0], prompt="Another question?"))
     output = compare("a", "c")
-    assert "error: a and c share no rows" in output and "agentrl eval --dataset" in output
+    assert "error: c - a: they share no rows" in output and "agentrl eval --dataset" in output
 
 
 def test_compare_refuses_what_cannot_be_compared(compare, store):

@@ -42,7 +42,7 @@ LAYERS = (
     ("watchdog",),
     ("player",),
     ("rollout_workers",),
-    ("rollout",),
+    ("comparison", "rollout"),
     ("evaluate", "preflight"),
     ("trainer",),
     ("cluster",),

@@ -428,7 +428,7 @@ def test_no_field_is_forgotten():
         Span: 4,
         Turn: 14,
         ToolCall: 5,
-        Scored: 5,
+        Scored: 6,  # its answer is stored in the metrics
         Sample: 12,
         Segment: 5,
         Group: 5,  # its greedy rollout is stored as a group of its own

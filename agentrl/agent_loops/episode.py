@@ -499,7 +499,7 @@ class Episode:
         attempt.spawned += 1
         schemas = self._schemas if schemas is None else schemas
         number = attempt.spawned
-        spawned = Episode(attempt, opening, schemas, conversation=number, seed=seed)
+        spawned = type(self)(attempt, opening, schemas, conversation=number, seed=seed)
         if len(opening) < len(messages):
             spawned.branch(messages)
         return spawned

@@ -128,7 +128,12 @@ _NO_ACTION = "Error: no action found. Write 'Action:' and 'Action Input:', or 'F
 
 
 def react_opening(sample: Sample, schemas: Schemas) -> tuple[Sequence[Message], Schemas]:
-    """Return the row's prompt with the ReAct format and the tools in its system message."""
+    """Return the row's prompt with the ReAct format and the tools in its system message.
+
+    Without tools the prompt is unchanged.
+    """
+    if not schemas:
+        return sample.prompt, ()
     text, prompt = _FORMAT + "\n".join(map(_signature, schemas)), list(sample.prompt)
     if prompt and prompt[0].role == "system":
         prompt[0] = replace(prompt[0], content=f"{prompt[0].content}\n{text}")

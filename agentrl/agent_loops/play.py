@@ -14,6 +14,7 @@ from typing import Any
 
 from agentrl import registry
 from agentrl.agent_loops.attempt import CLEANUP_SECONDS, Attempt, Runtime, make_template
+from agentrl.agent_loops.chat_model import ChatEpisode, ChatModel
 from agentrl.agent_loops.control import EpisodeControl
 from agentrl.agent_loops.episode import Episode
 from agentrl.agent_loops.loops import AgentLoop
@@ -96,7 +97,8 @@ async def play_episode(
         if interaction is not None:
             attempt.enter("opening the interaction")
             observed.extend(await _open(interaction, attempt))
-        episode = Episode(attempt, opening, schemas, interaction, observed=observed)
+        kind = ChatEpisode if isinstance(runtime.sampler, ChatModel) else Episode
+        episode = kind(attempt, opening, schemas, interaction, observed=observed)
         stop_reason = await _run_loop(loop, attempt, episode)
         if "reward" in opened.hooks:
             await _ask_reward(attempt, episode)

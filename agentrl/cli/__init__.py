@@ -21,6 +21,7 @@ from agentrl.cli import (
     check_agent,
     check_environment,
     check_template,
+    compare,
     data,
     doctor,
     doors,
@@ -60,7 +61,7 @@ app.command("play")(play.play)
 app.command("play chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("eval")(evaluate.eval_)
-app.command("compare")(evaluate.compare)
+app.command("compare")(compare.compare)
 app.command("replay")(replay.replay)
 app.command("rescore")(replay.rescore)
 app.command("report")(report.report)

@@ -1,10 +1,12 @@
-"""`agentrl eval` and `agentrl compare`: evaluate models, score stored responses, compare runs."""
+"""`agentrl eval`: evaluate models, and score stored responses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,7 +14,6 @@ from agentrl.cli.options import (
     ConfigFile,
     Files,
     LogFormat,
-    Model,
     Overrides,
     PlayedDataset,
     describe_sampling,
@@ -21,23 +22,46 @@ from agentrl.cli.options import (
 )
 from agentrl.errors import UserError
 from agentrl.plural import plural
-from agentrl.terminal import echo, printable
+from agentrl.terminal import aligned, echo
 
 if TYPE_CHECKING:
     from agentrl.config import Config
-    from agentrl.evaluate import Validation
-    from agentrl.trajectory import Group, Scored
+    from agentrl.trajectory import Group
 
 
 def eval_(
     overrides: Overrides = None,
     dataset: PlayedDataset = None,
-    model: Model = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A model, run or checkpoint, as for `agentrl train`; or URL#NAME, a model of an"
+            " OpenAI-compatible server. It may be repeated: each plays the same rows."
+        ),
+    ] = None,
     file: Files = None,
     config: ConfigFile = None,
     output: Annotated[
-        Path | None, typer.Option(help="A folder for metrics.json and the trajectories.")
+        Path | None,
+        typer.Option(
+            help="A folder for metrics.json and the trajectories; of several models, a folder for"
+            " each. The same command continues there."
+        ),
     ] = None,
+    without: Annotated[
+        Literal["tools"] | None,
+        typer.Option(help="Also play each row without its tools (val.without_tools)."),
+    ] = None,
+    expect: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="METRIC>=NUMBER or METRIC<=NUMBER: exit code 1 if the end of its interval of 95 %"
+            " is not. It may be repeated."
+        ),
+    ] = None,
+    token_env: Annotated[
+        str, typer.Option(help="The environment variable with the key of the URLs of --model.")
+    ] = "",
     responses: Annotated[
         Path | None,
         typer.Option(
@@ -52,65 +76,121 @@ def eval_(
     ] = "reward_model",
     log_format: LogFormat = "text",
 ) -> None:
-    """Evaluate a model on fixed rows with fixed seeds, or score stored responses.
+    """Evaluate models on fixed rows with fixed seeds, or score stored responses.
 
-    Prints rewards and accuracy with standard errors, and pass@k. The same seed gives the same
-    episodes. The `val` keys set the sampling. With --responses no model is loaded; the graders are
-    those of training.
+    Prints rewards and accuracy with standard errors, pass@k and maj@k. The same seed gives the same
+    episodes. The `val` keys set the sampling. Several models end with the table of `agentrl
+    compare`. With --responses no model is loaded; the graders are those of training.
 
     Examples:
         agentrl eval --dataset datasets/arithmetic_val.parquet --model tiny val.n=4
 
-        agentrl eval -c runs/a/config.yaml --model runs/a --output evals/a
+        agentrl eval -c runs/a/config.yaml --model runs/a --model runs/b --output evals/both
+
+        agentrl eval -c runs/a/config.yaml --model runs/a --expect 'val/reward/mean@1>=0.9'
 
         agentrl eval --responses answers.parquet
     """
-    import json
+    from agentrl.comparison import Expectation
 
     if responses is not None:
         if log_format == "json":
             raise UserError("--responses prints a table: leave out --log-format json")
-        if model or dataset:
-            raise UserError("--responses scores stored responses: leave out --model and --dataset")
+        if model or dataset or expect or without:
+            raise UserError(
+                "--responses scores stored responses: leave out --model and --dataset, --expect and"
+                " --without"
+            )
         settings = read_config(
             config, overrides, needs_model=False, dataset=[str(responses)], file=file
         )
         _score_stored(settings, str(responses), response_key, reward_model_key, output)
         return
+    expectations = [Expectation.parse(text) for text in expect or ()]
+    models: Sequence[str | None] = model or [None]
+    if len(set(models)) < len(models):
+        raise UserError(f"--model names a model twice: {', '.join(map(str, models))}")
+    folders = [output]
+    if len(models) > 1:
+        if output is None:
+            raise UserError("several models need --output FOLDER: each gets a folder in it")
+        folders = [output / name for name in _folder_names(models)]
+    overrides = [*(overrides or ()), *["val.without_tools=true"] * bool(without)]
+    everything = [read_config_to_play(config, overrides, dataset, name, file) for name in models]
+    failed = False
+    for settings, folder, name in zip(everything, folders, models, strict=True):
+        if len(models) > 1 and log_format == "text":
+            echo(f"{name}:")
+        metrics = _evaluate(settings, folder, log_format, token_env)
+        for expectation in expectations:
+            is_kept, line = expectation.check(metrics)
+            echo(("" if is_kept else "error: ") + line, err=True)
+            failed |= not is_kept
+    if output is not None and len(models) > 1:
+        from agentrl.cli.comparison import print_comparison
+
+        print_comparison([f for f in folders if f], 0, output / "compare.svg")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _folder_names(models: Sequence[str | None]) -> list[str]:
+    """Return names for the folders of models: the last parts of their paths, if these differ."""
+    for pattern in (r".*[/#]", ""):
+        names = [re.sub(pattern, "", str(m).rstrip("/")) for m in models]
+        names = [re.sub(r"[^\w.-]+", "-", name).lstrip(".-") for name in names]
+        if len(set(names)) == len(names) and all(names):
+            return names
+    return [f"{i}-{name}" for i, name in enumerate(names)]
+
+
+def _evaluate(
+    settings: Config, folder: Path | None, log_format: LogFormat, token_env: str
+) -> Mapping[str, float]:
+    """Play the rows, or what is not in the folder yet; print and store the result.
+
+    Returns:
+        The metrics.
+    """
     from agentrl.callbacks import Event
-    from agentrl.cli.session import open_session
+    from agentrl.cli.eval_record import open_record
+    from agentrl.cli.session import check_rows, open_session
     from agentrl.config import file_names
     from agentrl.evaluate import evaluate
     from agentrl.observers import open_console
-    from agentrl.store import TrajectoryStore
 
-    with open_console(log_format) as console:
-        settings = read_config_to_play(config, overrides, dataset, model, file)
-        val = settings.val
-        with open_session(settings, console) as (plan, rollouts):
-            sampling = describe_sampling(val.temperature)
-            greedy = ", and a greedy pass" if val.greedy and val.temperature else ""
-            rows = plural(len(plan.train), "row")
-            names = file_names(settings.data.train)
-            console.note(f"{names}: {rows} x {val.n} ({sampling}){greedy}")
+    val = settings.val
+    with open_console(log_format) as console, contextlib.ExitStack() as stack:
+        plan = check_rows(settings, console)
+        if val.without_tools and not any(k.sample.tools for k in plan.kinds):
+            raise UserError("val.without_tools (--without tools): no row has tools")
+        record = stack.enter_context(open_record(folder, plan)) if folder else None
+        sampling = describe_sampling(val.temperature)
+        greedy = ", and a greedy pass" if val.greedy and val.temperature else ""
+        bare = ", and without tools" if val.without_tools else ""
+        rows = plural(len(plan.train), "row")
+        names = file_names(settings.data.train)
+        console.note(f"{names}: {rows} x {val.n} ({sampling}){greedy}{bare}")
+        if record and record.metrics:
+            metrics = record.metrics
+            console.note(f"{folder} has all of it: nothing is played")
+        else:
+            session = open_session(settings, console, plan, token_env)
+            _, rollouts = stack.enter_context(session)
+            keep = {"record": record.of} if record else {}
             with console.phase("validation", rollouts.progress):
-                result = evaluate(rollouts, plan.train, val)
+                result = evaluate(rollouts, plan.train, val, **keep)
+            metrics = result.metrics
+            if record:
+                record.finish(result)
+                console.note(f"saved all metrics and the trajectories to {folder}")
         if log_format == "json":
-            console.on_validation(Event(0, 0, result.metrics, Path()))
+            console.on_validation(Event(0, 0, metrics, Path()))
         else:
             console.close()
             agents = sorted({kind.sample.agent_name for kind in plan.kinds})
-            console.note("\n".join(table(result.metrics, agents, val.n)))
-        if output is not None:
-            from agentrl.trainer.checkpoint import make_private_folder, replace_file
-
-            make_private_folder(output)
-            replace_file(output / "metrics.json", json.dumps(result.metrics, indent=2) + "\n")
-            store = TrajectoryStore(output / "trajectories")
-            store.write(0, result.groups, split="val")
-            if result.greedy_groups:
-                store.write(0, result.greedy_groups, split="greedy")
-            console.note(f"saved all metrics and the trajectories to {output}")
+            console.note("\n".join(table(metrics, agents, val.n)))
+    return metrics
 
 
 def _score_stored(
@@ -173,7 +253,7 @@ def _score_stored(
 
 def _score_table(groups: Sequence[Group]) -> tuple[list[list[str]], dict[str, float]]:
     """Return the cells of the table of scores, a line for each data source, and the metrics."""
-    from agentrl.evaluate import accuracy
+    from agentrl.comparison import accuracy
     from agentrl.metrics import grader_metrics, mean, standard_error, t_quantile
 
     by_source: dict[str, list[Group]] = {}
@@ -215,12 +295,16 @@ def table(metrics: Mapping[str, float], agents: Sequence[str], n: int) -> list[s
         n: rollouts per row of the sampled pass.
     """
     powers = [2**i for i in range(1, n.bit_length())]
-    lines = [
-        ["", "", "rows", "reward", "acc", *(f"pass@{k}" for k in powers), "calls tools", "turns"]
-    ]
+    kinds = ["pass", *["maj"] * any("/maj@" in key for key in metrics)]
+    votes = [f"{kind}@{k}" for kind in kinds for k in powers]
+    lines = [["", "", "rows", "reward", "acc", *votes, "calls tools", "turns"]]
     loops = [("all", ""), *((agent, f"/{agent}") for agent in agents)]
     for name, below in loops if len(agents) > 1 else [(*agents, "")]:
-        passes = (("sampled", f"val{below}", n), ("greedy", f"val_greedy{below}", 1))
+        passes = (
+            ("sampled", f"val{below}", n),
+            ("greedy", f"val_greedy{below}", 1),
+            ("without tools", f"val_without_tools{below}", n),
+        )
         for label, prefix, count in passes:
             if f"{prefix}/reward/mean@{count}" not in metrics:
                 continue
@@ -228,7 +312,7 @@ def table(metrics: Mapping[str, float], agents: Sequence[str], n: int) -> list[s
                 "rows": ".0f",
                 f"reward/mean@{count}": ".3f",
                 f"acc/mean@{count}": ".3f",
-                **{f"acc/pass@{k}": ".3f" for k in powers},
+                **{f"acc/{vote}": ".3f" for vote in votes},
                 "tool_call_rate": ".0%",
                 "num_turns": ".1f",
             }
@@ -241,155 +325,3 @@ def table(metrics: Mapping[str, float], agents: Sequence[str], n: int) -> list[s
                 cells.append(f"{cell} ± {error:.3f}" if has_error else cell)
             lines.append([name, label, *cells])
     return aligned(lines, 2)
-
-
-def compare(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN RUN...", help="Folders of runs, or of `eval --output`."),
-    ],
-    step: Annotated[
-        int | None, typer.Option(help="The step of the validations; default: each run's last.")
-    ] = None,
-    output: Annotated[Path, typer.Option(help="The picture to write, .svg.")] = Path("compare.svg"),
-) -> None:
-    """Compare the validations of runs: a table, paired differences to the first run, a picture.
-
-    A difference is paired: it is computed for each row that both runs validated, so the difficulty
-    of the rows cancels out. The interval of 95 % is that of the paired t-test over the rows. If it
-    does not contain 0, the rows and rollouts alone hardly explain the difference.
-
-    Runs whose configs differ in trainer.seed alone are one line: a row's value is its mean over the
-    seeds, and the column "seeds" has the mean reward of each.
-
-    Examples:
-        agentrl compare runs/grpo runs/ppo
-
-        agentrl compare evals/base evals/trained --output base_and_trained.svg
-    """
-    from agentrl.evaluate import accuracy, merge_seeds, read_validation
-    from agentrl.metrics import mean, standard_error
-    from agentrl.observers.curve import validation_points, write_comparison
-    from agentrl.record import METRICS
-
-    if len(runs) < 2:
-        raise UserError(f"compare needs two or more folders, and got only {runs[0]}")
-    if output.suffix != ".svg":
-        raise UserError(f"--output {output} must end in .svg")
-    names = [run.resolve().name for run in runs]
-    labels = [
-        str(run) if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)
-    ]
-    if len(set(labels)) < len(labels):
-        raise UserError(f"a folder is named twice: {', '.join(map(str, runs))}")
-    of_runs = [read_validation(run, step) for run in runs]
-    rewards = [mean([s.reward for g in v.groups.values() for s in g.scored]) for v in of_runs]
-    families: dict[str, list[int]] = {}
-    for i, run in enumerate(runs):
-        families.setdefault(_config_without_seed(run), []).append(i)
-    if len(families) == 1:  # the seeds themselves are compared
-        families = {label: [i] for i, label in enumerate(labels)}
-    validations = [merge_seeds([of_runs[i] for i in family]) for family in families.values()]
-    run_labels, sizes = labels, [len(family) for family in families.values()]
-    has_seeds = max(sizes) > 1
-    labels = [
-        labels[family[0]] + f" ({n} seeds)" * (n > 1)
-        for family, n in zip(families.values(), sizes, strict=True)
-    ]
-    values: dict[str, Callable[[Scored], float]] = {"reward": lambda s: s.reward, "acc": accuracy}
-    lines = [["", "step", "rows", *values, *["seeds"] * has_seeds]]
-    for label, validation, family in zip(labels, validations, families.values(), strict=True):
-        groups = validation.groups.values()
-        cells = []
-        for value in values.values():
-            rows = [[value(s) for s in group.scored] for group in groups]
-            center = mean([x for row in rows for x in row])
-            has_error = len(rows) > 1
-            cells.append(
-                f"{center:.3f} ± {standard_error(rows):.3f}" if has_error else f"{center:.3f}"
-            )
-        if has_seeds:
-            cells.append(" ".join(f"{rewards[i]:.3f}" for i in family))
-        lines.append([label, str(validation.step), str(len(groups)), *cells])
-    echo("\n".join(aligned(lines, 1)))
-    _print_differences(labels, validations, values)
-    curves = {}
-    for label, run, validation, reward in zip(run_labels, runs, of_runs, rewards, strict=True):
-        # The folder of `agentrl eval` has no metrics of steps.
-        curves[label] = validation_points(run / METRICS) or [(float(validation.step), reward)]
-    write_comparison(curves, output)
-    echo(f"\nvalidation rewards over steps: {output}")
-
-
-def _print_differences(
-    labels: Sequence[str],
-    validations: Sequence[Validation],
-    values: Mapping[str, Callable[[Scored], float]],
-) -> None:
-    """Print the paired difference between each run and the first one.
-
-    Args:
-        labels: the names of the runs.
-        validations: the validation of each run.
-        values: functions of the values to compare, by the names of the values.
-
-    Raises:
-        UserError: a run shares no rows with the first one.
-    """
-    from agentrl.errors import DataError
-    from agentrl.evaluate import paired_difference
-
-    differences = [["", "rows", *(f"{name} [95 % interval]" for name in values)]]
-    for label, validation in zip(labels[1:], validations[1:], strict=True):
-        try:
-            paired = [paired_difference(validations[0], validation, v) for v in values.values()]
-        except DataError:
-            raise UserError(
-                f"{labels[0]} and {label} share no rows: no id with the same prompt, loop and"
-                " ground truth is in both. Evaluate both on one file: agentrl eval --dataset FILE"
-                " --model RUN --output FOLDER"
-            ) from None
-        cells = [
-            f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]" if d.rows > 1 else f"{d.mean:+.3f}"
-            for d in paired
-        ]
-        differences.append([f"{label} - {labels[0]}", str(paired[0].rows), *cells])
-    echo("\npaired differences on the rows that both have:")
-    echo("\n".join(aligned(differences, 1)))
-    for label, validation, (_, shared, *_) in zip(
-        labels[1:], validations[1:], differences[1:], strict=True
-    ):
-        sizes = [len(v.groups) for v in (validations[0], validation)]
-        if max(sizes) > int(shared):
-            echo(
-                f"note: {labels[0]} has {plural(sizes[0], 'row')}, {label} has {sizes[1]};"
-                f" {shared} are in both",
-                err=True,
-            )
-
-
-def _config_without_seed(run: Path) -> str:
-    """Return a run's config without its seed and folder, as text; the path if it has no config."""
-    from agentrl.report.run import Run
-
-    config = Run(run).config
-    trainer = dict(config.get("trainer") or {})
-    for key in ("seed", "output"):
-        trainer.pop(key, None)
-    return repr(config | {"trainer": trainer}) if config else str(run.resolve())
-
-
-def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Return the lines of a table; the first `left` columns are aligned to the left.
-
-    Each cell stays on its line, and its characters that are not printable are escaped.
-    """
-    lines = [[" ".join(printable(cell).split()) for cell in line] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    ]

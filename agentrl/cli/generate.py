@@ -91,7 +91,7 @@ def generate(
     with open_session(settings) as (plan, rollouts):
         rows = plan.train
         assert isinstance(rows, Rows)  # `make_plan` reads them from files
-        header = {"rows": rows.fingerprint, "n": n, **_settings(plan.config)}
+        header = {"rows": rows.fingerprint, "n": n, **settings_of(plan.config)}
         with _open_record(output, header) as (record, texts):
             echo(
                 f"{file_names(settings.data.train)}: {plural(len(rows), 'row')} x {n}"
@@ -167,11 +167,10 @@ def _is_complete(output: Path) -> bool:
     return rows == len(read_rows(output))
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    """Return what the responses depend on, as JSON has it."""
-    return orjson.loads(
-        orjson.dumps({key: config.stored_value(key) for key in SETTINGS}, default=str)
-    )
+def settings_of(config: Config, others: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what the responses depend on, as JSON has it; `others` are further config keys."""
+    keys = sorted([*SETTINGS, *others])
+    return orjson.loads(orjson.dumps({key: config.stored_value(key) for key in keys}, default=str))
 
 
 @contextmanager
@@ -205,7 +204,7 @@ def _open_record(
         except (ValueError, KeyError, TypeError) as e:
             raise UserError(f"{path} is damaged ({e}). Delete it to start over") from None
         if lines:
-            _check_header(path, lines[0], header)
+            check_settings(path, lines[0], header)
         else:
             record.write(header)
         yield record, texts
@@ -213,7 +212,8 @@ def _open_record(
         os.close(fd)
 
 
-def _check_header(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise `UserError` if responses were made with other settings."""
     changed = [
         f"  {key}: {before.get(key)!r} before, {value!r} now"
         for key, value in now.items()
@@ -223,6 +223,5 @@ def _check_header(path: Path, before: Mapping[str, Any], now: Mapping[str, Any])
         raise UserError(
             f"{path} has responses that were made with other settings:\n"
             + "\n".join(changed)
-            + "\nUse the same settings to continue, or another --output, or delete that file to"
-            " start over"
+            + "\nUse the same settings to continue, or another --output, or delete it to start over"
         )

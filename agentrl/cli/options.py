@@ -303,12 +303,18 @@ def _is_trained(folder: Path) -> bool:
 
 
 def with_model_folder(config: Config) -> Config:
-    """Return the config with `resolve_model` of its `model.path`.
+    """Return the config with `resolve_model` of its `model.path`, unless that is a URL.
 
     Raises:
         UserError: there is no such model.
     """
-    return config.with_values("model", path=resolve_model(config.model.path))
+    path = config.model.path
+    return config.with_values("model", path=path if is_address(path) else resolve_model(path))
+
+
+def is_address(model: str) -> bool:
+    """Return whether a model is at a URL."""
+    return model.startswith(("http://", "https://"))
 
 
 def with_teacher_folders(config: Config) -> Config:
@@ -360,7 +366,14 @@ def read_config_to_play(
     Raises:
         ConfigError: the config has mistakes, or there are no rows or no model.
     """
-    loaded = read_config(config, overrides, dataset=dataset, model=model, file=file)
+    url = model if model and is_address(model) else ""
+    flags = {"dataset": dataset, "model": "" if url else model, "file": file}
+    loaded = read_config(config, overrides, needs_model=not url, **flags)
+    if url:
+        from agentrl.agent_loops.chat_model import parse_address
+
+        parse_address(url)
+        loaded = loaded.with_values("model", path=url)
     return rows_to_play(loaded, loaded.data.train if dataset else "")
 
 

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from agentrl.cli.evaluate import aligned
 from agentrl.cli.options import Files
 from agentrl.cli.session import silence_training_warnings
 from agentrl.errors import UserError
 from agentrl.metrics import mean
 from agentrl.plural import plural
-from agentrl.terminal import echo
+from agentrl.terminal import aligned, echo
 
 if TYPE_CHECKING:
     from agentrl.replay.replay import Replayer

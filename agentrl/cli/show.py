@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.evaluate import aligned
 from agentrl.plural import plural
-from agentrl.terminal import echo
+from agentrl.terminal import aligned, echo
 
 if TYPE_CHECKING:
     from agentrl.report.run import Run

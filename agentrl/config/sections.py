@@ -328,6 +328,8 @@ class ValConfig(Section):
     """Rollouts per prompt."""
     greedy: bool = True
     """Also play every row once at temperature 0."""
+    without_tools: bool = False
+    """Also play rows with tools without them: `val/tool_dependence` is the difference."""
 
 
 FAILURES = ("bad_call", "unknown_tool", "schema", "tool_error", "timeout")

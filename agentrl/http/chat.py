@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from agentrl.errors import ChatRefused, Infrastructure
 from agentrl.http.client import HttpClient
+from agentrl.http.pool import MAX_CONNECTIONS_TO_SERVER
 from agentrl.trajectory import Message
 
 RETRY_STATUSES = (408, 409, 429, 500, 502, 503, 504)
@@ -64,10 +65,13 @@ class OpenAIChat:
         url: the URL up to and including `/v1`, such as `http://127.0.0.1:30000/v1`.
         model: the model's name on the server.
         token: the bearer token, if the server needs one.
+        max_requests: the most requests in flight.
     """
 
-    def __init__(self, url: str, model: str, token: str = ""):
-        self._client = HttpClient(url, token=token)
+    def __init__(
+        self, url: str, model: str, token: str = "", max_requests: int = MAX_CONNECTIONS_TO_SERVER
+    ):
+        self._client = HttpClient(url, token=token, max_connections=max_requests)
         self._url, self._model = url, model
 
     async def __call__(
@@ -81,44 +85,53 @@ class OpenAIChat:
     ) -> str:
         """Return the model's answer. A status in `RETRY_STATUSES` is retried twice."""
         body = {
-            "model": self._model,
             "messages": [m.as_dict() for m in messages],
             "max_tokens": max_tokens,
             "temperature": temperature,
             **({"stop": list(stop)} if stop else {}),
         }
-        for pause in (0.5, 1.0, math.inf):
-            status, answer = await self._client.request_json(
-                "POST", "/chat/completions", body, deadline=deadline, retries=1
-            )
-            if status not in RETRY_STATUSES or time.monotonic() + pause > deadline:
-                return self._text(status, answer)
-            await asyncio.sleep(pause)
-        raise AssertionError("the last pause is longer than any deadline")
-
-    async def aclose(self) -> None:
-        """Close the connections."""
-        await self._client.aclose()
-
-    def _text(self, status: int, answer: Any) -> str:
-        """Return the text of the model's message.
-
-        Raises:
-            ChatRefused: the server rejected the request.
-            NoText: the message has no text.
-            Infrastructure: the answer is not a chat completion.
-        """
-        problem = f"{self._url} answered with status {status}: {answer!r:.300}"
-        if status in REFUSED_STATUSES:
-            raise ChatRefused(problem)
+        answer = await self.complete(body, deadline=deadline)
         try:
             choice = answer["choices"][0]
             text = choice["message"]["content"]
         except (TypeError, LookupError):
-            raise Infrastructure(problem) from None
-        if status == 200 and text is None:
+            text, choice = self, None
+        if text is None and choice:
             reason = choice.get("finish_reason")
             raise NoText(f"{self._url}: the message has no text (finish_reason={reason!r})")
-        if status != 200 or not isinstance(text, str):
-            raise Infrastructure(problem)
+        if not isinstance(text, str):
+            raise Infrastructure(f"{self._url} answered with status 200: {answer!r:.300}")
         return text
+
+    async def complete(self, body: Mapping[str, Any], *, deadline: float) -> Any:
+        """Return the JSON of a chat completion. A status in `RETRY_STATUSES` is retried twice.
+
+        Args:
+            body: the request without the model.
+            deadline: `time.monotonic()` seconds at which to give up.
+
+        Raises:
+            ChatRefused: the server rejected the request.
+            Infrastructure: the answer has another status.
+        """
+        request = {"model": self._model, **body}
+        for pause in (0.5, 1.0, math.inf):
+            status, answer = await self._client.request_json(
+                "POST",
+                "/chat/completions",
+                request,
+                deadline=deadline,
+                retries=1,
+                wait_if_busy=True,
+            )
+            if status not in RETRY_STATUSES or time.monotonic() + pause > deadline:
+                break
+            await asyncio.sleep(pause)
+        if status == 200:
+            return answer
+        kind = ChatRefused if status in REFUSED_STATUSES else Infrastructure
+        raise kind(f"{self._url} answered with status {status}: {answer!r:.300}")
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()

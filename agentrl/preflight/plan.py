@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -161,6 +162,8 @@ def make_plan(config: Config) -> Plan:
     plan = Plan(config, rows[0], rows[1], scorer)
     _note_unread_answers(plan)
     _note_unused_tools(plan)
+    if config.val.without_tools:
+        _note_named_tools(plan.val or plan.train)
     check_doors(config)
     sandbox.configure(config.sandbox)
     programs = programs_of(plan)
@@ -275,6 +278,23 @@ def _note_unused_tools(plan: Plan) -> None:
                 plural(count, "row"),
                 names,
             )
+
+
+def _note_named_tools(samples: Sequence[Sample]) -> None:
+    """Warn of rows whose prompts name tools that they do not have without tools."""
+    named = [
+        (sample, name)
+        for sample in samples
+        for name in sample.tools
+        if any(re.search(rf"\b{re.escape(name)}\b", m.content) for m in sample.prompt)
+    ]
+    for sample, name in named[:1]:
+        log.warning(
+            "val.without_tools: the prompts of %s name their tools (row %s: %r), also where they"
+            " are played without them. Then val/tool_dependence is too large: the policy looks for"
+            " a tool that it does not have. The chat template describes the tools: leave them out",
+            *(plural(len({s.row for s, _ in named}), "row"), sample.row, name),
+        )
 
 
 def load_files(config: Config) -> list[str]:

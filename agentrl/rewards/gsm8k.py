@@ -15,7 +15,7 @@ def compute_score(
     method: str = "strict",
     format_score: float = 0.0,
     score: float = 1.0,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Compare the answer at the end of the text with the right answer. "17" is not "17.0".
 
     Args:
@@ -27,7 +27,7 @@ def compute_score(
 
     Returns:
         `score`: `score`, `format_score`, or 0 if there is no answer; `acc`: 1.0 for a right answer,
-        else 0.0.
+        else 0.0; `answer`: the number, "" if there is none.
 
     Raises:
         ConfigError: `method` is unknown.
@@ -35,4 +35,4 @@ def compute_score(
     answer = gsm8k_answer(solution_str, method)
     right = answer is not None and same_number(answer, ground_truth)
     points = score if right else 0.0 if answer is None else format_score
-    return {"score": points, "acc": float(right)}
+    return {"score": points, "acc": float(right), "answer": answer or ""}

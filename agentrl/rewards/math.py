@@ -70,7 +70,7 @@ class Math:
 
     async def __call__(
         self, solution_str: str, ground_truth: Any, pool: Callable[[], Processes]
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Compare the last box with the right answer.
 
         Args:
@@ -80,7 +80,7 @@ class Math:
 
         Returns:
             `score` and `acc`: 1.0 for a right answer, else 0.0; `grader_timeout`: 1.0 if algebra
-            did not end in time, else 0.0.
+            did not end in time, else 0.0; `answer`: the text in the box.
 
         Raises:
             GraderCrash: the worker died.
@@ -99,7 +99,8 @@ class Math:
                     raise GraderCrash(
                         f"Math-Verify failed on {answer!r:.200} and {truth!r:.200}: {e}"
                     ) from e
-        return {"score": float(right), "acc": float(right), "grader_timeout": float(is_late)}
+        score, late = float(right), float(is_late)
+        return {"score": score, "acc": score, "grader_timeout": late, "answer": answer or ""}
 
 
 def problem_of(ground_truth: Any) -> str:

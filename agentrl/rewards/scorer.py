@@ -174,7 +174,7 @@ class Scorer:
         outcome, metrics = scores.outcome, scores.metrics
         scored = combine(trajectory, outcome, metrics, self._config, self._budget_policy, tokens)
         self._warn_unused(scored.rewards)
-        return scored
+        return replace(scored, answer=scores.answer)
 
     def _warn_unused(self, rewards: Mapping[str, float]) -> None:
         """Warn once per source that its rewards have no effect on training."""
@@ -212,7 +212,8 @@ class Scorer:
                     metrics.setdefault("acc", value)
                 else:
                     metrics[f"{part.name}/{name}"] = value
-        return Scores(total, turns, metrics)
+        answers = [scores.answer for scores in part_scores if scores.answer is not None]
+        return Scores(total, turns, metrics, answers[0] if answers else None)
 
     def _make_parts(self, config: RewardConfig) -> list[_Part]:
         problems, parts = [], []

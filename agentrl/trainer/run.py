@@ -64,10 +64,9 @@ def validate(parts: Parts, step: int, best: Best) -> dict[str, float]:
         parts.interrupt.abandonable(),
     ):
         result = evaluate(parts.rollouts, parts.plan.val, parts.config.val)
-    annotate_episodes("validation", [*result.groups, *result.greedy_groups])
-    parts.store.write(step, result.groups, split="val")
-    if result.greedy_groups:
-        parts.store.write(step, result.greedy_groups, split="greedy")
+    annotate_episodes("validation", [g for groups in result.splits.values() for g in groups])
+    for split, groups in result.splits.items():
+        parts.store.write(step, groups, split=split)
     best.check_metric(result.metrics)
     return dict(result.metrics)
 

@@ -101,7 +101,7 @@ def test_only_training_rollouts_are_penalized():
     assert 0 < tokens < 20 and played.scored[0].reward == 1 - tokens / 20
     assert played.greedy and played.greedy.reward == 1 - tokens / 20, "as the others, to compare"
     assert result.metrics["val/reward/mean@1"] == result.metrics["val/acc/mean@1"] == 1.0
-    assert all("overlong" not in s.rewards for g in result.groups for s in g.scored)
+    assert all("overlong" not in s.rewards for g in result.splits["val"] for s in g.scored)
 
 
 def test_a_buffer_longer_than_the_budget_is_refused():

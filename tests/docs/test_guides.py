@@ -26,8 +26,10 @@ from support.forked_python import run_python
 from typer.main import get_command
 
 from agentrl import play
+from agentrl.agent_loops.chat_model import parse_address
 from agentrl.cli import app, main
-from agentrl.cli.options import read_config
+from agentrl.cli.options import is_address, read_config
+from agentrl.comparison import Expectation
 from agentrl.config import FIELDS, load_config, without_effect
 from agentrl.config.verl_keys import VERL_KEYS
 from agentrl.metrics import rollout_metrics
@@ -266,6 +268,12 @@ def _read_command(words: list[str], folder: Path) -> None:
         return
     flags = {"dataset", "val_dataset", "model", "file", "deterministic"} & parameters.keys()
     values = {flag: parameters[flag] for flag in flags}
+    if isinstance(models := values.get("model"), list):  # of `eval`
+        for url in filter(is_address, models):
+            parse_address(url)
+        for text in parameters["expect"] or ():
+            Expectation.parse(text)
+        values["model"] = next(model for model in models if not is_address(model))
     responses = parameters.get("responses")  # of `eval`; they need no model
     if responses:
         values["dataset"] = str(responses)

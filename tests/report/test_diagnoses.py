@@ -1108,3 +1108,35 @@ def test_config_keys_and_files_that_findings_name_exist():
     root = Path(__file__).parent.parent.parent
     for page in set(re.findall(r"docs/\w+\.md", text)):
         assert (root / page).exists(), page
+
+
+def worth(*, calls: Sequence[float], gain: Sequence[float], half: float = 0.02) -> dict[str, Any]:
+    """Return the metrics of validations with and without tools, at the first and the last step."""
+    at = {0: 0, N - 1: 1}
+    values = {"": gain, "/calls": calls}
+    values |= {"/low": [g - half for g in gain], "/high": [g + half for g in gain]}
+    return {
+        f"val/tool_dependence{name}": [two[at[i]] if i in at else None for i in range(N)]
+        for name, two in values.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("calls", "gain", "text"),
+    [
+        ((0.9, 0.9), (0.3, 0.4), ""),
+        ((0.9, 0.2), (0.3, 0.0), "stops calling tools that help: 90% of its rollouts called one"),
+        ((0.9, 0.5), (0.3, 0.1), ""),  # still more than half of them
+        ((0.9, 0.2), (0.0, 0.0), ""),  # they never helped
+        ((0.2, 0.05), (0.1, 0.0), ""),  # and were never used much
+        ((0.9, 0.9), (0.3, 0.0), "calls tools that do not help: 90% of its rollouts call one"),
+        ((0.9, 0.9), (0.3, -0.2), "calls tools that do not help"),
+        ((0.9, 0.9), (0.3, 0.04), ""),  # the interval ends at 0.06 of a range of 1
+        ((0.1, 0.1), (0.0, 0.0), ""),
+    ],
+)
+def test_tools_are_worth_their_calls(calls, gain, text):
+    found = alarms(make_run(learning(**worth(calls=calls, gain=gain))))
+    assert [f.name for f in found] == ["tool_worth"] * bool(text)
+    if text:
+        assert text in found[0].text and found[0].tries

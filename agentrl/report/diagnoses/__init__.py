@@ -32,7 +32,7 @@ from agentrl.report.diagnoses.rewards import reward_falls, reward_flat, reward_o
 from agentrl.report.diagnoses.rows import collapse, ground_truths
 from agentrl.report.diagnoses.settings import settings
 from agentrl.report.diagnoses.speed import step_time
-from agentrl.report.diagnoses.tools import repeated_calls, tool_errors, tool_use
+from agentrl.report.diagnoses.tools import repeated_calls, tool_errors, tool_use, tool_worth
 from agentrl.report.diagnoses.updates import entropy, unstable_update
 from agentrl.report.diagnoses.validation import overfitting, validation_falls
 from agentrl.report.run import diagnosis
@@ -53,6 +53,7 @@ for function in (
     truncation,
     settings,
     tool_use,
+    tool_worth,
     repeated_calls,
     collapse,
     ground_truths,

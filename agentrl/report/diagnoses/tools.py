@@ -25,6 +25,7 @@ from agentrl.report.series import (
     read_filled_series,
     read_series,
     reward_range,
+    values_by_step,
     z_score,
 )
 
@@ -196,6 +197,44 @@ def _explain_no_calls(run: Run, episodes: Episodes, agent: str, rate: Series) ->
         **episodes.examples(own & (episodes["tool_calls"] == 0)),
         **advice(run, "tool_use.format", "tool_use"),
         subject=agent,
+    )
+
+
+# --- what the tools are worth --------------------------------------------------------------------
+
+MIN_WORTH = 0.05
+"""The reward that tools must add, as a share of the range of rewards, to be worth their calls."""
+
+
+def tool_worth(run: Run) -> Iterator[Finding]:
+    """The policy stops calling tools that help, or calls tools that do not.
+
+    `val.without_tools` measures it: the validation with tools minus the one without.
+    """
+    name = "val/tool_dependence"
+    worth, low, high, calls = (
+        values_by_step(run, name + part) for part in ("", "/low", "/high", "/calls")
+    )
+    if not low:
+        return
+    last = max(low)
+    helped = [step for step in low if low[step] > 0 and calls[step] >= TOOL_RATE]
+    best = max(helped, key=calls.__getitem__, default=last)
+    is_lost = calls[last] <= TOOL_DROP * calls[best] and bool(helped)
+    at = best if is_lost else last
+    if is_lost:
+        text = f"stops calling tools that help: {calls[best]:.0%} of its rollouts called one"
+    elif calls[last] >= TOOL_RATE and high[last] < MIN_WORTH * reward_range(run).size:
+        text = f"calls tools that do not help: {calls[last]:.0%} of its rollouts call one"
+    else:
+        return
+    then = f"; {calls[last]:.0%} in the validation of step {last}" if is_lost else ""
+    yield Finding(
+        last,
+        f"the policy {text} in the validation of step {at}, where it earns {worth[at]:+.3g} by"
+        f" them (95 %: {low[at]:+.3g} to {high[at]:+.3g}){then}",
+        {"tool_dependence": worth[at], "calls": calls[at], "last_calls": calls[last]},
+        **advice(run, f"tool_worth.{'lost' if is_lost else 'useless'}"),
     )
 
 
