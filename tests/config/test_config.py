@@ -53,11 +53,7 @@ def test_defaults_are_valid_and_few():
     config = load_config()
     assert config.diff() == ["trainer.output=runs/run"]
     assert config.rollout.n == 8 and config.optim.lr == 1e-6
-<<<<<<< HEAD
-    assert len(FIELDS) <= 149
-=======
-    assert len(FIELDS) <= 140
->>>>>>> h-eval
+    assert len(FIELDS) <= 150
     assert all(info.description for info in FIELDS.values())
 
 
