@@ -308,7 +308,7 @@ def test_recorded_commands_of_verls_examples_and_recipes(tmp_path):
             config_of(done, overrides=["trainer.ray_address=auto"])  # some are for several machines
         except ConfigError as e:
             refused[script] = str(e)
-    assert (len(COMMANDS["commands"]), len(refused)) == (122, 50)
+    assert (len(COMMANDS["commands"]), len(refused)) == (122, 46)
     reasons = [
         "custom_cls", "loss_mode", "adv_estimator", "distillation.enabled", "trainer.device=npu",
         "reward_model.enable", "routing_replay", "router_replay", "mtp.enable", "bypass_mode",

@@ -322,7 +322,7 @@ def test_names_are_checked_before_a_model_is_loaded(tmp_path):
         make_plan(Config.model_validate(tree))
     estimator, loss = str(e.value).splitlines()
     assert estimator.startswith("algorithm.adv_estimator: no advantage estimator named 'mine_of")
-    assert "Registered: gae, grpo, reinforce_plus_plus, " in estimator
+    assert "Registered: gae, grpo, maxrl, opd, reinforce_plus_plus, " in estimator
     assert loss.endswith("Registered: cispo, dppo, gspo, sapo, vanilla")
     make_plan(Config.model_validate(tree | {"files": [str(tmp_path / "mine.py")]}))
 

@@ -1,10 +1,12 @@
 """A base of 4 bits is the model with rounded weights, in every pass and for every engine."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftConfig
+from peft.tuners.lora import LoraLayer
 from support.trainer_fixtures import config, tiny_folder, tiny_model
 from torch import nn
 from torch.nn.functional import linear
@@ -74,8 +76,9 @@ def test_a_policy_learns_over_the_rounded_base(folder, targets):
     policy, other = adapted(folder, True, targets), adapted(folder, False, targets)
     before = logprobs(other).detach()
     for layer in other.model.modules():
-        if hasattr(layer, "base_layer"):
-            layer.base_layer.weight.data = rounded(layer.base_layer.weight.data)
+        if isinstance(layer, LoraLayer):
+            base: Any = layer.get_base_layer()
+            base.weight.data = rounded(base.weight.data)
     mine, theirs = logprobs(policy), logprobs(other)
     torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=0)
     assert (mine - before).abs().mean() > 1e-3, "the base is not rounded"
@@ -125,7 +128,7 @@ def test_a_canary_sees_an_engine_with_the_base_of_the_files(folder):
 def test_only_linear_layers_can_be_quantized(folder):
     policy = Policy(copy.deepcopy(tiny_model()), 1.0)
     policy.add_adapter(ACTOR, 4, 8, ["q_proj"], seed=0)
-    layer = next(m for m in policy.model.modules() if hasattr(m, "base_layer"))
+    layer = next(m for m in policy.model.modules() if isinstance(m, LoraLayer))
     layer.base_layer = nn.Identity()
     with pytest.raises(ConfigError, match=r"q_proj is a Identity, not a\s+torch.nn.Linear"):
         policy.quantize("cpu")

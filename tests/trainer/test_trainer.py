@@ -317,7 +317,7 @@ def test_the_weight_of_the_kl_is_resumed(start, tmp_path, monkeypatch):
     ]  # fmt: skip
     weighed, real = [], step_module.make_targets
 
-    def make_targets(*args, kl_coef):
+    def make_targets(*args, kl_coef, **kwargs):
         weighed.append(kl_coef)
         return real(*args, kl_coef=kl_coef)
 
