@@ -319,7 +319,7 @@ def test_the_weight_of_the_kl_is_resumed(start, tmp_path, monkeypatch):
 
     def make_targets(*args, kl_coef, **kwargs):
         weighed.append(kl_coef)
-        return real(*args, kl_coef=kl_coef)
+        return real(*args, kl_coef=kl_coef, **kwargs)
 
     with monkeypatch.context() as patch:
         patch.setattr(step_module, "make_targets", make_targets)
