@@ -238,7 +238,10 @@ SCORED = (
     "trainer/test_distillation.py::test_each_token_is_scored_in_the_context_that_the_teacher_reads"
 )
 ELSEWHERE = {
-    "data.curriculum": "trainer/test_curriculum.py::test_a_resumed_run_keeps_the_curriculum_and_a_fork_may_change_it",
+    "data.curriculum": (
+        "trainer/test_curriculum.py"
+        "::test_a_resumed_run_keeps_the_curriculum_and_a_fork_may_change_it"
+    ),
     "teacher.model": SCORED,
     "teacher.prompt": SCORED,
     "teacher.weight": SCORED,

@@ -327,7 +327,9 @@ def test_names_are_checked_before_a_model_is_loaded(tmp_path):
     make_plan(Config.model_validate(tree | {"files": [str(tmp_path / "mine.py")]}))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    "name", sorted(ALGORITHMS.keys() - {"opd"})
+)  # with a teacher: test_distillation
 def test_every_row_of_the_table_is_a_run(name):
     c = config(algorithm__name=name)
     assert c.algorithm.adv_estimator in registry.advantage_estimators
