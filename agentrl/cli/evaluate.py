@@ -294,7 +294,9 @@ def table(metrics: Mapping[str, float], agents: Sequence[str], n: int) -> list[s
         agents: the loops of its rows.
         n: rollouts per row of the sampled pass.
     """
-    powers = [2**i for i in range(1, n.bit_length())]
+    from agentrl.comparison import powers_of_two
+
+    powers = powers_of_two(n)
     kinds = ["pass", *["maj"] * any("/maj@" in key for key in metrics)]
     votes = [f"{kind}@{k}" for kind in kinds for k in powers]
     lines = [["", "", "rows", "reward", "acc", *votes, "calls tools", "turns"]]

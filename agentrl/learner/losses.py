@@ -95,8 +95,7 @@ def gspo(
     """
     logprobs, old_logprobs, advantages = _zero_unmasked(mask, logprobs, old_logprobs, advantages)
     mean = (logprobs - old_logprobs).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    own = (logprobs - logprobs.detach()).exp()  # 1, with the gradient of the token's logprob
-    return _clipped_surrogate(ratio(mean.detach()) * own, advantages, config)
+    return _clipped_surrogate(ratio(mean.detach()) * _ones(logprobs), advantages, config)
 
 
 @policy_loss("cispo")
@@ -171,13 +170,17 @@ def dppo(
     if config.dual_clip:
         counts["pg_clipfrac_lower"] = ~is_far & (weight > config.dual_clip)
         weight = weight.clamp(max=config.dual_clip)
-    own = (logprobs - logprobs.detach()).exp()  # 1, with the gradient of the token's logprob
-    return torch.where(is_far, 0.0, -weight * advantages * own), counts
+    return torch.where(is_far, 0.0, -weight * advantages * _ones(logprobs)), counts
 
 
 def _zero_unmasked(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors with 0 outside of the mask. A product would keep NaN: 0 * NaN is NaN."""
     return tuple(torch.where(mask, x, 0.0) for x in tensors)
+
+
+def _ones(logprobs: Tensor) -> Tensor:
+    """Return 1 for each token, with the gradient of its logprob."""
+    return (logprobs - logprobs.detach()).exp()
 
 
 def _clipped_surrogate(ratios: Tensor, advantages: Tensor, config: AlgorithmConfig) -> Loss:

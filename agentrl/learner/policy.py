@@ -78,7 +78,6 @@ class Policy:
         self.model = model
         self.temperature = temperature
         self.peft: PeftModel | None = None
-        self._is_quantized = False
         self._adaptable_modules = find_adaptable_modules(model)
         self.packed_model = PackedModel(model)
         if prove:
@@ -159,7 +158,6 @@ class Policy:
                         " torch.nn.Linear. Set model.quantization=none"
                     )
                 layer.base_layer = Linear4bit(base, device)
-        self._is_quantized = True
 
     def parameters(self, adapter: str) -> dict[str, nn.Parameter]:
         """Return the trainable parameters of an adapter by name; without LoRA all weights."""
@@ -225,7 +223,7 @@ class Policy:
                     save_embedding_layers=False,
                     state_dict=adapters,
                 )
-            if self._is_quantized:
+            if any(isinstance(module, Linear4bit) for module in self.model.modules()):
                 mark_quantized(folder)
 
     def _gather_adapters(self) -> dict[str, Tensor]:

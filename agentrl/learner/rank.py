@@ -175,9 +175,8 @@ class Rank:
         Args:
             path: another model, which is not quantized; "": the policy's.
         """
-        is_whole = (self._quantizes and not path) or bool(base_and_adapters(path or self._path)[1])
-        path = path or self._path
-        mesh = None if is_whole else self._mesh
+        is_quantized, path = self._quantizes and not path, path or self._path
+        mesh = None if is_quantized or base_and_adapters(path)[1] else self._mesh
         with keep_shards(mesh, "cpu" if self.config.optim.offload == "all" else self.device):
             model = self._load(path, self._dtype, "cpu")
         return Policy(model, self.config.rollout.temperature, prove=False)

@@ -105,17 +105,14 @@ def open_run(
             engine = opening.finish()
         display.note(f"threads: {_describe_threads(engine, placement)}")
         check_rows_fit(plan, template, engine.max_length)
-        pad_id = tokenizer.pad_token_id
-        pad_id = tokenizer.eos_token_id if pad_id is None else pad_id
+        pad_id = _pad_id_of(tokenizer)
         start_worker = placement.start_worker if placement else LocalProcess
         rollouts = stack.enter_context(
             open_rollouts(config, engine, template, plan.scorer, start=start_worker)
         )
         stream = _make_stream(plan, rollouts, start, tokenizer, pad_id)
         stack.callback(stream.close)
-        if isinstance(stream, RolloutStream) and stream.curriculum is not None:
-            state.curriculum = stream.curriculum
-            _resume_curriculum(stream.curriculum, start)
+        state.curriculum = _resume_curriculum(stream, start)
         teacher = _open_teacher(plan, template, learner, engine, rollouts, display)
         row = make_canary_row(plan, template, _canary_tokens(engine))
         publisher = _make_publisher(learner, engine, rollouts, row, canary)
@@ -150,6 +147,11 @@ def open_run(
         )
 
 
+def _pad_id_of(tokenizer: Any) -> int:
+    pad_id = tokenizer.pad_token_id
+    return tokenizer.eos_token_id if pad_id is None else pad_id
+
+
 def _open_teacher(
     plan: Plan,
     template: ChatTemplate,
@@ -176,11 +178,17 @@ def _make_stream(
     return RolloutStream(config, plan.train, rollouts, total_steps=start.total_steps, pad_id=pad_id)
 
 
-def _resume_curriculum(curriculum: Curriculum, start: Start) -> None:
-    """Load the success of rows, unless the run starts from the base model or has other rows."""
-    curriculum.position = start.position
-    if start.checkpoint is not None and not start.restarts_rows:
-        curriculum.load(start.checkpoint.folder)
+def _resume_curriculum(stream: object, start: Start) -> Curriculum | None:
+    """Return the curriculum of a stream, if it has one, with the success of rows so far.
+
+    Nothing is known if the run starts from the base model or has other rows.
+    """
+    curriculum = stream.curriculum if isinstance(stream, RolloutStream) else None
+    if curriculum is not None:
+        curriculum.position = start.position
+        if start.checkpoint is not None and not start.restarts_rows:
+            curriculum.load(start.checkpoint.folder)
+    return curriculum
 
 
 def _start_ranks(

@@ -120,7 +120,7 @@ def test_the_first_policy_is_the_rounded_base(folder):
 
 
 def test_a_canary_sees_an_engine_with_the_base_of_the_files(folder):
-    """What `rollout.lora=adapter` would be: the adapter over weights that are not rounded."""
+    """With `rollout.lora=adapter`, the engine would add the adapter to weights of the files."""
     policy, other = adapted(folder, True), adapted(folder, False)
     assert (logprobs(policy) - logprobs(other)).abs().mean() > 1e-3
 

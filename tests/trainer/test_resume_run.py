@@ -20,7 +20,7 @@ from agentrl.tools import LocalToolbox
 ROOT = Path(__file__).parents[2]
 STEPS = 4
 NOT_LEARNED = ("timing_s/", "perf/", "workers/")
-"""What metrics begin with that depend on the time, or on how many processes play."""
+"""Prefixes of metrics that depend on the time, or on the number of processes that play."""
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ class Linear4bit(nn.Module):
             device: where the quantized weight is kept.
         """
         super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.shape = layer.out_features, layer.in_features
         self.bias, self.dtype = layer.bias, layer.weight.dtype
         packed, scales = quantize(layer.weight.detach().to(device))
         # Buffers that are not saved: neither sharded nor trained, and made again from the files.
@@ -58,14 +58,12 @@ class Linear4bit(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The rounded weight, (out, in), in the precision that it had."""
-        shape = self.out_features, self.in_features
-        return dequantize(self.packed, self.scales, self.pairs, shape, self.dtype)
+        return dequantize(self.packed, self.scales, self.pairs, self.shape, self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product, (..., out)."""
-        shape = self.out_features, self.in_features
-        weight = self.packed, self.scales, self.pairs
-        return _Product.apply(x, *weight, shape, self.bias)  # type: ignore[return-value]
+        weight = self.packed, self.scales, self.pairs, self.shape
+        return _Product.apply(x, *weight, self.bias)  # type: ignore[return-value]
 
 
 class _Product(torch.autograd.Function):
@@ -87,7 +85,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        weight = dequantize(*ctx.saved_tensors, ctx.shape, grad.dtype)
+        packed, scales, pairs = ctx.saved_tensors
+        weight = dequantize(packed, scales, pairs, ctx.shape, grad.dtype)
         return grad @ weight, None, None, None, None, None
 
 
