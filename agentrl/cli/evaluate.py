@@ -26,6 +26,7 @@ from agentrl.terminal import aligned, echo
 
 if TYPE_CHECKING:
     from agentrl.config import Config
+    from agentrl.observers.console import Console
     from agentrl.trajectory import Group
 
 
@@ -91,7 +92,9 @@ def eval_(
 
         agentrl eval --responses answers.parquet
     """
+    from agentrl.callbacks import Event
     from agentrl.comparison import Expectation
+    from agentrl.observers import open_console
 
     if responses is not None:
         if log_format == "json":
@@ -116,20 +119,26 @@ def eval_(
             raise UserError("several models need --output FOLDER: each gets a folder in it")
         folders = [output / name for name in _folder_names(models)]
     overrides = [*(overrides or ()), *["val.without_tools=true"] * bool(without)]
-    everything = [read_config_to_play(config, overrides, dataset, name, file) for name in models]
     failed = False
-    for settings, folder, name in zip(everything, folders, models, strict=True):
-        if len(models) > 1 and log_format == "text":
-            echo(f"{name}:")
-        metrics = _evaluate(settings, folder, log_format, token_env)
-        for expectation in expectations:
-            is_kept, line = expectation.check(metrics)
-            echo(("" if is_kept else "error: ") + line, err=True)
-            failed |= not is_kept
-    if output is not None and len(models) > 1:
-        from agentrl.cli.comparison import print_comparison
+    with open_console(log_format) as console:
+        settings = [read_config_to_play(config, overrides, dataset, name, file) for name in models]
+        for name, of_model, folder in zip(models, settings, folders, strict=True):
+            if len(models) > 1:
+                console.note(f"{name}:")
+            metrics, lines = _evaluate(of_model, folder, console, token_env)
+            if log_format == "json":
+                console.on_validation(Event(0, 0, metrics, folder or Path()))
+            else:
+                console.note("\n".join(lines))
+            for expectation in expectations:
+                is_kept, line = expectation.check(metrics)
+                echo(("" if is_kept else "error: ") + line, err=True)
+                failed |= not is_kept
+        if output is not None and len(models) > 1:
+            from agentrl.cli.comparison import print_comparison
 
-        print_comparison([f for f in folders if f], 0, output / "compare.svg")
+            console.close()
+            print_comparison([f for f in folders if f], 0, output / "compare.svg")
     if failed:
         raise typer.Exit(1)
 
@@ -145,22 +154,20 @@ def _folder_names(models: Sequence[str | None]) -> list[str]:
 
 
 def _evaluate(
-    settings: Config, folder: Path | None, log_format: LogFormat, token_env: str
-) -> Mapping[str, float]:
-    """Play the rows, or what is not in the folder yet; print and store the result.
+    settings: Config, folder: Path | None, console: Console, token_env: str
+) -> tuple[Mapping[str, float], list[str]]:
+    """Play the rows, or what is not in the folder yet, and store the result.
 
     Returns:
-        The metrics.
+        The metrics, and the lines of their table.
     """
-    from agentrl.callbacks import Event
     from agentrl.cli.eval_record import open_record
     from agentrl.cli.session import check_rows, open_session
     from agentrl.config import file_names
     from agentrl.evaluate import evaluate
-    from agentrl.observers import open_console
 
     val = settings.val
-    with open_console(log_format) as console, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         plan = check_rows(settings, console)
         if val.without_tools and not any(k.sample.tools for k in plan.kinds):
             raise UserError("val.without_tools (--without tools): no row has tools")
@@ -184,13 +191,7 @@ def _evaluate(
             if record:
                 record.finish(result)
                 console.note(f"saved all metrics and the trajectories to {folder}")
-        if log_format == "json":
-            console.on_validation(Event(0, 0, metrics, Path()))
-        else:
-            console.close()
-            agents = sorted({kind.sample.agent_name for kind in plan.kinds})
-            console.note("\n".join(table(metrics, agents, val.n)))
-    return metrics
+    return metrics, table(metrics, sorted({k.sample.agent_name for k in plan.kinds}), val.n)
 
 
 def _score_stored(

@@ -30,6 +30,21 @@ def rewards_for(estimator: str, groups: list[list[Rollout]]) -> list[list[Rollou
     return [[replace(r, reward=abs(r.reward)) for r in members] for members in groups]
 
 
+def teacher_of(estimator: str) -> dict[str, str]:
+    """The keys of a teacher, without which `opd` learns nothing."""
+    if estimator != "opd":
+        return {}
+    return {"teacher__model": "policy", "teacher__prompt": "{prompt} hint"}
+
+
+def plain_targets(batch: Batch, keys: dict) -> Targets:
+    """Targets with values and old logprobs of 0; a teacher says what the engine said."""
+    c = config(**keys, **teacher_of(keys["algorithm__adv_estimator"]))
+    zeros = torch.zeros_like(batch.token_rewards)
+    teacher = batch.rollout_logprobs if c.teacher.model else None
+    return make_targets(batch, c, zeros, zeros, None, teacher_logprobs=teacher)
+
+
 def targets_of(batch: Batch, keys: dict, seed: int, filler: float) -> Targets:
     """Targets of a batch in which `filler` stands wherever the policy did not choose.
 
@@ -42,15 +57,19 @@ def targets_of(batch: Batch, keys: dict, seed: int, filler: float) -> Targets:
         chosen = torch.randn(int(mask.sum()), generator=g) + shift
         return torch.full(mask.shape, filler).masked_scatter(mask, chosen)
 
-    values, old, reference = outputs(0), outputs(-2), outputs(-2)
+    values, old, reference, teacher = outputs(0), outputs(-2), outputs(-2), outputs(-2)
+    c = config(**keys, **teacher_of(keys["algorithm__adv_estimator"]), data__batch_size=99)
     batch = replace(
         batch,
         token_rewards=torch.where(mask, batch.token_rewards, filler),
         rollout_logprobs=torch.where(mask, batch.rollout_logprobs, filler),
         baseline=torch.randn(len(batch.rewards), generator=g),
     )
-    c = config(**keys, data__batch_size=99)
-    return make_targets(batch, c, old, values if c.algorithm.critic else None, reference)
+    critic, taught = c.algorithm.critic, c.teacher.model
+    return make_targets(
+        *(batch, c, old, values if critic else None, reference),
+        teacher_logprobs=teacher if taught else None,
+    )
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -74,7 +93,7 @@ def test_observations_change_no_bit(estimator, groups, seed, filler, mode, kl, w
         "algorithm__whiten_advantages": white,
     }
     groups = rewards_for(estimator, groups)
-    if kl != "none" and estimator != "maxrl":
+    if kl != "none" and estimator not in ("maxrl", "opd"):  # They refuse a KL penalty in rewards.
         keys |= {"algorithm__kl_type": "k1", "algorithm__kl_reward_coef": 0.25}
     bare, full = batch_of(groups, None), batch_of(groups, random.Random(seed))
     plain = targets_of(bare, keys, seed, 0.0)
@@ -102,10 +121,7 @@ def test_rollouts_that_do_not_train_change_nothing(estimator, groups, mode):
     trains, baseline = full.train, torch.arange(len(full.rewards)) / 8
     full = replace(full, baseline=baseline)
     rest = replace(rest, baseline=baseline[trains])
-    zeros = torch.zeros_like
-    c = config(**keys)
-    targets = make_targets(full, c, None, zeros(full.token_rewards), None)
-    plain = make_targets(rest, c, None, zeros(rest.token_rewards), None)
+    targets, plain = plain_targets(full, keys), plain_targets(rest, keys)
     here, there = full.action_mask, rest.action_mask
     assert torch.equal(targets.advantages[here], plain.advantages[there])
     assert torch.equal(targets.weights[here], plain.weights[there])
@@ -123,9 +139,8 @@ def test_the_order_within_a_group_does_not_matter(estimator, groups, seed):
         """Each rollout's advantages, as one list, group by group."""
         batch = batch_of(groups, None)
         batch = replace(batch, baseline=batch.group / 4)
-        c = config(algorithm__adv_estimator=estimator, algorithm__whiten_advantages=True)
-        values = torch.zeros_like(batch.token_rewards)
-        advantages = make_targets(batch, c, None, values, None).advantages
+        keys = {"algorithm__adv_estimator": estimator, "algorithm__whiten_advantages": True}
+        advantages = plain_targets(batch, keys).advantages
         mask = batch.action_mask
         rows_of = [batch.rollout == r for r in range(len(batch.rewards))]
         each = iter(advantages[rows][mask[rows]] for rows in rows_of)

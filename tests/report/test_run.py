@@ -107,6 +107,7 @@ def expected_tokens(folder: Path) -> list[dict]:
                         "version": segment.versions[t] if mask else None,
                         "old_logprob": of_segment and of_segment["old_logprobs"][t],
                         "reference_logprob": of_segment and of_segment["reference_logprobs"][t],
+                        "teacher_logprob": of_segment and of_segment["teacher_logprobs"][t],
                         "value": of_segment and of_segment["values"][t],
                         "advantage": of_segment and of_segment["advantages"][t],
                         "return": of_segment and of_segment["returns"][t],
