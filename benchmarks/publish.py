@@ -3,6 +3,7 @@
     python benchmarks/publish.py --fakes                           # 1 and 32 servers of 200 ms
     python benchmarks/publish.py --shapes 1.5b 7b --gpus 4         # real runs on GPUs
     python benchmarks/publish.py --device cpu --small --gpus 2     # real servers on a CPU
+    python benchmarks/publish.py --cases separate --gpus 2 --staleness 0 1 2 --batch 32 --turn 512
 
 A run trains a random model of Qwen2.5's shape for some steps on random rewards, with ranks and
 SGLang servers of the case:
@@ -10,6 +11,9 @@ SGLang servers of the case:
 colocated  a server on the GPU of each rank, which releases its memory to the trainer
 tp2        servers on two GPUs each, which are also the ranks'
 separate   half of the GPUs for ranks, the others for servers
+
+`--staleness` runs a case with rollouts that go on during updates (`trainer.max_staleness`), and
+reports how long learner and engines waited for each other.
 
 `update` is the median of `timing_s/update_weights` without the first, `canary` that of the check
 with a scored row, `step` that of whole steps. A run whose canary is not sound stops.
@@ -82,9 +86,9 @@ def write_rows(folder: Path, count: int) -> Path:
     return file
 
 
-def measure(shape: str, case: str, args: Any) -> None:
+def measure(shape: str, case: str, staleness: int, args: Any) -> None:
     """Run a case and report its figures."""
-    name = f"publish/{shape}/{case}"
+    name = f"publish/{shape}/{case}" + (f"/staleness_{staleness}" if args.staleness != [0] else "")
     model = random_model(args.models, shape, device=args.device)
     with tempfile.TemporaryDirectory() as output:
         keys = {
@@ -101,6 +105,7 @@ def measure(shape: str, case: str, args: Any) -> None:
             "optim.recompute": shape == "7b",
             "trainer.output": str(Path(output) / "run"),
             "trainer.total_steps": args.steps,
+            "trainer.max_staleness": staleness,
             "trainer.save_freq": 0,
         }
         config = load_config(None, args.keys, preset=keys)
@@ -132,6 +137,9 @@ def report(name: str, output: Path, args: Any, seconds: float) -> None:
         ("canary", "timing_s/canary"),
         ("step", "timing_s/step"),
         ("generation", "timing_s/gen"),
+        ("learner", "timing_s/update_actor"),
+        ("wait_engines", "async/wait_engines"),
+        ("wait_learner", "async/wait_learner"),
     ):
         values = [metrics[key] for metrics in history if key in metrics]
         if values[1:]:
@@ -139,7 +147,12 @@ def report(name: str, output: Path, args: Any, seconds: float) -> None:
             print_figure(
                 f"{name}/{what}", statistics.median(values[1:]), "s", all=rounded, **context
             )
-    for key, unit in (("perf/update_weights_bytes", "bytes"), ("canary/mismatch", "nats")):
+    for key, unit in (
+        ("perf/update_weights_bytes", "bytes"),
+        ("canary/mismatch", "nats"),
+        ("rollout_corr/logprob_diff_mean", "nats"),
+        ("staleness/max", "versions"),
+    ):
         values = [metrics[key] for metrics in history if key in metrics]
         if values:
             print_figure(f"{name}/{key.rpartition('/')[2]}", max(values), unit, **context)
@@ -218,6 +231,7 @@ def main() -> None:
     made.add_argument("--steps", type=int, default=6)
     made.add_argument("--batch", type=int, default=8, help="rows a step; 4 rollouts of each")
     made.add_argument("--turn", type=int, default=64, help="the most tokens of a rollout")
+    made.add_argument("--staleness", type=int, nargs="+", default=[0], help="trainer.max_staleness")
     made.add_argument("keys", nargs="*", help="further config keys, KEY=VALUE")
     args = serving.parse(made)
     if args.fakes:
@@ -229,8 +243,9 @@ def main() -> None:
         args.cases = [case for case in args.cases if case != "tp2"]
     for shape in args.shapes:
         for case in args.cases:
-            with surviving(f"publish/{shape}/{case}"):
-                measure(shape, case, args)
+            for staleness in args.staleness:
+                with surviving(f"publish/{shape}/{case}"):
+                    measure(shape, case, staleness, args)
 
 
 if __name__ == "__main__":

@@ -80,15 +80,16 @@ def state_of(output: Path) -> dict[str, list]:
 
 
 KINDS = {
-    "sync": [],
     "filtered": ["algorithm.filter_groups=true", "data.gen_batch_size=3"],
+    "sync": [],
     "ahead": ["trainer.max_staleness=2"],
-    "workers": ["rollout.workers=1"],
     "mixture": ["data.train=[{{path: {a}, weight: 2}}, {{path: {b}, weight: 0.5}}]"],
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["filtered", *(pytest.param(k, marks=pytest.mark.slow) for k in [*KINDS][1:])]
+)
 def test_a_run_that_was_killed_draws_the_same_rows(kind, keys, start, tmp_path, monkeypatch):
     folder = Path(
         next(key for key in keys if key.startswith("data.train=")).partition("=")[2]

@@ -150,6 +150,7 @@ def logprobs_of(path: Path, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.learning
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_bad_student_reaches_its_teacher_without_a_reward(tiny_model, tmp_path):
     """With tools, over several turns; the rewards are only measured."""
@@ -397,6 +398,7 @@ def test_a_server_that_stays_away_ends_the_run_and_nothing_is_trained(train, ser
             server.failures = 10**6
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(teacher_module, "PAUSES", (0.0, 0.1, 0.1))
         patch.setattr(LocalEngine, "sleep", fail_in_the_second_step)
         with pytest.raises(EngineError, match=f"the teacher {server.url} failed 4 times: .*out of"):
             train(f"teacher.model={server.url}")

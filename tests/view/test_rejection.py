@@ -91,6 +91,7 @@ def test_other_files_have_no_tokens(tmp_path):
         assert not has_tokens(str(tmp_path / name))
 
 
+@pytest.mark.slow
 def test_a_model_learns_from_the_best_episodes(tiny_model, tmp_path, capsys):
     """Two commands after a run: the model of the run imitates the episodes with a reward."""
     run = str(tmp_path / "run")
