@@ -36,7 +36,7 @@ SGLANG_READY := $(if $(AGENTRL_SGLANG_PYTHON),,$(if $(filter Linux,$(shell uname
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-vllm test-trackers test-doors test-verl recipes-check check lint format setup sglang agents doors quick-doors verl verl-keys docs models
+.PHONY: help demo test test-all test-gpu test-vllm test-trackers test-doors test-verl recipes-check check lint format setup sglang agents doors quick-doors verl verl-keys docs site dist models
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -105,6 +105,18 @@ docs: $(VENV)/.installed-dev  ## the documentation that is written by a program
 	PYTHONPATH=tests $(BIN)/python -m support.parsers_page
 	PYTHONPATH=tests $(BIN)/python -m support.doors_page
 	PYTHONPATH=tests $(BIN)/python -m support.agents_page
+	PYTHONPATH=tests $(BIN)/python -m support.llms_page
+
+site: $(VENV)/.installed-dev  ## the documentation's site: build/site
+	$(BIN)/python site/build.py build/site
+
+dist: $(VENV)/.installed  ## the wheel and the source archive in dist/, checked and tried in an environment of their own
+	$(BIN)/python -m pip install --quiet --editable ".[release]"
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-file dist/sbom.json $(BIN)/python
+	deploy/try_wheel.sh dist/*.whl
 
 models: $(VENV)/.installed-dev  ## the tables of benchmarks/models.md about rows and the local engine
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m support.models_page

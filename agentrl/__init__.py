@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from agentrl.trainer import Trainer
     from agentrl.trajectory import Message, Sample, Scores, ToolCall, ToolResult, Trajectory
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 escape_warnings()
 

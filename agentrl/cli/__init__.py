@@ -23,6 +23,7 @@ from agentrl.cli import (
     check_template,
     compare,
     data,
+    docs,
     doctor,
     doors,
     evaluate,
@@ -72,6 +73,7 @@ app.command("sft")(sft.sft)
 app.command("export")(export.export)
 app.command("init")(init.init)
 app.command("doctor")(doctor.doctor)
+app.command("docs")(docs.docs)
 app.add_typer(tools.app, name="tools")
 app.add_typer(data.app, name="data")
 app.add_typer(model.app, name="model")

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,21 @@ class Browser:
         """Set the size of the page in CSS pixels."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.send("Emulation.setDeviceMetricsOverride", **size)
+
+    def grave_violations(self) -> list[list[Any]]:
+        """Return what axe-core calls serious or critical on this page."""
+        spec = find_spec("axe_core_python")
+        assert spec and spec.submodule_search_locations, "`pip install -e '.[dev]'` has it"
+        axe = (Path(spec.submodule_search_locations[0]) / "axe.min.js").read_text()
+        self.run(f"{axe};0")
+        result = self.send(
+            "Runtime.evaluate",
+            expression="axe.run(document).then(r => r.violations.map("
+            "v => [v.impact, v.id, v.nodes.slice(0, 3).map(n => n.html)]))",
+            awaitPromise=True,
+            returnByValue=True,
+        )
+        return [v for v in result["result"]["value"] if v[0] in ("serious", "critical")]
 
     def close(self) -> None:
         """End the browser."""
