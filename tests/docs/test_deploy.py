@@ -31,8 +31,9 @@ def test_the_keys_of_the_command_exist(name):
     assert config.trainer.nnodes == 2 and config.trainer.ray_address and config.trainer.max_restarts
 
 
-def test_the_script_is_one_of_bash():
-    assert subprocess.run(["bash", "-n", DEPLOY / "slurm.sbatch"]).returncode == 0
+def test_the_scripts_are_those_of_bash():
+    for name in ("slurm.sbatch", "try_wheel.sh"):
+        assert subprocess.run(["bash", "-n", DEPLOY / name]).returncode == 0
 
 
 def test_every_container_has_the_token_and_the_shared_folders():
@@ -46,3 +47,16 @@ def test_every_container_has_the_token_and_the_shared_folders():
         assert env["TMPDIR"]["value"] in mounts and {*mounts.values()} == {
             volume["name"] for volume in pod["volumes"]
         }
+
+
+def test_the_images_run_as_a_user_and_copy_files_that_exist():
+    text = (DEPLOY / "Dockerfile").read_text()
+    stages = re.split(r"^FROM ", text, flags=re.M)[1:]
+    named = {stage.split()[2]: stage for stage in stages}
+    for name in ("cpu", "cuda"):
+        assert re.findall(r"^USER (\S+)", named[name], flags=re.M) == ["agentrl"]
+        assert "HEALTHCHECK" in named[name]
+        for line in re.findall(r"^RUN .*?(?<!\\)$", named[name], flags=re.M | re.S):
+            assert "apt-get install" not in line or "rm -rf /var/lib/apt/lists" in line
+    for source in re.findall(r"^COPY (?!--from)(\S+)", text, flags=re.M):
+        assert (DEPLOY.parent / source).exists(), source
