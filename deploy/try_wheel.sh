@@ -34,6 +34,7 @@ agentrl train --dataset datasets/arithmetic_train.parquet --val-dataset datasets
   --model tiny --output runs/demo "trainer.total_steps=$steps" trainer.val_before_train=false
 agentrl report runs/demo > report.txt
 agentrl model get smollm2
-agentrl train -c recipes/facts/run.yaml trainer.total_steps=1 data.batch_size=2 rollout.n=4 \
-  trainer.val_before_train=false trainer.test_freq=0
+head -n 8 recipes/facts/val.jsonl > few.jsonl
+agentrl train -c recipes/facts/run.yaml data.val=few.jsonl data.batch_size=2 rollout.n=4 \
+  trainer.total_steps=1 trainer.val_before_train=false
 echo "the wheel works: $(basename "$wheel")"
