@@ -383,7 +383,7 @@ def _algorithm(t: _Translator) -> None:
         t.take(path, name, path)
     if name == "gae" and (other := _settings_of_critic(t)):
         t.translation.changed.append(
-            "the critic is trained as the policy is (all weights, or an adapter of model.lora_rank);"
+            "the critic is trained as the policy is (all weights, or an adapter of its rank);"
             f" verl's has {', '.join(other)}"
         )
     loss, mode, dual = (
