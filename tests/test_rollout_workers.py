@@ -316,7 +316,7 @@ def test_if_one_worker_cannot_start_the_others_end(tmp_path):
         "        raise ConfigError('not the last one')\n"
     )
     opened = playing(FailingEngine(TURNS), workers=3, files=[str(path)])
-    with pytest.raises(ConfigError, match="not the last one"):
+    with pytest.raises(ConfigError, match=r"in rollout worker \d: .*not the last one"):
         opened.__enter__()
     processes = [file.name[3:] for file in tmp_path.glob("pid*")]
     assert len(processes) == 3
@@ -341,6 +341,28 @@ def test_lines_and_warnings_of_workers_are_logged_once(file, caplog):
     with playing(FailingEngine(["<tool_call>"]), files=[file]) as rollouts:
         rollouts.collect(rows(1, "slow"), n=1, sampling=SAMPLING, step=0)
     assert caplog.text.count("a line of a loop") == 1
+
+
+def test_a_warning_that_each_worker_logs_is_shown_once(tmp_path, caplog):
+    path = tmp_path / "warns.py"
+    path.write_text(
+        "import logging, os\n"
+        "from agentrl import agent_loop\n"
+        "log = logging.getLogger('agentrl')\n"
+        "@agent_loop('warns')\n"
+        "async def warns(ep):\n"
+        "    'Warn in the same words everywhere.'\n"
+        "    log.warning('the same in all workers')\n"
+        "    log.error('an error of %d', os.getpid())\n"
+        "    await ep.generate()\n"
+    )
+    with playing(FailingEngine(TURNS), files=[str(path)]) as rollouts:
+        processes = pids(rollouts)
+        rollouts.collect(rows(4, "warns"), n=1, sampling=SAMPLING, step=0)
+    counts = [caplog.text.count(f"an error of {pid}") for pid in processes]
+    assert counts == [2, 2]
+    # The worker that warned first may warn again.
+    assert caplog.text.count("the same in all workers") == 2
 
 
 def test_turns_go_to_servers_without_the_run():
@@ -405,6 +427,12 @@ def test_auto_counts_cores_and_episodes(monkeypatch, workers, batch, cores, expe
     rollout = RolloutConfig(n=8, workers=workers)
     config = Config(rollout=rollout, data=DataConfig(batch_size=batch))
     assert count_workers(config) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1025, 1.5, True, "two"])
+def test_a_number_of_workers_that_no_machine_has_is_refused(workers):
+    with pytest.raises(ValueError, match="workers"):
+        RolloutConfig(workers=workers)
 
 
 # -- the channel -----------------------------------------------------------------------------------

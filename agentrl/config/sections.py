@@ -255,8 +255,8 @@ class RolloutConfig(Section):
     """Time limit of an episode, without waiting for a free connection or new weights."""
     max_in_flight: int = key(0, ge=0)
     """With trainer.max_staleness, the most training episodes at the same time. 0: no limit."""
-    workers: Annotated[int, Field(ge=1)] | Literal["auto"] = key(
-        1, allowed="a number of processes, or auto"
+    workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = key(
+        1, allowed="a number of processes up to 1024, or auto"
     )
     """Processes that play episodes. 1: the run's own. auto: as many as cores and episodes ask
     for."""

@@ -40,6 +40,8 @@ CHOICES: dict[str, Any] = _TABLE["choices"]
 """The choices of some keys, by a name for them."""
 MAPPINGS: list[str] = _TABLE["mappings"]
 """The keys whose values are mappings."""
+OWN: set[str] = {*_TABLE["own"]}
+"""The names of sections in which users of verl put keys of their own."""
 GROUPS: list[str] = _TABLE["groups"]
 """The parts of verl's own ppo_trainer.yaml, such as `actor@actor_rollout_ref.actor: dp_actor`."""
 MACHINE: list[str] = _TABLE["machine"]
@@ -84,6 +86,14 @@ def known_key(path: str) -> str:
     while path and path not in VERL_KEYS:
         path = path.rpartition(".")[0]
     return path
+
+
+def is_known(path: str) -> bool:
+    """Return whether verl has a key: one of the tables', of Hydra's, or a user's own."""
+    names = path.split(".")
+    paths = {".".join(names[:end]) for end in range(1, len(names) + 1)}
+    has_key = any(paths & keys.keys() for keys in verl_versions().values())
+    return has_key or path in VERL_KEYS or path in SHARED or not OWN.isdisjoint(names)
 
 
 def explain_key(path: str, mappings: Collection[str] = ()) -> str:

@@ -200,6 +200,7 @@ def work(connection: socket.socket) -> None:
         ):
             runner.run(_serve(connection, number, settings, toolbox, scorer))
     except AgentRLError as e:
+        e.args = (f"in rollout worker {settings.number}: {e}",)
         with contextlib.suppress(OSError):
             connection.sendall(pack_error(number, e))
 

@@ -155,6 +155,8 @@ class RolloutWorkers:
         self._failure: BaseException | None = None
         self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._warned: dict[str, int] = {}
+        """The number of the worker that first logged a warning. Others may not repeat it."""
         self._reprefilled = self._failovers = self._reported = 0
         """The sums over workers that have ended, and how many failovers were reported."""
         self._counts = {"workers/restarts": 0.0, "workers/replayed": 0.0}
@@ -298,7 +300,7 @@ class RolloutWorkers:
     # -- workers -----------------------------------------------------------------------------------
 
     async def _take(self) -> _Worker:
-        """Return the worker with the fewest rollouts, when there is one.
+        """Wait until a worker runs, and return the one with the fewest rollouts.
 
         Raises:
             RunStopped: none will start again.
@@ -360,6 +362,7 @@ class RolloutWorkers:
 
     def _functions_for(self, worker: _Worker) -> dict[str, Callable[..., Any]]:
         """Return the functions of this process that a worker may call."""
+        number = worker.number
 
         async def generate(
             ids: Any, sampling: Sampling, episode_id: str, seed: int, seconds: float
@@ -380,6 +383,11 @@ class RolloutWorkers:
         def report(status: Status) -> None:
             worker.status, worker.status_at, worker.silent = status, time.monotonic(), 0.0
 
+        def log_record(name: str, level: int, text: str) -> None:
+            if level == logging.WARNING and self._warned.setdefault(text, number) != number:
+                return
+            logging.getLogger(name).log(level, "%s", text)
+
         shared = self._shared.functions if self._shared else {}
         return {
             **shared,
@@ -387,8 +395,8 @@ class RolloutWorkers:
             "begin": begin,
             "end": end,
             "status": report,
-            "ended": lambda number, n: self._on_end.get(number, _ignore)(n),
-            "log": lambda name, level, text: logging.getLogger(name).log(level, "%s", text),
+            "ended": lambda call, n: self._on_end.get(call, _ignore)(n),
+            "log": log_record,
         }
 
     def _on_worker_end(self, worker: _Worker) -> None:

@@ -31,6 +31,7 @@ from agentrl.config.verl_keys import (
     VALUES,
     VERL_KEYS,
     explain_key,
+    is_known,
     known_key,
     verl_versions,
 )
@@ -129,14 +130,15 @@ def translate(
     return translation
 
 
-def recognize_version(keys: Collection[str]) -> tuple[str, str]:
+def recognize_version(settings: Mapping[str, Setting]) -> tuple[str, str]:
     """Return the version of verl whose keys a config has, and a text that names it.
 
     If several have all of them, it is the newest, or for a whole config that verl has written the
     one that has the fewest others. If none has all, it is the one that has the most.
     """
     versions = verl_versions()
-    known = {key for key in keys if any(key in has for has in versions.values())}
+    known = {key for key in settings if any(key in has for has in versions.values())}
+    unknown = [path for path in _with_value(settings) if not is_known(path)]
 
     def distance(version: str) -> tuple[int, int]:
         has = versions[version].keys()
@@ -145,7 +147,7 @@ def recognize_version(keys: Collection[str]) -> tuple[str, str]:
     least = min(map(distance, versions))
     nearest = [version for version in versions if distance(version) == least]
     version = nearest[-1]
-    if lacking := sorted(known - versions[version].keys()):
+    if lacking := sorted([*unknown, *(known - versions[version].keys())]):
         return version, f"{version}, the nearest version (it lacks {', '.join(lacking[:3])})"
     others = f" (and of {', '.join(nearest[:-1])})" if nearest[1:] else ""
     return version, f"{version}{others}"
@@ -172,7 +174,7 @@ class _Translator:
                 setting that it replaces. The config checks these values.
             overridden: the keys of agentrl's that the user set by agentrl's name.
         """
-        self.settings = {p: s for p, s in settings.items() if s.value not in (None, {}, [])}
+        self.settings = _with_value(settings)
         clip = f"{ACTOR}.clip_ratio"
         for path in (f"{clip}_low", f"{clip}_high"):
             if clip in self.settings and path in settings and settings[path].value is None:
@@ -275,11 +277,7 @@ class _Translator:
         self._reported.add(path)
         if self._is_default(self.settings[path]) and not if_default:
             return
-        above = known_key(path)
-        lines = self._dropped.setdefault(why, [])
-        line = _shorten(self.settings[path]) if above in (path, "") else f"{above}.*"
-        if line not in lines:
-            lines.append(line)
+        self._dropped.setdefault(why, []).append(_shorten(self.settings[path]))
 
     def refuse(self, path: str, why: str) -> None:
         """Report a key that would silently change what is learned."""
@@ -319,9 +317,14 @@ class _Translator:
         above, value = known_key(path), self.get(path)
         if path in SHARED or above in RENAMED or path in CHANGED:
             return
-        if above in REFUSED and path.startswith("critic.") and self.get(_ESTIMATOR) != "gae":
+        if path.startswith("hydra."):
+            self.drop(path, "settings of Hydra itself")
+        elif not is_known(path):
+            close = did_you_mean(path, [*VERL_KEYS, *self._defaults])
+            self.refuse(path, f"this key is neither verl's, as far as known, nor agentrl's.{close}")
+        elif above in REFUSED and path.startswith("critic.") and self.get(_ESTIMATOR) != "gae":
             self.drop(path, f"no critic with {_ESTIMATOR}={self.get(_ESTIMATOR)}")
-        elif any(_is_same(value, self._same(same)) for same in SAME.get(path, ())):
+        elif any(_is_same(value, self.same(same)) for same in SAME.get(path, ())):
             self.drop(path, "as agentrl does")
         elif self._is_default(self.settings[path]):
             self.drop(path, REFUSED.get(path, ""), if_default=path in SAME)
@@ -329,19 +332,18 @@ class _Translator:
             self.refuse(path, REFUSED[above])
         elif above in UNNEEDED or above in CHANGED:
             self.drop(path, (UNNEEDED | CHANGED)[above])
-        elif path.startswith("hydra."):
-            self.drop(path, "settings of Hydra itself")
-        elif path in self._defaults:
+        else:
             default = assignment(path, self._default(path))
             self.refuse(path, f"agentrl has no such setting; it is like verl's default, {default}")
-        else:
-            close = did_you_mean(path, [*VERL_KEYS, *self._defaults])
-            self.refuse(path, f"this key is neither verl's, as far as known, nor agentrl's.{close}")
 
-    def _same(self, value: Any) -> Any:
+    def same(self, value: Any) -> Any:
         """Return a value of the table; `${key}` is the value of another key."""
         is_key = isinstance(value, str) and value.startswith("${")
         return self.get(value[2:-1]) if is_key else value
+
+
+def _with_value(settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    return {path: s for path, s in settings.items() if s.value not in (None, {}, [])}
 
 
 def _is_same(a: Any, b: Any) -> bool:
@@ -379,11 +381,10 @@ def _algorithm(t: _Translator) -> None:
         t.refuse(path, f"agentrl has the estimators {', '.join(CHOICES['estimators'])}")
     else:
         t.take(path, name, path)
-    rank = "actor_rollout_ref.model.lora_rank"
-    if name == "gae" and t.get(rank) and "critic.model.lora_rank" not in t.settings:
+    if name == "gae" and (other := _settings_of_critic(t)):
         t.translation.changed.append(
-            f"the critic has an adapter of rank {t.get(rank)}; verl trains all weights of a critic"
-            " without critic.model.lora_rank"
+            "the critic is trained as the policy is (all weights, or an adapter of its rank);"
+            f" verl's has {', '.join(other)}"
         )
     loss, mode, dual = (
         f"{ACTOR}.{key}" for key in ("policy_loss.loss_mode", "loss_agg_mode", "clip_ratio_c")
@@ -413,6 +414,16 @@ def _algorithm(t: _Translator) -> None:
         t.drop(clip, "no effect in verl either, where clip_ratio_low and clip_ratio_high are 0.2")
     elif clip in t.settings:
         t.drop(clip, "only clip_ratio_low and clip_ratio_high count")
+
+
+def _settings_of_critic(t: _Translator) -> list[str]:
+    """Return verl's settings of the critic that are not the policy's, which agentrl takes."""
+    own = {path: value for path, (value, *_) in SAME.items() if str(value).startswith("${")}
+    paths = [path for path in own if path.startswith("critic.") and path != "critic.model.path"]
+    if not t.get("actor_rollout_ref.model.lora_rank"):
+        paths = [path for path in paths if not path.startswith("critic.model.")]
+    different = [path for path in paths if not _is_same(t.get(path), t.same(own[path]))]
+    return [assignment(path, t.get(path)) for path in different]
 
 
 def _kl(t: _Translator) -> None:

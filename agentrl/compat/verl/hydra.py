@@ -56,7 +56,7 @@ def read_verl_config(file: str, mistakes: list[str]) -> dict[str, Setting]:
             merged |= settings
             continue
         name = entry if isinstance(entry, str) else ""
-        included = Path(file).with_name(f"{name}.yaml")
+        included = Path(file).parent / f"{name}.yaml"
         groups = entry if isinstance(entry, dict) else [name]
         if name.startswith("ppo_") or all(re.split("[@/]", str(g))[0] in GROUPS for g in groups):
             continue
