@@ -153,7 +153,7 @@ def read_config(
         loaded = load(preset=tiny_settings(loaded), all_mistakes=mistakes)
     if run_config:
         announce_files(run_config, find_code(loaded, load_config(str(run_config), all_mistakes=[])))
-    _refuse_mistakes(loaded, mistakes, needs_model, needs_rows)
+    _refuse_mistakes(loaded, mistakes, needs_model, needs_rows and not settings)
     return loaded
 
 
@@ -405,7 +405,7 @@ def _refuse_mistakes(
         refuse(mistakes)
     problems = []
     file_problems = load_files(config)
-    are_rows_set = any(m.startswith(("data.train=", "data.val=")) for m in mistakes)
+    are_rows_set = any(m.startswith(("data.train=", "data.val=")) or RECORDED in m for m in mistakes)
     if needs_rows and not config.data.train and not config.data.val and not are_rows_set:
         problems.append(
             "no rows: set --dataset FILE (data.train), .parquet or .jsonl"

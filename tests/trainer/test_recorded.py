@@ -383,12 +383,22 @@ def test_a_run_without_a_usable_step_says_why(learner, random_model, tmp_path):
         ("rollout.n=4", "has one answer to each prompt. Set rollout.n=1"),
         ("algorithm.filter_groups=true", "is not played"),
         ("data.val=recorded:other", "cannot be played"),
+        ("data.train=[recorded:a, b.jsonl]", "must be the only rows"),
     ],
 )
 def test_settings_that_recorded_answers_cannot_have(random_model, tmp_path, override, message):
     with pytest.raises(ConfigError) as error:
         configured(random_model, tmp_path, tmp_path / "run", override)
     assert message in str(error.value) and "rollout.n to 2" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "rows", ["data.train=recorded:a", "data.train=[recorded:a, b.jsonl]", "data.val=recorded:a"]
+)
+def test_a_mistake_is_not_reported_as_missing_rows(random_model, rows):
+    with pytest.raises(ConfigError) as error:
+        read_config(None, [rows, f"model.path={random_model}"])
+    assert "recorded:" in str(error.value) and "no rows" not in str(error.value)
 
 
 def test_answers_of_another_vocabulary_are_refused(learner, random_model, tmp_path, monkeypatch):
