@@ -168,7 +168,7 @@ def test_the_first_score_of_the_user_that_got_the_answer_counts(tmp_path):
         assert foreign == unknown and foreign[0] == 404  # Nobody learns whose ids exist.
         assert await client.score(id, 0.25) == (200, {})
         status, body = await client.score(id, 1)
-        assert status == 409 and "the first score counts, which is 0.25" in body["error"]["message"]
+        assert status == 409 and "has the score 0.25 already" in body["error"]["message"]
         status, body = await client.score(id, 1, **{"anthropic-version": "2023-06-01"})
         assert status == 409 and body["type"] == "error"
         assert (await client.score(id, 1, key="gamma"))[0] == 401

@@ -392,6 +392,15 @@ def test_settings_that_recorded_answers_cannot_have(random_model, tmp_path, over
     assert message in str(error.value) and "rollout.n to 2" not in str(error.value)
 
 
+def test_a_served_run_that_is_gone_is_named(learner, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(POLICY, "run", str(tmp_path / "gone"))
+        patch.setitem(POLICY, "model", str(tmp_path / "gone"))
+        record(tmp_path / "served", [answer_of(learner, "a")], {"a": 1})
+    with pytest.raises(ConfigError, match=f"no model folder at {tmp_path}/gone"):
+        read_config(None, [], recorded=tmp_path / "served")
+
+
 @pytest.mark.parametrize(
     "rows", ["data.train=recorded:a", "data.train=[recorded:a, b.jsonl]", "data.val=recorded:a"]
 )
