@@ -383,7 +383,6 @@ def test_a_run_without_a_usable_step_says_why(learner, random_model, tmp_path):
         ("rollout.n=4", "has one answer to each prompt. Set rollout.n=1"),
         ("algorithm.filter_groups=true", "is not played"),
         ("data.val=recorded:other", "cannot be played"),
-        ("data.train=[recorded:a, b.jsonl]", "must be the only rows"),
     ],
 )
 def test_settings_that_recorded_answers_cannot_have(random_model, tmp_path, override, message):
