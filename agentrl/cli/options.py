@@ -153,7 +153,7 @@ def read_config(
         loaded = load(preset=tiny_settings(loaded), all_mistakes=mistakes)
     if run_config:
         announce_files(run_config, find_code(loaded, load_config(str(run_config), all_mistakes=[])))
-    _refuse_mistakes(loaded, mistakes, needs_model, needs_rows)
+    _refuse_mistakes(loaded, mistakes, needs_model, needs_rows and not settings)
     return loaded
 
 
@@ -170,6 +170,7 @@ def _settings_of_recorded(folder: Path, output: Any) -> tuple[Path | None, list[
     policy = open_recorded(address).policies[-1]
     run, output = policy["run"], output or f"runs/{folder.resolve().name}"
     config = Path(run) / "config.yaml"
+    has_config = bool(run) and config.is_file()
     is_same = bool(run) and Path(output).expanduser().resolve() == Path(run)
     values = {
         "data.train": address,
@@ -180,9 +181,9 @@ def _settings_of_recorded(folder: Path, output: Any) -> tuple[Path | None, list[
         "rollout.n": 1,
         "algorithm.mini_batch_size": 0,
         "algorithm.name": "reinforce_plus_plus",
-    } | ({} if run else {"model.path": policy["model"]})
+    } | ({} if has_config else {"model.path": policy["model"]})
     settings = [Setting(path, value, "--from") for path, value in values.items()]
-    return config if run and config.is_file() else None, settings
+    return config if has_config else None, settings
 
 
 def _rows_of(files: list[str]) -> Any:
@@ -405,7 +406,8 @@ def _refuse_mistakes(
         refuse(mistakes)
     problems = []
     file_problems = load_files(config)
-    are_rows_set = any(m.startswith(("data.train=", "data.val=")) for m in mistakes)
+    of_rows = "data.train=", "data.val="
+    are_rows_set = any(m.startswith(of_rows) or RECORDED in m for m in mistakes)
     if needs_rows and not config.data.train and not config.data.val and not are_rows_set:
         problems.append(
             "no rows: set --dataset FILE (data.train), .parquet or .jsonl"

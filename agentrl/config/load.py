@@ -177,7 +177,7 @@ def _validate(merged: Mapping[str, Setting], mistakes: list[str]) -> Config:
             files = {
                 path: setting.value
                 for path, setting in settings.items()
-                if path in _KEYS_OF_FILES and not str(setting.value).startswith(RECORDED)
+                if path in _KEYS_OF_FILES and RECORDED not in str(setting.value)
             }
             return Config.model_validate(_tree(Setting(p, v, "") for p, v in files.items()))
         for error in errors:

@@ -13,6 +13,7 @@ columns `KWARGS`, where rows usually have different keys.
 from __future__ import annotations
 
 import json
+import os
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, NamedTuple
 
 import orjson
@@ -324,7 +326,14 @@ def write_generated(address: str, rows: Sequence[Mapping[str, Any]]) -> str:
     digest = blake2b(orjson.dumps(rows, default=str), digest_size=6).hexdigest()
     stem = re.sub(r"[^A-Za-z0-9.=-]+", "_", address)[-80:]
     file = home() / "rows" / f"{stem}-{digest}.jsonl"
-    write_rows(str(file), rows)
+    if not file.exists():
+        part = file.with_stem(f"{file.stem}-{token_hex(4)}")
+        write_rows(part, rows)
+        try:
+            os.link(part, file)  # A replacement would fail a process that reads the same rows.
+        except OSError:
+            part.replace(file)
+        part.unlink(missing_ok=True)
     return str(file)
 
 

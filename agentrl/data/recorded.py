@@ -36,6 +36,7 @@ import orjson
 from agentrl.data.files import write_generated
 from agentrl.errors import DataError, UserError
 from agentrl.file_loaders import RECORDED
+from agentrl.plural import plural
 from agentrl.regular_files import open_lock
 from agentrl.trajectory import Message, float_array, token_array
 
@@ -217,8 +218,9 @@ def open_recorded(address: str) -> Records:
     folder = Path(address.removeprefix(RECORDED)).expanduser()
     records = read_records(folder)
     if not records.policies:
+        damaged = f" ({plural(records.damaged, 'damaged line')})" if records.damaged else ""
         raise DataError(
-            f"{address}: no recorded answers in {folder.resolve()}. Make them with:"
+            f"{address}: no recorded answers in {folder.resolve()}{damaged}. Make them with:"
             f" agentrl serve RUN --record {folder} --token-env NAME"
         )
     if not records.scores:
@@ -231,9 +233,7 @@ def open_recorded(address: str) -> Records:
 
 def identify_records(address: str) -> str:
     """Return a text that is the same for the records at an address when they have grown."""
-    folder = Path(address.removeprefix(RECORDED)).expanduser()
-    with (folder / FILE).open("rb") as lines:
-        return orjson.loads(lines.readline())["policy"]["id"]
+    return open_recorded(address).policies[0]["id"]
 
 
 def recorded_rows(address: str) -> str:

@@ -45,24 +45,28 @@ def use(door: Door, folder: Path) -> str:
         UserError: the folder is not a virtual environment, or it does not have the package; or the
             door has an environment already.
     """
+    folder = folder.expanduser()
     if not (folder / "bin" / "python").exists():
         raise UserError(f"{folder} is no virtual environment: it has no bin/python")
+    if not (version := _version_in(folder, door)):
+        raise UserError(f"{folder} does not have the package {door.name}")
     link = environment_folder(door.name)
     link.parent.mkdir(parents=True, exist_ok=True)
     if link.is_symlink():
         link.unlink()
     elif link.exists():
         raise UserError(f"{door.name} has an environment already. Remove it first: rm -r {link}")
-    link.symlink_to(folder.expanduser().resolve())
-    if not (version := installed_version(door)):
-        link.unlink()
-        raise UserError(f"{folder} does not have the package {door.name}")
+    link.symlink_to(folder.resolve())
     return version
 
 
 def installed_version(door: Door) -> str:
     """Return the version of a door's package in its virtual environment; "" without a package."""
-    python = environment_folder(door.name) / "bin" / "python"
+    return _version_in(environment_folder(door.name), door)
+
+
+def _version_in(folder: Path, door: Door) -> str:
+    python = folder / "bin" / "python"
     if not python.exists():
         return ""
     code = f"from importlib.metadata import version; print(version({door.name!r}))"

@@ -274,9 +274,9 @@ def load(alias: str, address: str) -> None:
         _, api = fetch_json(url, "/openapi.json", timeout=30.0)
     except Infrastructure as e:
         raise UserError(f"{where} does not answer ({e}). Start the resources server") from None
-    paths = api.get("paths", {}) if isinstance(api, dict) else {}
-    if not {"/seed_session", "/verify"} <= {*paths}:
-        raise UserError(f"{where} needs POST /seed_session and /verify. It has: {[*paths]}")
+    paths = api.get("paths") if isinstance(api, dict) else None
+    if not isinstance(paths, dict) or not {"/seed_session", "/verify"} <= {*paths}:
+        raise UserError(f"{where} needs POST /seed_session and /verify. It has: {[*(paths or ())]}")
     # A required body has ids that only servers of the package have.
     closing = paths.get("/close_session", {}).get("post", {}).get("requestBody", {"required": True})
     schemas = _read_schemas(options["rows"]) if options["rows"] else {}

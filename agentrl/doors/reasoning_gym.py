@@ -25,20 +25,22 @@ _allowed: list[tuple[str, int, dict[str, Any]]] = []
 class ReasoningTask(Environment):
     """A question. The answer is the text in <answer> and </answer>."""
 
-    def __init__(self, task: str, seed: int, options: dict[str, Any], index: int):
+    def __init__(self, task: str, seed: int, options: dict[str, Any], index: int, size: int):
         if (task, seed, options) not in _allowed:
             names = ", ".join(f"{named} with {chosen}" for named, _, chosen in _allowed) or "none"
             raise UserCodeError(
                 f"the config does not name the task {task!r} with seed={seed} and {options}."
                 f" It names: {names}"
             )
-        self._entry = {"task": task, "seed": seed, "options": options, "index": index}
+        # The questions of some tasks (acre) depend on how many there are.
+        self._entry = {"task": task, "seed": seed, "options": options, "index": index, "n": size}
 
     async def reward(self, messages: Sequence[Message]) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the package's score."""
         last = messages[-1]
         text = last.content if last.role == "assistant" else ""
-        return await program(NAME).call("score", text=text, **self._entry)
+        prompt = "\n".join(m.content for m in messages if m.role != "assistant")
+        return await program(NAME).call("score", text=text, prompt=prompt, **self._entry)
 
     @classmethod
     def gold(cls, sample: Sample) -> list[str] | None:
@@ -51,6 +53,7 @@ def rows(address: str) -> list[Mapping[str, Any]]:
     """Return the rows of `reasoning-gym:TASK?n=500&seed=0&OPTION=VALUE`."""
     task, seed, options, n = _read(address)
     made = call_once(NAME, "rows", task=task, n=n, seed=seed, options=options)
+    kwargs = {"task": task, "seed": seed, "options": options, "size": n}
     return [
         {
             "prompt": [
@@ -59,7 +62,7 @@ def rows(address: str) -> list[Mapping[str, Any]]:
             ],
             "data_source": f"{NAME}/{task}",
             "environment": NAME,
-            "environment_kwargs": {"task": task, "seed": seed, "options": options, "index": index},
+            "environment_kwargs": {**kwargs, "index": index},
             "ground_truth": e["answer"],
         }
         for index, e in enumerate(made["entries"])

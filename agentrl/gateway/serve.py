@@ -182,7 +182,10 @@ def _find_session(session_of: SessionOf, hosts: frozenset[str], request: Request
     key = key.strip() if scheme.lower() == "bearer" else ""
     session = session_of(key or request.headers.get("x-api-key", ""))
     if session is None:
-        why = "no session has this key: use OPENAI_API_KEY or ANTHROPIC_API_KEY of this process"
+        why = (
+            "unknown API key. An agent sends OPENAI_API_KEY or ANTHROPIC_API_KEY of its process, a"
+            " client of `agentrl serve` a key of --token-env"
+        )
         raise Refusal(401, "unknown_key", why)
     return session
 

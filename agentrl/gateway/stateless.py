@@ -186,7 +186,8 @@ class StatelessSession:
             raise Refusal(404, "unknown_id", "this key got no answer with this id", "id")
         first, is_new = scored
         if not is_new:
-            raise Refusal(409, "already_scored", f"the first score counts, which is {first}", "id")
+            why = f"this answer has the score {first:g} already, and the first one counts"
+            raise Refusal(409, "already_scored", why, "id")
 
     def set_outcome(self, reward: float) -> None:
         """Refuse a reward, because nothing trains.

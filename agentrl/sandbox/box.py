@@ -178,7 +178,7 @@ class Box:
         return done
 
     async def read(self, path: str, max_bytes: int = 65_536) -> bytes:
-        """Read a file of the scratch folder.
+        """Return the first bytes of a file of the scratch folder; at most 96 MiB can be read.
 
         Raises:
             FileNotFoundError, IsADirectoryError: as `open` does.
@@ -392,6 +392,8 @@ class DriverConnection:
                     self._send(request)
                     (length,) = struct.unpack("<I", await reader.readexactly(4))
                     if length > MAX_ANSWER:
+                        for start in range(0, length, _CHUNK):  # The next answer follows it.
+                            await reader.readexactly(min(_CHUNK, length - start))
                         raise SandboxError(
                             f"the driver of a box sent {length} bytes, more than {MAX_ANSWER}"
                         )

@@ -39,6 +39,7 @@ from agentrl.data import (
 )
 from agentrl.data import dataset as dataset_module
 from agentrl.data import table as table_module
+from agentrl.data.files import write_generated
 from agentrl.errors import ConfigError, DataError
 from agentrl.preflight import check_prompts, describe_run, make_plan
 from agentrl.tools import tool
@@ -267,6 +268,24 @@ def test_rows_outlive_their_cache_file(tmp_path, cached, home):
     before = list(rows)
     shutil.rmtree(home)
     assert list(rows) == before
+
+
+def test_rows_of_an_address_are_written_once(home):
+    """Another process that makes the same rows does not replace the file that this one reads."""
+    rows = [{"prompt": "a", "data_source": "b"}]
+    files = []
+    threads = [
+        threading.Thread(target=lambda: files.append(write_generated("door:a", rows)))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    [file] = {*files}
+    before = os.stat(file)
+    assert write_generated("door:a", rows) == file and os.stat(file) == before
+    assert os.listdir(Path(file).parent) == [Path(file).name] and read_rows(file) == rows
 
 
 def test_builders_at_the_same_time(tmp_path, cached, home):

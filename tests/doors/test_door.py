@@ -298,6 +298,11 @@ def test_an_environment_of_your_own(tmp_path, monkeypatch):
         use(own, tmp_path)
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "mine")], check=True)
     assert use(own, tmp_path / "mine") == installed_version(own) != ""
+    # A folder that is refused leaves the door's environment as it is.
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty"], check=True)
+    with pytest.raises(UserError, match="does not have the package pip"):
+        use(own, tmp_path / "empty")
+    assert installed_version(own)
     # Another Python means a new environment, and leaves yours as it is.
     owned = Door("pip", "", print, requirements=("pip",))
     install(owned, python=sys.executable)

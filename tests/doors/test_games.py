@@ -3,6 +3,7 @@
 import copy
 import re
 import threading
+from dataclasses import replace
 
 import pytest
 from support.at_once import play_at_once
@@ -63,6 +64,20 @@ def test_the_package_scores(games):
     right = f"I count. <answer>{sample.ground_truth}</answer>"
     for text, outcome in ((right, 1.0), ("<answer>99</answer>", 0.0), (sample.ground_truth, 0.0)):
         assert play_script(sample, [text]).scores.outcome == outcome
+
+
+def test_questions_that_depend_on_the_number_of_rows_are_scored(games):
+    """The questions of acre with 3 rows are not the first ones of those with 6 rows."""
+    for sample in rows_of("reasoning-gym:acre?n=6"):
+        trajectory = play_script(sample, [f"<answer>{sample.ground_truth}</answer>"])
+        assert trajectory.scores.outcome == 1.0
+
+
+def test_rows_of_another_version_of_the_package_have_no_reward(games):
+    sample = rows_of(LETTERS)[0]
+    prompt = sample.prompt[0], replace(sample.prompt[1], content="How many letters has it?")
+    with pytest.raises(Infrastructure, match="question 0 of letter_counting is not that"):
+        play_script(replace(sample, prompt=prompt), ["<answer>1</answer>"])
 
 
 def test_a_mixture_has_weights(games):

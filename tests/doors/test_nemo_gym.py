@@ -217,6 +217,10 @@ def test_an_address_without_a_resources_server_is_refused(tmp_path):
         nemo_gym.load("sums", "nemo-gym://127.0.0.1:1")
     with serving(FastAPI()) as url, pytest.raises(UserError, match=r"needs POST /seed_session"):
         load_rows(tmp_path, url, ROW)
+    no_paths = FastAPI(openapi_url=None)
+    no_paths.get("/openapi.json")(lambda: {"paths": None})
+    with serving(no_paths) as url, pytest.raises(UserError, match=r"It has: \[\]"):
+        load_rows(tmp_path, url, ROW)
     other = copy.deepcopy(ROW)
     other["responses_create_params"]["tools"][0]["description"] = "Add."
     with (

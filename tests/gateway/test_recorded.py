@@ -17,8 +17,8 @@ from support.wires import WIRES
 from agentrl.agent_loops.attempt import Runtime, make_template
 from agentrl.config import Config
 from agentrl.data import recorded
-from agentrl.data.recorded import FILE, Recorder, read_records
-from agentrl.errors import UserError
+from agentrl.data.recorded import FILE, Recorder, identify_records, read_records
+from agentrl.errors import DataError, UserError
 from agentrl.gateway.dialects import DIALECTS
 from agentrl.gateway.serve import create_app
 from agentrl.gateway.stateless import sessions_of_keys, without_budgets
@@ -168,7 +168,7 @@ def test_the_first_score_of_the_user_that_got_the_answer_counts(tmp_path):
         assert foreign == unknown and foreign[0] == 404  # Nobody learns whose ids exist.
         assert await client.score(id, 0.25) == (200, {})
         status, body = await client.score(id, 1)
-        assert status == 409 and "the first score counts, which is 0.25" in body["error"]["message"]
+        assert status == 409 and "has the score 0.25 already" in body["error"]["message"]
         status, body = await client.score(id, 1, **{"anthropic-version": "2023-06-01"})
         assert status == 409 and body["type"] == "error"
         assert (await client.score(id, 1, key="gamma"))[0] == 401
@@ -282,6 +282,35 @@ def test_a_full_disk_fails_no_answer(tmp_path, caplog):
     assert sum("answers are not recorded" in r.message for r in caplog.records) == 1
     assert [*records.answers] == [id, third] and not records.damaged
     assert records.answers[third].parent == ""
+
+
+def test_answers_of_a_version_without_shared_are_read(tmp_path):
+    async def use(client):
+        _, message = await client.ask(QUESTION)
+        await client.score((await client.ask(QUESTION, message, QUESTION))[0], 1)
+
+    _, records = serve(tmp_path / "new", use)
+    lines = [*map(orjson.loads, (tmp_path / "new" / FILE).read_bytes().splitlines())]
+    for answer in (line["answer"] for line in lines if "answer" in line):
+        del answer["shared"]
+        answer["prompt"] = records.answers[answer["id"]].prompt.tolist()
+    (tmp_path / FILE).write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    old = read_records(tmp_path)
+    assert (old.answers, old.scores, old.damaged) == (records.answers, records.scores, 0)
+
+
+def test_a_damaged_first_line_is_no_crash(tmp_path):
+    async def use(client):
+        await client.score((await client.ask(QUESTION))[0], 1)
+
+    serve(tmp_path, use)
+    lines = (tmp_path / FILE).read_bytes().splitlines(keepends=True)
+    address = f"recorded:{tmp_path}"
+    (tmp_path / FILE).write_bytes(b"".join([b"garbage\n", *lines]))
+    assert identify_records(address) == orjson.loads(lines[0])["policy"]["id"]
+    (tmp_path / FILE).write_bytes(b"".join([b"garbage\n", *lines[1:]]))
+    with pytest.raises(DataError, match=r"no recorded answers in .* \(1 damaged line\)"):
+        identify_records(address)
 
 
 def test_damaged_lines_are_counted(tmp_path):

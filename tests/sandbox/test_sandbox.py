@@ -657,3 +657,30 @@ async def test_a_thousand_runs_leave_nothing_and_keep_their_pace(capsys):
         print(f"\nsandbox: {rate:.0f} runs/s with {at_once} at once, p99 {p99 * 1e3:.0f} ms")
     assert left <= fds + 2
     assert rate >= 10 and p99 < 3
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param("bubblewrap", marks=needs_sandbox), "unsafe-subprocess"]
+)
+async def test_large_files_are_written_and_read_in_seconds(backend):
+    """The time was proportional to the square of the size: 60 MB took longer than the limit."""
+    content = os.urandom(60_000_000)
+    async with opened(backend=backend) as place:
+        box = await place.open()
+        await box.run("x = 5")
+        await box.write("a", content)
+        assert await box.read("a", len(content)) == content
+        if backend == "bubblewrap":
+            with pytest.raises(OSError, match="No space left"):
+                await box.write("b", content)
+        assert (await box.run("print(x)")).stdout == "5\n"
+
+
+async def test_an_answer_that_is_too_long_does_not_block_the_box(monkeypatch):
+    monkeypatch.setattr("agentrl.sandbox.box.MAX_ANSWER", 1000)
+    async with opened(backend="unsafe-subprocess") as place:
+        box = await place.open()
+        await box.write("a", bytes(200_000))
+        with pytest.raises(SandboxError, match=r"sent 266.* bytes, more than 1000"):
+            await box.read("a", 200_000)
+        assert (await box.run("print(5)")).stdout == "5\n"

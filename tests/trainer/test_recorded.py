@@ -391,6 +391,24 @@ def test_settings_that_recorded_answers_cannot_have(random_model, tmp_path, over
     assert message in str(error.value) and "rollout.n to 2" not in str(error.value)
 
 
+def test_a_served_run_that_is_gone_is_named(learner, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(POLICY, "run", str(tmp_path / "gone"))
+        patch.setitem(POLICY, "model", str(tmp_path / "gone"))
+        record(tmp_path / "served", [answer_of(learner, "a")], {"a": 1})
+    with pytest.raises(ConfigError, match=f"no model folder at {tmp_path}/gone"):
+        read_config(None, [], recorded=tmp_path / "served")
+
+
+@pytest.mark.parametrize(
+    "rows", ["data.train=recorded:a", "data.train=[recorded:a, b.jsonl]", "data.val=recorded:a"]
+)
+def test_a_mistake_is_not_reported_as_missing_rows(random_model, rows):
+    with pytest.raises(ConfigError) as error:
+        read_config(None, [rows, f"model.path={random_model}"])
+    assert "recorded:" in str(error.value) and "no rows" not in str(error.value)
+
+
 def test_answers_of_another_vocabulary_are_refused(learner, random_model, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(POLICY, "vocabulary", "other")

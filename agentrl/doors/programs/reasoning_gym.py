@@ -10,7 +10,7 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
-from serve import check_options, unknown
+from serve import Unavailable, check_options, unknown
 
 
 def rows(task: str, n: int, seed: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -24,9 +24,16 @@ def rows(task: str, n: int, seed: int, options: dict[str, Any]) -> dict[str, Any
     return {"system": SYSTEM_PROMPTS["default"], "entries": texts}
 
 
-def score(task: str, seed: int, options: dict[str, Any], index: int, text: str) -> float:
+def score(
+    task: str, n: int, seed: int, options: dict[str, Any], index: int, text: str, prompt: str
+) -> float:
     """Return the package's score of a text, whose answer is in <answer> and </answer>."""
-    tasks = _tasks(task, index + 1, seed, json.dumps(options))
+    tasks = _tasks(task, n, seed, json.dumps(options))
+    if tasks[index]["question"].strip() not in prompt:
+        raise Unavailable(
+            f"question {index} of {task} is not that of the row: another version of the package"
+            " made the row. Start the run again"
+        )
     return float(tasks.score_answer(extract_answer(text), tasks[index]))
 
 

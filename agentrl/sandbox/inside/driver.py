@@ -89,9 +89,9 @@ class Driver:
         return request
 
     def _read_exactly(self, count):
-        data = b""
+        data = bytearray()
         while len(data) < count:
-            read = os.read(self.requests, count - len(data))
+            read = os.read(self.requests, min(CHUNK, count - len(data)))
             if not read:  # the process that opened the box was killed, so delete its folder
                 end_all(0, self._reap)
                 if self.settings["remove"]:

@@ -16,6 +16,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 def write_all(fd, data):
     """Write all the data. Blocks until the last byte is written."""
+    data = memoryview(data)  # whose slices copy nothing
     while data:
         data = data[os.write(fd, data) :]
 
@@ -52,7 +53,7 @@ class Scratch:
         fd = self._open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             _check_regular_file(fd)
-            data = b""
+            data = bytearray()
             while len(data) < max_bytes:
                 read = os.read(fd, min(CHUNK, max_bytes - len(data)))
                 if not read:
