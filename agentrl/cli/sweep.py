@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import product, repeat
+from itertools import count, product, repeat
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,33 +60,36 @@ def sweep(
 
         agentrl sweep recipes/sweeps/tools.yaml trainer.total_steps=20
     """
-    from agentrl.trainer.checkpoint import replace_file, run_lock
+    from agentrl.cli.comparison import print_comparison
+    from agentrl.config.sources import assignment
+    from agentrl.trainer.checkpoint import run_lock
 
     config, output, runs = read_sweep(file)
-    words = {
-        name: [*(overrides or ()), *_words_of(run)]
-        for name, run in zip(_names(runs), runs, strict=True)
-    }
+    values = [[assignment(key, value) for key, value in run.items()] for run in runs]
+    names = [_name_of(of_run) for of_run in values]
+    if len(set(names)) < len(names):
+        names = [f"{i}-{name}" for i, name in enumerate(names)]
+    words = {n: [*(overrides or ()), *v] for n, v in zip(names, values, strict=True)}
     settings = _check_all(config, output, words)
     with run_lock(output):
         finished = _read_state(output / STATE, settings)
         failed: list[str] = []
         for number, name in enumerate(words, 1):
-            if name in finished:
-                echo(f"run {number} of {len(words)}: {name} is finished")
-                continue
-            echo(f"run {number} of {len(words)}: {name}")
-            state = {"finished": finished, "runs": settings}
-            replace_file(output / STATE, json.dumps(state, indent=1) + "\n")
-            if code := _train(config, output / name, words[name], settings[name]):
-                failed.append(name)
-                echo(f"error: the run {name} failed (exit code {code})", err=True)
-                continue
-            finished.append(name)
-            _report(output / name)
-        state = {"finished": finished, "runs": settings}
-        replace_file(output / STATE, json.dumps(state, indent=1) + "\n")
-        _compare([output / name for name in words if name in finished], output, runs)
+            echo(f"run {number} of {len(words)}: {name}" + " is finished" * (name in finished))
+            if name not in finished:
+                _write_state(output / STATE, settings, finished)
+                if code := _train(config, output / name, words[name], settings[name]):
+                    failed.append(name)
+                    echo(f"error: the run {name} failed (exit code {code})", err=True)
+                    continue
+                finished.append(name)
+                _write_state(output / STATE, settings, finished)
+        if len(finished) > 1:
+            # Runs with validation rows of their own have prompts of their own.
+            same_prompts = not any("data.val" in run for run in runs)
+            folders = [output / name for name in words if name in finished]
+            echo("")
+            print_comparison(folders, None, output / "compare.svg", same_prompts=same_prompts)
     if failed:
         raise UserError(
             f"{len(failed)} of {plural(len(words), 'run')} failed: {', '.join(failed)}. The same"
@@ -97,7 +100,7 @@ def sweep(
 # -- the file -------------------------------------------------------------------------------------
 
 
-def read_sweep(file: Path) -> tuple[Path | None, Path, list[Run]]:
+def read_sweep(file: Path) -> tuple[Path | None, Path, Sequence[Run]]:
     """Return the base config, the folder and the runs of a sweep.
 
     Raises:
@@ -132,48 +135,24 @@ def read_sweep(file: Path) -> tuple[Path | None, Path, list[Run]]:
 def _problems(values: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with `grid` and `runs`."""
     grid, runs = values.get("grid", {}), values.get("runs", [{}])
-    if "grid" not in values and "runs" not in values:
+    if not {"grid", "runs"} & values.keys():
         return ["no grid and no runs: write `grid: {trainer.seed: [0, 1, 2]}`"]
     if not isinstance(grid, dict) or ("grid" in values and not grid):
         return [f"grid={grid!r} must map config keys to lists of values"]
     if not isinstance(runs, list) or not runs or not all(isinstance(run, dict) for run in runs):
         return [f"runs={runs!r:.100} must be a list of mappings of config keys to values"]
-    problems = [
+    both = [key for key in grid if any(key in run for run in runs)]
+    return [f"{key} is set by grid and by runs: leave out one" for key in both] + [
         f"grid.{key}={value!r} must be a list with at least one value"
         for key, value in grid.items()
         if not isinstance(value, list) or not value
     ]
-    problems += [
-        f"{key} is set by grid and by runs: leave out one" for key in grid if key in {*_union(runs)}
-    ]
-    if SET_BY_SWEEP in (*grid, *_union(runs)):
-        problems.append(f"{SET_BY_SWEEP} is set by the sweep: `output` is the folder of all runs")
-    return problems
 
 
-def _union(runs: Sequence[Run]) -> list[str]:
-    """Return the keys of runs, in order."""
-    return list(dict.fromkeys(key for run in runs for key in run))
-
-
-def _words_of(run: Run) -> list[str]:
-    """Return the values of a run as arguments of `agentrl train`."""
-    from agentrl.config.sources import assignment
-
-    return [assignment(key, value) for key, value in run.items()]
-
-
-def _names(runs: Sequence[Run]) -> list[str]:
-    """Return names for the folders of runs: the last parts of the keys, with the values."""
-    from agentrl.config.sources import assignment
-
-    names = []
-    for run in runs:
-        texts = [assignment(key.rpartition(".")[2], value) for key, value in run.items()]
-        names.append(re.sub(r"[^\w.=+-]+", "_", "-".join(texts))[:MAX_NAME])
-    if len(set(names)) < len(names):
-        names = [f"{i}-{name}" for i, name in enumerate(names)]
-    return names
+def _name_of(words: Sequence[str]) -> str:
+    """Return a name for the folder of a run: the last parts of its keys, with the values."""
+    texts = [re.sub(r"^[^=]*[.](?=[^=]*=)", "", word) for word in words]
+    return re.sub(r"[^\w.=+-]+", "_", "-".join(texts))[:MAX_NAME]
 
 
 # -- the checks -----------------------------------------------------------------------------------
@@ -254,17 +233,25 @@ def _read_state(file: Path, settings: Mapping[str, Mapping[str, Any]]) -> list[s
     return state["finished"]
 
 
+def _write_state(file: Path, settings: Mapping[str, Any], finished: Sequence[str]) -> None:
+    from agentrl.trainer.checkpoint import replace_file
+
+    replace_file(file, json.dumps({"finished": finished, "runs": settings}, indent=1) + "\n")
+
+
 # -- the runs -------------------------------------------------------------------------------------
 
 
 def _train(
     config: Path | None, folder: Path, words: Sequence[str], settings: Mapping[str, Any]
 ) -> int:
-    """Train or resume a run in a child process; return its exit code.
+    """Train or resume a run in a child process, and report on it; return its exit code.
 
     Raises:
         Exit: a signal stopped the run, so it stops the sweep.
     """
+    from agentrl.cli.report import report
+
     base = ["--config", str(config)] if config else []
     # `never` would delete what the run has made before a kill.
     resume = ["trainer.resume=auto"] if settings["trainer.resume"] == "never" else []
@@ -273,6 +260,11 @@ def _train(
     code = run_supervised(command, folder, settings["trainer.max_restarts"])
     if code - 128 in FORWARDED:
         raise typer.Exit(code)
+    if code == 0:
+        try:
+            report(folder)
+        except AgentRLError as e:
+            echo(f"warning: no report of {folder}: {e}", err=True)
     return code
 
 
@@ -280,34 +272,11 @@ def _wait_until_free(folder: Path) -> None:
     """Wait for a run that a killed sweep has left: it saves its state and ends."""
     from agentrl.trainer.checkpoint import run_lock
 
-    is_noted = False
-    while True:
+    for attempt in count():
         try:
             with run_lock(folder):
                 return
         except UserError as e:
-            if not is_noted:
+            if attempt == 0:
                 echo(f"waiting: {e}", err=True)
-            is_noted = True
-            time.sleep(0.5)
-
-
-def _report(folder: Path) -> None:
-    """Print the findings of a run, and write its page."""
-    from agentrl.cli.report import report
-
-    try:
-        report(folder)
-    except AgentRLError as e:
-        echo(f"warning: no report of {folder}: {e}", err=True)
-
-
-def _compare(finished: Sequence[Path], output: Path, runs: Sequence[Run]) -> None:
-    """Print the table of `agentrl compare`, and write its picture."""
-    from agentrl.cli.comparison import print_comparison
-
-    if len(finished) > 1:
-        # Runs with validation rows of their own have prompts of their own.
-        same_prompts = "data.val" not in _union(runs)
-        echo("")
-        print_comparison(finished, None, output / "compare.svg", same_prompts=same_prompts)
+        time.sleep(0.5)
