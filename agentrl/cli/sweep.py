@@ -192,11 +192,13 @@ def _check(config: Path | None, words: Sequence[str], folder: Path) -> tuple[str
     """Return the mistakes in the config of a run, and the values of all its keys."""
     from agentrl.cli.options import read_config
     from agentrl.config import FIELDS
+    from agentrl.preflight import make_plan
 
     if any(word.startswith(f"{SET_BY_SWEEP}=") for word in words):
         return f"{SET_BY_SWEEP} is set by the sweep: its `output` is the folder of all runs", {}
     try:
         settings = read_config(config, [*words], output=str(folder))
+        make_plan(settings)  # the rows, too
     except AgentRLError as e:
         return str(e), {}
     if not settings.data.val:

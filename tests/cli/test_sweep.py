@@ -90,7 +90,6 @@ def test_each_of_runs_is_played_with_each_of_the_grid(tmp_path):
         ("output: o\nruns: []", "runs=[] must be a list of mappings"),
         ("output: o\nruns: [1]", "runs=[1] must be a list of mappings"),
         ("output: o\ngrid: {a.b: [1]}\nruns: [{a.b: 2}]", "a.b is set by grid and by runs"),
-        ("output: o\ngrid: {trainer.output: [a]}", "trainer.output is set by the sweep"),
         ("output: o\ngrid: {a.b: [1], a.b: [2]}", "a.b is set twice"),
         ("output: o\ngrid: {a.b: [1}", "YAML syntax"),
     ],
