@@ -121,7 +121,7 @@ def test_all_configs_are_checked_before_the_first_run(refused, folder):
 
 
 def sweep(*words):
-    return run_agentrl("sweep", *words, *SMALL)
+    return run_agentrl("sweep", *words, *SMALL, timeout=900)
 
 
 @pytest.mark.slow
