@@ -184,7 +184,14 @@ def test_runs_that_differ_in_their_seeds_alone_are_one_line(compare, store):
         trainer = f"trainer: {{seed: {seed}, output: runs/{name}}}"
         (folder / "config.yaml").write_text(f"optim: {{lr: {lr}}}\n{trainer}\n")
     lines = [line.split() for line in compare("grpo-0", "grpo-1", "ppo-0").splitlines()]
-    assert lines[0] == ["step", "rows", "reward", "acc", "seeds", *"mean [95 % interval]".split()]
+    assert lines[0] == [
+        "step",
+        "rows",
+        "reward",
+        "acc",
+        "seeds",
+        *["mean", "[95", "%", "interval]"],
+    ]
     assert lines[1][:6] == ["grpo-0", "(2", "seeds)", "10", "2", "0.750"]
     # t(0.975, 1) = 12.7062, s / sqrt(2) = 0.25
     assert lines[1][-5:] == ["0.500", "1.000", "0.750", "[-2.427,", "3.927]"]

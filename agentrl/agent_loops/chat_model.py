@@ -72,8 +72,8 @@ class ChatModel(Sampler):
         """Return the model's next message, its finish reason and the server's counts of tokens.
 
         Raises:
-            RequestRefused: the server rejects the length or the content of the conversation, refuses
-                the key, or has no such URL or model.
+            RequestRefused: the server rejects the length or the content of the conversation or the
+                key, or has no such URL or model.
             Infrastructure: no answer, or not a chat completion.
         """
         options = {"top_p": sampling.top_p, "top_k": sampling.top_k, "stop": list(sampling.stop)}

@@ -23,24 +23,22 @@ from agentrl.errors import DataError
 from agentrl.registry import did_you_mean, tools
 from agentrl.replies import Reply
 from agentrl.tools.environment import Environment, environment_of_schemas
+from agentrl.tools.schema import clean_schema
+from agentrl.tools.validation import Validator
 from agentrl.trajectory import Message, Sample, ToolCall
 
 log = logging.getLogger("agentrl")
 T = TypeVar("T")
 Json = dict[str, Any]
 NAME = "benchmark"
-TIMEOUT = 60.0
+SECONDS = 60.0
+"""The time limit of a method, and of a check of arguments. None takes long."""
 
 BFCL_DOCS = {
-    "GorillaFileSystem": "gorilla_file_system",
-    "MathAPI": "math_api",
-    "MessageAPI": "message_api",
-    "TicketAPI": "ticket_api",
-    "TradingBot": "trading_bot",
-    "TravelAPI": "travel_booking",
-    "TwitterAPI": "posting_api",
-    "VehicleControlAPI": "vehicle_control",
-}
+    "GorillaFileSystem": "gorilla_file_system", "MathAPI": "math_api", "MessageAPI": "message_api",
+    "TicketAPI": "ticket_api", "TradingBot": "trading_bot", "TravelAPI": "travel_booking",
+    "TwitterAPI": "posting_api", "VehicleControlAPI": "vehicle_control",
+}  # fmt: skip
 """BFCL's files of function docs, by the class that a row names."""
 BFCL_TYPES = {"dict": "object", "float": "number", "tuple": "array"}
 """BFCL's names of JSON's types."""
@@ -336,12 +334,12 @@ def _read(address: str) -> tuple[str, str, dict[str, Json]]:
         raise DataError(f"{address}: write {NAME}:NAME:FILE.{hint} Names: {', '.join(names)}")
     if (name == "tau2") != bool(options["tools"]):
         raise DataError(f"{address}: tau2 needs ?tools=FILE, the schemas of its tools; others none")
-    if name == "tau2":
-        functions = [
-            Record(r.where, r.get("function", dict)) for r in read_records(options["tools"])
-        ]
-        return name, path, {f.get("name", str): f.values for f in functions}
     schemas: dict[str, Json] = {}
+    for record in read_records(options["tools"]) if name == "tau2" else ():
+        function = Record(record.where, record.get("function", dict))
+        given = function.get("parameters", dict)
+        parameters = clean_schema(given, given.get("$defs", {}), (), record.where)
+        schemas[function.get("name", str)] = {**function.values, "parameters": parameters}
     if name == "bfcl":
         file = Path(path).expanduser()
         classes = [c for r in read_records(file) for c in r.get("involved_classes", list)]
@@ -360,7 +358,15 @@ def rows(address: str) -> list[Json]:
     if name in QUESTIONS:
         return [QUESTIONS[name](record) for record in read_records(path)]
     names = {"data_source": f"{NAME}/{name}", "environment": _environment(name, path)}
-    return [{**row, **names} for row in TASKS[name](path, schemas)]
+    checks = {n: Validator(schema["parameters"]) for n, schema in schemas.items()}
+    made = []
+    for row in TASKS[name](path, schemas):
+        calls = [call for turn in row["ground_truth"] for call in turn]
+        if unfit := [c for c in calls if checks[c["name"]].errors(c["arguments"], SECONDS)]:
+            log.warning("%s: %s is left out: its tool refuses %s", path, row["id"], unfit[0])
+        else:
+            made.append({**row, **names})
+    return made
 
 
 def load(alias: str, address: str) -> None:
@@ -369,8 +375,12 @@ def load(alias: str, address: str) -> None:
     if name not in TASKS:
         return
     defaults = {
-        n: {k: p["default"] for k, p in s["parameters"]["properties"].items() if "default" in p}
-        for n, s in schemas.items()
+        name: {
+            key: schema["default"]
+            for key, schema in function["parameters"].get("properties", {}).items()
+            if "default" in schema
+        }
+        for name, function in schemas.items()
     }
     environment = _environment(name, path)
     record = environment_of_schemas(
@@ -378,7 +388,7 @@ def load(alias: str, address: str) -> None:
         type(environment, (ExpectedCalls,), {"_defaults": defaults}),
         [{"type": "function", "function": schema} for schema in schemas.values()],
         address,
-        timeout=TIMEOUT,
+        timeout=SECONDS,
         hooks=("respond", "reward"),
         constructor_injected=("sample",),
     )
