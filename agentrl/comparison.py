@@ -147,14 +147,25 @@ class Validation:
 
 
 @dataclass(frozen=True, slots=True)
-class PairedDifference:
-    """The mean difference between two validations over the rows that both played."""
+class MeanInterval:
+    """The mean of numbers, such as the differences of rows, with its interval of 95 %."""
 
-    rows: int
+    n: int
     mean: float
     low: float
-    """The lower end of the interval of 95 %; NaN for one row."""
+    """The lower end of the interval; NaN for one number."""
     high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> MeanInterval:
+        """Return mean ± t(0.975, n - 1) * s / sqrt(n)."""
+        center, half = mean(values), math.nan
+        if len(values) > 1:
+            half = t_quantile(LEVEL, len(values) - 1) * standard_error([[x] for x in values])
+        return cls(len(values), center, center - half, center + half)
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f}" + f" [{self.low:+.3f}, {self.high:+.3f}]" * (self.n > 1)
 
     def as_dict(self) -> dict[str, float | None]:
         """Return mean, low and high, as JSON has them: None for NaN."""
@@ -233,7 +244,7 @@ def shared_rows(first: Validation, second: Validation, same_prompts: bool = True
 
 def paired_difference(
     first: Validation, second: Validation, value: Value, rows: Sequence[str] | None = None
-) -> PairedDifference:
+) -> MeanInterval:
     """Return the mean of `second - first` over their shared rows, with an interval of 95 %.
 
     A row's value is the mean over its rollouts. The interval is that of the paired t-test: with the
@@ -256,11 +267,7 @@ def paired_difference(
     ]
     if not differences:
         raise DataError("they share no rows")
-    center, half = mean(differences), math.nan
-    if len(differences) > 1:
-        error = standard_error([[d] for d in differences])
-        half = t_quantile(LEVEL, len(differences) - 1) * error
-    return PairedDifference(len(differences), center, center - half, center + half)
+    return MeanInterval.of(differences)
 
 
 def flipped_rows(
@@ -298,7 +305,7 @@ def tool_metrics(played: Sequence[Group], without: Sequence[Group]) -> dict[str,
     name = "val/tool_dependence"
     calls = [count_calls(s.trajectory) > 0 for g in tooled.groups.values() for s in g.scored]
     metrics = {name: difference.mean, f"{name}/calls": mean(calls)}
-    if difference.rows > 1:
+    if difference.n > 1:
         metrics |= {f"{name}/low": difference.low, f"{name}/high": difference.high}
     return metrics
 

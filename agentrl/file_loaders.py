@@ -13,7 +13,9 @@ from typing import Any
 
 file_loaders: dict[str, Callable[[], Any]] = {}
 
-SHIPPED_DOORS = ("harbor", "nemo-gym", "openenv", "reasoning-gym", "textarena", "verifiers")
+SHIPPED_DOORS = (
+    *("benchmark", "harbor", "nemo-gym", "openenv", "reasoning-gym", "textarena", "verifiers"),
+)
 """The doors (`agentrl.doors`) of agentrl itself."""
 RECORDED = "recorded:"
 """The beginning of the address of answers that `agentrl serve --record` stored."""

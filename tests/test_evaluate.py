@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from statistics import stdev
 from xml.etree import ElementTree
 
@@ -85,7 +87,7 @@ def test_a_paired_difference_is_that_of_r(store):
     first = read_validation(store("a", validation(*([x] for x in DRUG_1))))
     second = read_validation(store("b", validation(*([x] for x in DRUG_2))))
     found = paired_difference(first, second, rewards_of)
-    assert found.rows == 10 and found.mean == pytest.approx(1.58)
+    assert found.n == 10 and found.mean == pytest.approx(1.58)
     assert (found.low, found.high) == (pytest.approx(0.7001142), pytest.approx(2.4598858))
     back = paired_difference(second, first, rewards_of)
     assert (back.low, back.high) == (pytest.approx(-found.high), pytest.approx(-found.low))
@@ -95,7 +97,7 @@ def test_rows_are_paired_by_id_and_content(store):
     first = read_validation(store("a", validation([0.0], [0.0], [0.0], [0.0])))
     second = validation([1.0], first=3) + validation([5.0], prompt="Another question?")
     found = paired_difference(first, read_validation(store("b", second)), rewards_of)
-    assert (found.rows, found.mean) == (1, 1.0) and math.isnan(found.low)
+    assert (found.n, found.mean) == (1, 1.0) and math.isnan(found.low)
     other = read_validation(store("c", validation([1.0], first=9)))
     with pytest.raises(DataError, match="share no rows"):
         paired_difference(first, other, rewards_of)
@@ -182,13 +184,42 @@ def test_runs_that_differ_in_their_seeds_alone_are_one_line(compare, store):
         trainer = f"trainer: {{seed: {seed}, output: runs/{name}}}"
         (folder / "config.yaml").write_text(f"optim: {{lr: {lr}}}\n{trainer}\n")
     lines = [line.split() for line in compare("grpo-0", "grpo-1", "ppo-0").splitlines()]
-    assert lines[0] == ["step", "rows", "reward", "acc", "seeds"]
+    assert lines[0] == [
+        "step",
+        "rows",
+        "reward",
+        "acc",
+        "seeds",
+        *["mean", "[95", "%", "interval]"],
+    ]
     assert lines[1][:6] == ["grpo-0", "(2", "seeds)", "10", "2", "0.750"]
-    assert lines[1][-2:] == ["0.500", "1.000"]
+    # t(0.975, 1) = 12.7062, s / sqrt(2) = 0.25
+    assert lines[1][-5:] == ["0.500", "1.000", "0.750", "[-2.427,", "3.927]"]
     [difference] = [line for line in lines if line[:2] == ["ppo-0", "-"]]
     assert difference[5:7] == ["2", "-0.750"]
     seeds = [line.split() for line in compare("grpo-0", "grpo-1").splitlines()]
     assert seeds[1][0] == "grpo-0" and seeds[2][0] == "grpo-1"
+
+
+def test_a_difference_by_seed_has_an_interval_over_seeds(compare, store, tmp_path):
+    rewards = {"a": [0.0, 0.25, 0.5], "b": [0.5, 1.0, 0.75]}
+    names = [f"lr={run}-seed={seed}" for run in rewards for seed in range(3)]
+    for name in names:
+        run, seed = name[3], int(name[-1])
+        value = rewards[run][seed]
+        folder = store(name, validation([value], [value]), step=10)
+        (folder / "config.yaml").write_text(f"optim: {{lr: {run}}}\ntrainer: {{seed: {seed}}}\n")
+        steps = [{"step": s, "data": {"val/reward/mean@1": s / 10 * value}} for s in (0, 10)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(s) + "\n" for s in steps))
+    lines = compare(*names).splitlines()
+    # The differences are 0.5, 0.75 and 0.25: s = 0.25, t(0.975, 2) = 4.302653.
+    half = 4.302653 * 0.25 / 3**0.5
+    [line] = [line for line in lines if line.startswith("lr=b (3 seeds) - lr=a (3 seeds)")]
+    assert line.endswith(f"+0.500 [{0.5 - half:+.3f}, {0.5 + half:+.3f}]")
+    numbers = json.loads(Path("compare.json").read_text())
+    assert numbers["differences"][0]["reward_by_seed"]["low"] == pytest.approx(0.5 - half)
+    assert numbers["validations"][0]["over_seeds"]["mean"] == 0.25
+    assert "lr=b (3 seeds)" in Path("compare.svg").read_text()
 
 
 def test_one_row_has_no_interval(compare, store):

@@ -20,7 +20,7 @@ from agentrl.agent_loops.episode import Episode
 from agentrl.config import RolloutConfig
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import ChatRefused, ConfigError, Infrastructure, RequestRefused, UserError
-from agentrl.http.chat import OpenAIChat
+from agentrl.http.chat import NoAccess, OpenAIChat
 from agentrl.http.client import parse_base_url
 from agentrl.trajectory import Generation, Message, ToolCall, float_array, token_array
 
@@ -72,8 +72,8 @@ class ChatModel(Sampler):
         """Return the model's next message, its finish reason and the server's counts of tokens.
 
         Raises:
-            RequestRefused: the server rejects the length or the content of the conversation.
-            UserError: it knows no such model, or refuses the key.
+            RequestRefused: the server rejects the length or the content of the conversation or the
+                key, or has no such URL or model.
             Infrastructure: no answer, or not a chat completion.
         """
         options = {"top_p": sampling.top_p, "top_k": sampling.top_k, "stop": list(sampling.stop)}
@@ -90,6 +90,9 @@ class ChatModel(Sampler):
             answer = await self._chat.complete(body, deadline=until)
         except ChatRefused as e:
             raise RequestRefused(str(e)) from None
+        except NoAccess as e:  # The next attempt would fail, too.
+            fix = "Check URL and name of --model, and the key (--token-env)"
+            raise RequestRefused(f"{e}. {fix}") from None
         try:
             choice, usage = answer["choices"][0], dict(answer.get("usage") or {})
             calls = enumerate(choice["message"].get("tool_calls") or ())

@@ -37,6 +37,7 @@ from agentrl.cli import (
     serve,
     sft,
     show,
+    sweep,
     tools,
     train,
     view,
@@ -63,6 +64,7 @@ app.command("play chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("eval")(evaluate.eval_)
 app.command("compare")(compare.compare)
+app.command("sweep")(sweep.sweep)
 app.command("replay")(replay.replay)
 app.command("rescore")(replay.rescore)
 app.command("report")(report.report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 from agentrl.comparison import (
     WITHOUT_TOOLS,
+    MeanInterval,
     Validation,
     Value,
     flipped_rows,
@@ -61,15 +63,20 @@ def print_comparison(
     measured += [_measure(name, validation, values) for name, validation in bare]
     pairs = [_pair(entries[0], other) for other in entries[1:]]
     compared = [_compare(*pair, values, same_prompts) for pair in pairs]
+    for other, (cells, difference) in zip(entries[1:], compared, strict=True):
+        if len(shared := [s for s in entries[0].seeds if s in other.seeds]) > 1:
+            by_seed = MeanInterval.of([other.seeds[s] - entries[0].seeds[s] for s in shared])
+            cells.append(str(by_seed))
+            difference["reward_by_seed"] = by_seed.as_dict()
     for e in entries:
         if e.bare:
             compared.append(_compare(f"{e.label}: tool_dependence", e.bare, e.validation, values))
-    seeds = ["seeds"] if any(entry.seeds for entry in entries) else []
-    header = ["", "step", "rows", *values, *seeds]
-    echo("\n".join(aligned([header, *(cells[: len(header)] for cells, _ in measured)], 1)))
-    header = ["", "rows", *(f"{name} [95 % interval]" for name in values), "gained", "lost"]
+    seeds = ["seeds", "mean [95 % interval]"] if any(entry.seeds for entry in entries) else []
+    _print_table(["", "step", "rows", *values, *seeds], [cells for cells, _ in measured])
     echo("\npaired differences on the rows that both have:")
-    echo("\n".join(aligned([header, *(cells for cells, _ in compared)], 1)))
+    header = ["", "rows", *(f"{name} [95 % interval]" for name in values), "gained", "lost"]
+    by_seed = ["reward by seed [95 %]"] if any("reward_by_seed" in n for _, n in compared) else []
+    _print_table([*header, *by_seed], [cells for cells, _ in compared])
     differences = [numbers for _, numbers in compared]
     for d, flips in product(differences, ("gained", "lost")):
         if d[flips]:
@@ -91,6 +98,12 @@ def print_comparison(
         _check_margin(difference["name"], difference["reward"], margin or 0.0)
 
 
+def _print_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Print lines of cells under a header; a line may have fewer cells."""
+    padded = [[*line, *[""] * len(header)][: len(header)] for line in lines]
+    echo("\n".join(aligned([[*header], *padded], 1)))
+
+
 def _check_margin(name: str, reward: Mapping[str, Any], margin: float) -> None:
     """Raise `UserError` unless the interval of a difference begins at or above `-margin`."""
     low, high = reward["low"], reward["high"]
@@ -109,12 +122,12 @@ class _Entry(NamedTuple):
     validation: Validation
     bare: Validation | None
     """The rollouts without tools; None if there are none."""
-    seeds: Sequence[float]
+    seeds: Mapping[int, float]
     """The mean reward of each seed; empty for one run."""
 
 
 def _read(runs: Sequence[Path], step: int | None) -> tuple[list[_Entry], dict[str, Points]]:
-    """Return the entries of the folders, and the validation rewards of each folder over steps.
+    """Return the entries of the folders, and the validation rewards of each entry over steps.
 
     Raises:
         UserError: a folder is named twice, or has no such validation.
@@ -129,30 +142,47 @@ def _read(runs: Sequence[Path], step: int | None) -> tuple[list[_Entry], dict[st
     bare = [read_validation(r, v.step, WITHOUT_TOOLS) for r, v in zip(runs, read, strict=True)]
     rewards = [mean([x for group in v for x in rewards_of(group)]) for v in read]
     families: dict[str, list[int]] = {}
-    for i, run in enumerate(runs):
-        families.setdefault(_config_without_seed(run), []).append(i)
+    configs = [_split_config(run) for run in runs]
+    for i, (config, _) in enumerate(configs):
+        families.setdefault(config, []).append(i)
     if len(families) == 1:  # the seeds themselves are compared
         families = {label: [i] for i, label in enumerate(labels)}
+    # The folder of `agentrl eval` has no metrics of steps.
+    points = [
+        validation_points(run / METRICS) or [(float(v.step), reward)]
+        for run, v, reward in zip(runs, read, rewards, strict=True)
+    ]
     entries, curves = [], {}
     for family in families.values():
         n = len(family)
+        label = labels[family[0]]
+        if n > 1:  # A sweep writes the seed into the name.
+            label = f"{re.sub(r'-?seed=-?[0-9]+', '', label) or label} ({n} seeds)"
         without = [bare[i] for i in family if bare[i].groups]
         entries.append(
             _Entry(
-                labels[family[0]] + f" ({n} seeds)" * (n > 1),
+                label,
                 merge_seeds([read[i] for i in family]),
                 merge_seeds(without) if len(without) == n else None,
-                [rewards[i] for i in family] if len(families) < len(runs) else [],
+                {configs[i][1]: rewards[i] for i in family} if len(families) < len(runs) else {},
             )
         )
-    for label, run, validation, reward in zip(labels, runs, read, rewards, strict=True):
-        # The folder of `agentrl eval` has no metrics of steps.
-        curves[label] = validation_points(run / METRICS) or [(float(validation.step), reward)]
+        curves[label] = _mean_points([points[i] for i in family])
     return entries, curves
 
 
+def _mean_points(curves: Sequence[Points]) -> Points:
+    """Return the mean of curves at the steps that all have."""
+    by_step = [dict(points) for points in curves]
+    steps = [step for step in by_step[0] if all(step in curve for curve in by_step)]
+    return [(step, mean([curve[step] for curve in by_step])) for step in steps]
+
+
 def _measure(
-    name: str, validation: Validation, values: Mapping[str, Value], seeds: Sequence[float] = ()
+    name: str,
+    validation: Validation,
+    values: Mapping[str, Value],
+    seeds: Mapping[int, float] | None = None,
 ) -> tuple[list[str], dict[str, Any]]:
     """Return the means of a validation with their standard errors, as cells and as numbers."""
     numbers: dict[str, Any] = {"step": validation.step, "rows": len(validation.groups)}
@@ -163,8 +193,13 @@ def _measure(
         has_error = math.isfinite(error)
         cells.append(f"{center:.3f}" + f" ± {error:.3f}" * has_error)
         numbers[key] = {"mean": center, "se": error if has_error else None}
-    text = " ".join(f"{x:.3f}" for x in seeds)
-    return [*cells, text], {"name": name, **numbers, "seeds": [*seeds]}
+    of_seeds = [*(seeds or {}).values()]
+    cells.append(" ".join(f"{x:.3f}" for x in of_seeds))
+    if len(of_seeds) > 1:
+        over = MeanInterval.of(of_seeds)
+        cells.append(str(over).replace("+", ""))
+        numbers["over_seeds"] = over.as_dict()
+    return cells, {"name": name, **numbers, "seeds": of_seeds}
 
 
 def _pair(first: _Entry, other: _Entry) -> tuple[str, Validation, Validation]:
@@ -194,9 +229,7 @@ def _compare(
         )
     paired = {key: paired_difference(first, second, v, rows) for key, v in values.items()}
     flips = dict(zip(("gained", "lost"), flipped_rows(first, second, rows), strict=True))
-    cells = [
-        f"{d.mean:+.3f}" + f" [{d.low:+.3f}, {d.high:+.3f}]" * (d.rows > 1) for d in paired.values()
-    ]
+    cells = map(str, paired.values())
     numbers = {key: difference.as_dict() for key, difference in paired.items()}
     return (
         [name, str(len(rows)), *cells, *(str(len(ids)) for ids in flips.values())],
@@ -204,10 +237,13 @@ def _compare(
     )
 
 
-def _config_without_seed(run: Path) -> str:
-    """Return a run's config without its seed and folder, as text; the path if it has no config."""
+def _split_config(run: Path) -> tuple[str, int]:
+    """Return a run's config without its seed and folder, as text, and the seed.
+
+    The text of a folder without a config is its path.
+    """
     config = Run(run).config
     trainer = dict(config.get("trainer") or {})
-    for key in ("seed", "output"):
-        trainer.pop(key, None)
-    return repr(config | {"trainer": trainer}) if config else str(run.resolve())
+    seed = trainer.pop("seed", 0)
+    trainer.pop("output", None)
+    return repr(config | {"trainer": trainer}) if config else str(run.resolve()), seed

@@ -22,6 +22,13 @@ RETRY_STATUSES = (408, 409, 429, 500, 502, 503, 504)
 REFUSED_STATUSES = (400, 413, 422)
 """Statuses with which a server rejects a request: it is too long, or its content is refused."""
 
+NO_ACCESS_STATUSES = (401, 403, 404)
+"""Statuses that every request gets: the key, the URL or the model's name is wrong."""
+
+
+class NoAccess(Infrastructure):
+    """The server refuses the key, or has no such URL or model."""
+
 
 class NoText(Infrastructure):
     """The model's message has no text: its reasoning used all tokens, or it refused to answer."""
@@ -112,6 +119,7 @@ class OpenAIChat:
 
         Raises:
             ChatRefused: the server rejected the request.
+            NoAccess: the server refuses the key, or has no such URL or model.
             Infrastructure: the answer has another status.
         """
         request = {"model": self._model, **body}
@@ -130,6 +138,7 @@ class OpenAIChat:
         if status == 200:
             return answer
         kind = ChatRefused if status in REFUSED_STATUSES else Infrastructure
+        kind = NoAccess if status in NO_ACCESS_STATUSES else kind
         raise kind(f"{self._url} answered with status {status}: {answer!r:.300}")
 
     async def aclose(self) -> None:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from fastapi import FastAPI, Request, Response
-from support.forked_python import ForkedPython
+from support.forked_python import ForkedPython, run_agentrl
 from support.small_server import serving
 
 from agentrl.cli import main
@@ -213,6 +213,31 @@ def test_a_refused_request_is_not_repeated(api, run):
     api.faults = [Response('{"error": "too long"}', 400, media_type="application/json")] * 8
     output = run(*PLAY, "--model", f"{api.url}#caller", code=1)
     assert "too long" in output and len(api.requests) == 8
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_wrong_key_or_address_fails_at_once(api, run, status):
+    api.faults = [Response('{"error": "no"}', status, media_type="application/json")] * 99
+    start = time.monotonic()
+    output = run(*PLAY, "--model", f"{api.url}#caller", code=1)
+    assert len(api.requests) == 8 and time.monotonic() - start < 15  # Two retries take 22 s.
+    assert f"status {status}" in output and "the key (--token-env)" in output
+
+
+def test_json_of_several_models_has_a_note_before_the_objects_of_each(api):
+    names = [f"{api.url}#guesser", f"{api.url}#caller"]
+    models = [word for name in names for word in ("--model", name)]
+    done = run_agentrl(*PLAY, *models, "--output", "both", "--log-format", "json")
+    assert done.returncode == 0, done.stderr
+    found = []
+    for line in map(json.loads, done.stdout.splitlines()):  # nothing else is on standard output
+        if line["event"] == "note" and line["text"][:-1] in names:
+            found.append(line["text"][:-1])
+        elif line["event"] == "validation":
+            found.append(line["metrics"]["val/reward/mean@1"])
+    assert found == [names[0], 0.5, names[1], 1.0]
+    assert line["event"] == "end" and line["status"] == "finished"
+    assert "caller - guesser" in done.stderr
 
 
 def test_addresses_and_keys_are_checked_before_anything_is_played(api, run):

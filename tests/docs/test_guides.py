@@ -29,6 +29,7 @@ from agentrl import play
 from agentrl.agent_loops.chat_model import parse_address
 from agentrl.cli import app, main
 from agentrl.cli.options import is_address, read_config
+from agentrl.cli.sweep import read_sweep
 from agentrl.comparison import Expectation
 from agentrl.config import FIELDS, load_config, without_effect
 from agentrl.config.verl_keys import VERL_KEYS
@@ -188,7 +189,10 @@ def test_yaml_snippets_load(page, tmp_path):
     for i, block in enumerate(blocks(page, "yaml")):
         file = tmp_path / f"{i}.yaml"
         file.write_text(block)
-        load_config(str(file))
+        if re.search(r"^(grid|runs):", block, re.MULTILINE):
+            read_sweep(file)
+        else:
+            load_config(str(file))
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -236,8 +236,8 @@ def test_the_list_has_columns(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["doors", "list"])
     lines = capsys.readouterr().out.splitlines()
-    at = lines[1].index("needs no package")
-    assert lines[1].startswith("nemo-gym ")
+    at = lines[0].index("needs no package")
+    assert lines[0].startswith("benchmark ") and lines[2].startswith("nemo-gym ")
     assert all(line[at - 1] == " " and line[at] != " " for line in lines)
 
 
