@@ -199,7 +199,7 @@ class Rollouts:
                 message lists the causes.
             UserCodeError: a reward function raised.
         """
-        samplings = [sampling] * n + [replace(sampling, temperature=0.0)] * greedy
+        samplings = [sampling] * n + [replace(sampling, temperature=0.0, returns_kept=False)] * greedy
         known = record.groups if record else {}
         new = [sample for sample in samples if sample.row not in known]
         plays = [*self._plays(new, samplings, step, tag, earlier)]
@@ -241,7 +241,7 @@ class Rollouts:
         Returns:
             The future rollouts. Its exception is a `UserCodeError` if a reward function raised.
         """
-        samplings = [sampling] * n + [replace(sampling, temperature=0.0)] * greedy
+        samplings = [sampling] * n + [replace(sampling, temperature=0.0, returns_kept=False)] * greedy
         seed = mix_seed(self._seed, position)
         plays = [*self._plays_of(sample, samplings, f"train-p{position}", seed, trains=True)]
 

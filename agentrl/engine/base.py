@@ -1,7 +1,8 @@
 """The two interfaces of an engine: `Sampler` for episodes, `EngineControl` for the trainer.
 
 Token ids go in; token ids, logprobs and policy versions come out. Logprobs are log_softmax(logits /
-temperature) over the full vocabulary, of the sampled token, as the trainer computes them.
+temperature) over the full vocabulary, of the sampled token, as the trainer computes them. With
+`Sampling.returns_kept` they are over the tokens that `top_p` and `top_k` keep.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Sampling:
     """Strings that end a turn. The tokens that complete one are kept (sampled, mask 1)."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end a turn. The token is kept."""
+    returns_kept: bool = False
+    """Return the tokens that `top_p` and `top_k` keep, and logprobs over them (`Generation`)."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the parameters as plain values, for trajectories on disk."""
