@@ -86,7 +86,7 @@ def sample(
     # One transfer for ids and logprobs: on an accelerator each transfer waits for the device. A
     # float32 has a mantissa of 24 bits, too few for some token ids, so both become float64.
     packed = torch.cat((tokens.double(), sampled_logprobs.double()), -1).cpu().numpy()
-    return packed[:, 0].astype(np.int32), packed[:, 1].astype(np.float32)
+    return packed[:, 0].astype(np.int32), packed[:, 1].astype(np.float32), kept
 
 
 def _sample_full(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
