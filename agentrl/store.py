@@ -798,7 +798,8 @@ def _read_stream(table: pa.Table, name: str) -> pa.ListArray:
     leaf = table.schema.field(name).type
     while hasattr(leaf, "value_type"):
         leaf = leaf.value_type
-    if not (pa.types.is_integer(leaf) or pa.types.is_floating(leaf)):
+    # A column without any number, such as `kept_ids`, may have no type.
+    if not (pa.types.is_integer(leaf) or pa.types.is_floating(leaf) or pa.types.is_null(leaf)):
         raise ValueError(f"the column {name!r} has {leaf} instead of numbers")
     column = table[name].cast(SCHEMA.field(name).type).combine_chunks()
     if column.null_count or column.flatten().null_count or column.flatten().flatten().null_count:

@@ -110,7 +110,7 @@ def silent(_: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["grpo", "ppo", "lora", "dapo", "remax", pytest.param("epochs", marks=pytest.mark.slow)],
+    ["grpo", "ppo", "lora", "dapo", "remax", "truncated", pytest.param("epochs", marks=pytest.mark.slow)],
 )
 def test_a_step_is_equal_bit_for_bit(run, name):
     folder = run(name)
