@@ -409,7 +409,7 @@ def test_a_missing_column_is_named(tmp_path, name):
 
 
 def test_kept_tokens_are_restored_and_earlier_versions_have_none(tmp_path):
-    """Of a row that was sampled from kept tokens, with observed tokens, and of a row that was not."""
+    """Of a row that was sampled from kept tokens, and of one that was not."""
     plain = scored(0)
     first, *others = plain.trajectory.segments
     counts = [3 * m for m in first.response_mask]
@@ -420,7 +420,7 @@ def test_kept_tokens_are_restored_and_earlier_versions_have_none(tmp_path):
     written = [dataclasses.replace(plain, trajectory=trajectory), scored(1)]
     store = TrajectoryStore(tmp_path)
     path = store.write(1, [group(*written)])
-    assert 0 < sum(counts) and [s.scored for s in store.read(1)] == written
+    assert sum(counts) > 0 and [s.scored for s in store.read(1)] == written
     id = written[1].trajectory.episode_id
     assert store.read_episode(id).scored == written[1]
     pq.write_table(pq.read_table(path).drop_columns(["kept_ids", "kept_counts"]), path)

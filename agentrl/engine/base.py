@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from agentrl.trajectory import Generation
@@ -34,6 +34,10 @@ class Sampling:
     """Token ids that end a turn. The token is kept."""
     returns_kept: bool = False
     """Return the tokens that `top_p` and `top_k` keep, and logprobs over them (`Generation`)."""
+
+    def as_greedy(self) -> Sampling:
+        """Return the parameters of the same turn at temperature 0."""
+        return replace(self, temperature=0.0, returns_kept=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the parameters as plain values, for trajectories on disk."""

@@ -54,7 +54,9 @@ def check_sampling(sampling: Sampling, request: str) -> None:
     if sampling.returns_kept and not (
         sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k)
     ):
-        raise RequestRefused(f"{request}: returns_kept needs top_p < 1 or top_k, and no greedy turn")
+        raise RequestRefused(
+            f"{request}: returns_kept needs top_p < 1 or top_k, and no greedy turn"
+        )
     # Agent loops may pass anything. An empty string would end every turn; a plain string would end
     # a turn at any of its letters.
     if not isinstance(sampling.stop, tuple) or not all(

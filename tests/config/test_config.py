@@ -408,7 +408,12 @@ def test_an_error_lists_the_allowed_values(override, message):
         ),
         ([*OPD, "rollout.top_k=5"], "a teacher scores over all tokens"),
         (
-            ["data.train=recorded:x", "rollout.n=1", "algorithm.name=reinforce_plus_plus", "rollout.top_k=5"],
+            [
+                "data.train=recorded:x",
+                "rollout.n=1",
+                "algorithm.name=reinforce_plus_plus",
+                "rollout.top_k=5",
+            ],
             "whose answers are recorded. Set rollout.top_p=1 and rollout.top_k=0",
         ),
         (["algorithm.mini_batch_size=129"], "data.batch_size=16 times rollout.n=8"),

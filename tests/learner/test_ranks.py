@@ -128,7 +128,7 @@ def test_ranks_and_micro_batches_change_nothing(groups, batch, world, cuts):
 
 
 def test_kept_tokens_go_to_the_rank_and_micro_batch_of_their_row(groups, batch):
-    """Some tokens are sampled from all. Old logprobs, reference, KL and entropy are over the kept."""
+    """Some tokens are sampled from all. Old logprobs, reference and entropy are over the kept."""
     cfg = config(**KEYS)
     kept = random_kept(batch)
     cut = replace(batch, kept=kept)
@@ -158,7 +158,9 @@ def random_kept(batch: Batch) -> KeptTokens:
     shape = batch.response_ids.shape
     numbers = torch.arange(batch.response_ids.numel()).view(shape)
     is_cut = batch.response_mask & (numbers % 4 > 0)
-    others = torch.stack([torch.randperm(VOCABULARY - 1, generator=g)[:2] for _ in numbers.view(-1)])
+    others = torch.stack(
+        [torch.randperm(VOCABULARY - 1, generator=g)[:2] for _ in numbers.view(-1)]
+    )
     own = batch.response_ids.reshape(-1, 1)
     ids = torch.cat([own, others + (others >= own)], 1).view(*shape, 3)
     return KeptTokens(ids[is_cut].flatten().int(), 3 * is_cut.int())

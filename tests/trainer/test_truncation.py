@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,7 +121,8 @@ def test_engine_and_trainer_agree_over_the_kept_tokens(trained, random_model):
     learned = TrajectoryStore(trained / "trajectories").read_learned(1)
     for row, old in zip(rows, learned["old_logprobs"].to_pylist(), strict=True):
         mine = [x for x in old if x is not None]
-        theirs = [x for x, m in zip(exact_logprobs(model, row, 0.8), row.response_mask) if m]
+        expected = exact_logprobs(model, row, 0.8)
+        theirs = [x for x, m in zip(expected, row.response_mask, strict=True) if m]
         assert mine == pytest.approx(theirs, abs=1e-6)
     for data in metrics(trained):
         assert data["training/rollout_probs_diff_max"] < 1e-6
@@ -144,7 +146,7 @@ def test_the_gradient_is_that_of_the_enumerated_truncated_distribution(tmp_path)
         rollout__temperature=temperature, rollout__top_k=4, algorithm__entropy_coef=0.1,
         algorithm__name="grpo", algorithm__tis_cap=0,
     )  # fmt: skip
-    group = LocalRankGroup(ExactRank(tiny_folder(tmp_path / "model")))
+    group: Any = LocalRankGroup(ExactRank(tiny_folder(tmp_path / "model")))
     group.begin(cfg)
     learner = Learner("", cfg, total_steps=1, group=group)
     rows = [

@@ -181,9 +181,7 @@ def _start(
         sleep = r.sleep if slot.ranks else "none"
         targets = _lora_targets(config) if delivery.source == "adapter" else ()
         launch = SGLangLaunch(base, lora_targets=targets, sleep=sleep, **common)
-        connect = partial(
-            SGLangEngine, delivery=delivery, sleep=sleep, returns_kept=r.is_truncated
-        )
+        connect = partial(SGLangEngine, delivery=delivery, sleep=sleep, returns_kept=r.is_truncated)
         if r.is_truncated:
             launch = replace(launch, arguments=["--sampling-backend", "pytorch", *r.launch])
     if slot.ranks and learner_loaded is not None:

@@ -238,8 +238,8 @@ class SGLangEngine(RemoteEngine):
         if (backend := info.get("sampling_backend")) != "pytorch":
             raise ConfigError(
                 f"{self.url}: rollout.top_p and rollout.top_k train only with SGLang's sampling"
-                f" backend pytorch. With {backend}, tokens of equal probability are sampled that"
-                " SGLang does not return. Start it with --sampling-backend pytorch"
+                f" backend pytorch. With {backend}, a token as likely as the last kept one can be"
+                " sampled, but is not returned. Start it with --sampling-backend pytorch"
             )
         body = self._body(np.zeros(1, np.int32), Sampling(top_k=2, returns_kept=True), 1)
         where = f"{self.url}: a probe"
