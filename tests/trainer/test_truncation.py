@@ -17,6 +17,7 @@ from support.exact_rank import EXACT, ExactRank
 from support.trainer_fixtures import config, in_float64, scored, tiny_folder, tiny_model
 from transformers import AutoModelForCausalLM
 
+from agentrl.agent_loops.context import TokenRow
 from agentrl.config import load_config
 from agentrl.engine.local import LocalEngine
 from agentrl.errors import EngineError, RunStopped
@@ -26,7 +27,7 @@ from agentrl.learner.learner import Learner
 from agentrl.learner.rank import LocalRankGroup
 from agentrl.store import TrajectoryStore
 from agentrl.trainer import Trainer
-from agentrl.trajectory import Group, Sample, Segment, float_array, token_array
+from agentrl.trajectory import Generation, Group, Sample, Segment, float_array, token_array
 
 ENV = """
 from agentrl import agent_loop, reward
@@ -204,3 +205,29 @@ def test_an_engine_that_does_not_return_the_kept_tokens_is_refused(start, tmp_pa
     monkeypatch.setattr(LocalEngine, "generate", generate)
     with pytest.raises(RunStopped, match=r"top_p=0\.7 and rollout.top_k=6: the engine does not"):
         start(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("ids", "counts", "message"),
+    [
+        ([1, 2, 3], [1, 2], None),
+        ([1, 3, 3], [1, 2], "sampled the token 2, but did not keep it"),
+        ([1, 2], [1, 2], r"2 kept tokens, and 2 counts of them with the sum 3, for 2"),
+        ([1], [1], r"1 kept tokens, and 1 counts of them with the sum 1, for 2"),
+    ],
+)
+def test_kept_tokens_that_do_not_fit_the_sampled_ones_are_an_error_of_the_engine(
+    ids, counts, message
+):
+    row = TokenRow(token_array([5]))
+    turn = Generation(
+        token_array([1, 2]), float_array([0, 0]), token_array([0, 0]), "stop", 1,
+        kept_ids=token_array(ids), kept_counts=token_array(counts),
+    )  # fmt: skip
+    if message is None:
+        row.extend((), turn, 2)
+        assert row.segment().kept_ids.tolist() == ids
+        return
+    with pytest.raises(EngineError, match=message):
+        row.extend((), turn, 2)
+    assert not len(row)
