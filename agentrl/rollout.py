@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
@@ -199,7 +199,7 @@ class Rollouts:
                 message lists the causes.
             UserCodeError: a reward function raised.
         """
-        samplings = [sampling] * n + [replace(sampling, temperature=0.0)] * greedy
+        samplings = [sampling] * n + [sampling.as_greedy()] * greedy
         known = record.groups if record else {}
         new = [sample for sample in samples if sample.row not in known]
         plays = [*self._plays(new, samplings, step, tag, earlier)]
@@ -241,7 +241,7 @@ class Rollouts:
         Returns:
             The future rollouts. Its exception is a `UserCodeError` if a reward function raised.
         """
-        samplings = [sampling] * n + [replace(sampling, temperature=0.0)] * greedy
+        samplings = [sampling] * n + [sampling.as_greedy()] * greedy
         seed = mix_seed(self._seed, position)
         plays = [*self._plays_of(sample, samplings, f"train-p{position}", seed, trains=True)]
 

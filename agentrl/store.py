@@ -66,8 +66,12 @@ STREAMS = {
     "response_mask": pa.int32(),
     "logprobs": pa.float32(),
     "versions": pa.int32(),
+    "kept_ids": pa.int32(),
+    "kept_counts": pa.int32(),
 }
 """The fields of a segment. The items of their arrays have four bytes."""
+KEPT = ("kept_ids", "kept_counts")
+"""Those of `STREAMS` that files of earlier versions do not have."""
 
 LEARNED = {
     "old_logprobs": pa.float32(),
@@ -494,18 +498,19 @@ class TrajectoryWriter:
         if step % self._every == 0:
             self._pending.append((step, self._thread.submit(self._write_learned, step, make_table)))
 
-    def describe_size(self, steps: int, episodes: int, tokens: int) -> str:
+    def describe_size(self, steps: int, episodes: int, tokens: int, top_k: int = 0) -> str:
         """Return a line about the disk space that the trajectories of training take.
 
         Args:
             steps: the steps of the run.
             episodes: the episodes of a step.
             tokens: `rollout.max_trajectory_tokens`.
+            top_k: `rollout.top_k`: so many ids may be kept for each token.
         """
         kept = min(steps, self._last) if self._last else steps // self._every
         learned = min(kept, LEARNED_STEPS // self._every)
         learned_size = learned * episodes * tokens * LEARNED_BYTES_PER_TOKEN
-        size = kept * episodes * tokens * BYTES_PER_TOKEN
+        size = kept * episodes * tokens * (BYTES_PER_TOKEN + 4 * top_k)
         free = shutil.disk_usage(self._store.folder.parent).free
         line = (
             f"trajectories of training: up to {_describe_bytes(size)} for {plural(kept, 'step')} of"
@@ -649,10 +654,12 @@ def _read_shard(path: Path) -> Iterator[StoredRollout]:
 
 def _read_rows(path: Path, first: int, batch: pa.RecordBatch) -> Iterator[StoredRollout]:
     """Yield the rollouts of a batch, whose first row is the row `first` of the file."""
-    _check_columns(batch.schema.names, SCHEMA)
+    present = batch.schema.names
+    _check_columns(present, pa.schema([f for f in SCHEMA if f.name not in KEPT]))
     table = pa.Table.from_batches([batch])
-    streams = [_arrays(_read_stream(table, name)) for name in STREAMS]
-    rows = batch.drop_columns(list(STREAMS)).to_pylist()
+    names = [name for name in STREAMS if name in present]
+    streams = [_arrays(_read_stream(table, name)) for name in names]
+    rows = batch.drop_columns(names).to_pylist()
     for index, (row, *lists) in enumerate(zip(rows, *streams, strict=True), first):
         segments = tuple(Segment(*s) for s in zip(*lists, strict=True))
         for name in _JSON:
@@ -791,7 +798,8 @@ def _read_stream(table: pa.Table, name: str) -> pa.ListArray:
     leaf = table.schema.field(name).type
     while hasattr(leaf, "value_type"):
         leaf = leaf.value_type
-    if not (pa.types.is_integer(leaf) or pa.types.is_floating(leaf)):
+    # A column without any number, such as `kept_ids`, may have no type.
+    if not (pa.types.is_integer(leaf) or pa.types.is_floating(leaf) or pa.types.is_null(leaf)):
         raise ValueError(f"the column {name!r} has {leaf} instead of numbers")
     column = table[name].cast(SCHEMA.field(name).type).combine_chunks()
     if column.null_count or column.flatten().null_count or column.flatten().flatten().null_count:

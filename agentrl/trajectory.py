@@ -229,11 +229,16 @@ class Generation:
     Attributes:
         token_ids: the sampled tokens.
         logprobs: log_softmax(logits / temperature) over the full vocabulary, at the sampled token.
+            See `kept_ids`.
         versions: the policy version that sampled each token.
         finish_reason: "length" if the limit of tokens ended the turn. "abort" occurs only within
             an engine, for a part of a turn.
         prompt_tokens: the number of prompt tokens that the engine reports. The episode checks it.
         cached_tokens: the number of prompt tokens that were in the engine's prefix cache.
+        kept_ids: with `Sampling.returns_kept`, the tokens that `top_p` and `top_k` keep for each
+            sampled token, one after another. `logprobs` are then over these tokens alone.
+        kept_counts: how many of `kept_ids` belong to each sampled token; empty if the engine does
+            not return them.
     """
 
     token_ids: array[int]
@@ -242,6 +247,20 @@ class Generation:
     finish_reason: Literal["stop", "length", "abort"]
     prompt_tokens: int
     cached_tokens: int = 0
+    kept_ids: array[int] = field(default_factory=token_array)
+    kept_counts: array[int] = field(default_factory=token_array)
+
+    def first(self, n: int) -> Generation:
+        """Return a copy with the first `n` tokens only."""
+        counts = self.kept_counts[:n]
+        return replace(
+            self,
+            token_ids=self.token_ids[:n],
+            logprobs=self.logprobs[:n],
+            versions=self.versions[:n],
+            kept_ids=self.kept_ids[: sum(counts)],
+            kept_counts=counts,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +281,13 @@ class Segment:
         response_mask: 1 where the policy sampled the token, else 0.
         logprobs: those of the sampled tokens, as in `Generation`; 0 elsewhere.
         versions: the policy versions that sampled the tokens; -1 elsewhere.
+        kept_ids: the tokens that `rollout.top_p` and `rollout.top_k` kept for each sampled token,
+            as in `Generation`.
+        kept_counts: how many of `kept_ids` belong to each response token: 0 for observed tokens,
+            and for tokens that were sampled from all. Empty if all counts are 0.
 
     Raises:
-        ValueError: the response arrays differ in length.
+        ValueError: the response arrays differ in length, or the counts are not those of `kept_ids`.
     """
 
     prompt_ids: array[int]
@@ -272,11 +295,19 @@ class Segment:
     response_mask: array[int]
     logprobs: array[float]
     versions: array[int]
+    kept_ids: array[int] = field(default_factory=token_array)
+    kept_counts: array[int] = field(default_factory=token_array)
 
     def __post_init__(self):
         lengths = {len(self.response_ids), len(self.response_mask), len(self.logprobs)}
+        lengths.add(len(self.kept_counts) or len(self.response_ids))
         if lengths != {len(self.versions)}:
             raise ValueError(f"the arrays of a segment differ in length: {sorted(lengths)}")
+        if sum(self.kept_counts) != len(self.kept_ids):
+            raise ValueError(
+                f"a segment has {len(self.kept_ids)} kept tokens, but counts of"
+                f" {sum(self.kept_counts)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

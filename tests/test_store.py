@@ -408,6 +408,27 @@ def test_a_missing_column_is_named(tmp_path, name):
             list(read())
 
 
+def test_kept_tokens_are_restored_and_earlier_versions_have_none(tmp_path):
+    """Of a row that was sampled from kept tokens, and of one that was not."""
+    plain = scored(0)
+    first, *others = plain.trajectory.segments
+    counts = [3 * m for m in first.response_mask]
+    cut = dataclasses.replace(
+        first, kept_ids=token_array(range(sum(counts))), kept_counts=token_array(counts)
+    )
+    trajectory = dataclasses.replace(plain.trajectory, segments=(cut, *others))
+    written = [dataclasses.replace(plain, trajectory=trajectory), scored(1)]
+    store = TrajectoryStore(tmp_path)
+    path = store.write(1, [group(*written)])
+    assert sum(counts) > 0 and [s.scored for s in store.read(1)] == written
+    id = written[1].trajectory.episode_id
+    assert store.read_episode(id).scored == written[1]
+    pq.write_table(pq.read_table(path).drop_columns(["kept_ids", "kept_counts"]), path)
+    assert [s.scored for s in store.read(1)] == [plain, written[1]]
+    assert store.read_episode(id).scored == written[1]
+    assert len(store.read_tokens()) == 8
+
+
 def test_values_that_json_cannot_hold_are_named(tmp_path):
     extra = {"when": date(2026, 1, 2), "deep": [{"image": b"x"}, 1.5], "fine": [None, True, "a"]}
     sample = Sample("row-1", PROMPT, ground_truth={1: "one"}, extra=extra)
@@ -430,7 +451,7 @@ def test_no_field_is_forgotten():
         ToolCall: 5,
         Scored: 6,  # its answer is stored in the metrics
         Sample: 12,
-        Segment: 5,
+        Segment: 7,
         Group: 5,  # its greedy rollout is stored as a group of its own
     }
     assert {kind: len(dataclasses.fields(kind)) for kind in known} == known

@@ -29,7 +29,7 @@ from agentrl.chat.render import check_variables
 from agentrl.chat.tokenizer import end_of_turn_ids, template_source
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
-from agentrl.errors import EngineError, EpisodeOver
+from agentrl.errors import EngineError, EpisodeOver, UserError
 from agentrl.http.pool import TimeLimit
 from agentrl.tools import Toolbox
 from agentrl.trajectory import (
@@ -274,6 +274,12 @@ class Attempt:
                 generation = await self.runtime.sampler.generate(
                     ids, sampling, episode_id=self.episode_id, seed=turn_seed, deadline=deadline
                 )
+                if sampling.returns_kept and not generation.kept_counts:
+                    raise UserError(
+                        f"rollout.top_p={sampling.top_p:g} and rollout.top_k={sampling.top_k}: the"
+                        " engine does not return the tokens that they keep. Set rollout.name=local"
+                        " or sglang, or rollout.top_p=1 and rollout.top_k=0"
+                    )
                 if wait := self.runtime.resumed.get().enter():
                     self.limit.pause()  # The turn has arrived in time.
                     try:
@@ -402,14 +408,7 @@ def cut_at_stop(
     text = text[: min(ends)]
     ids = generation.token_ids
     n = 1 + bisect_left(range(1, len(ids)), True, key=lambda k: text in template.decode(ids[:k]))
-    cut = replace(
-        generation,
-        token_ids=ids[:n],
-        logprobs=generation.logprobs[:n],
-        versions=generation.versions[:n],
-        finish_reason="stop",
-    )
-    return cut, text
+    return replace(generation.first(n), finish_reason="stop"), text
 
 
 def mix_seed(*parts: int) -> int:

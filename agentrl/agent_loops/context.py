@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from agentrl.chat import ChatTemplate
@@ -31,6 +32,7 @@ class TokenRow:
         self._mask = token_array()
         self._logprobs = float_array()
         self._versions = token_array()
+        self._kept_ids, self._kept_counts = token_array(), token_array()
 
     def __len__(self) -> int:
         """The number of response tokens."""
@@ -56,14 +58,18 @@ class TokenRow:
                 f"the engine returned {n} tokens, {len(generation.logprobs)} logprobs and"
                 f" {len(generation.versions)} versions; the request was for at most {max_tokens}"
             )
+        check_kept(generation)
         self.ids.extend(delta)
         self._mask.extend(_UNSAMPLED * len(delta))
         self._logprobs.extend(_ZERO_LOGPROB * len(delta))
         self._versions.extend(_NO_VERSION * len(delta))
+        self._kept_counts.extend(_UNSAMPLED * len(delta))
         self.ids.extend(generation.token_ids)
         self._mask.extend(_SAMPLED * n)
         self._logprobs.extend(generation.logprobs)
         self._versions.extend(generation.versions)
+        self._kept_ids.extend(generation.kept_ids)
+        self._kept_counts.extend(generation.kept_counts or _UNSAMPLED * n)
 
     def segment(self) -> Segment:
         """Return a copy of the row as it is now."""
@@ -73,7 +79,26 @@ class TokenRow:
             response_mask=self._mask[:],
             logprobs=self._logprobs[:],
             versions=self._versions[:],
+            kept_ids=self._kept_ids[:],
+            kept_counts=self._kept_counts[:] if self._kept_ids else token_array(),
         )
+
+
+def check_kept(generation: Generation) -> None:
+    """Check that each sampled token is one of those that were kept for it, if there are any.
+
+    Raises:
+        EngineError: it is not.
+    """
+    tokens, ids, counts = generation.token_ids, generation.kept_ids, generation.kept_counts
+    if len(counts) not in (0, len(tokens)) or sum(counts) != len(ids):
+        raise EngineError(
+            f"the engine returned {len(ids)} kept tokens, and {len(counts)} counts of them with"
+            f" the sum {sum(counts)}, for {len(tokens)} sampled tokens"
+        )
+    for token, count, end in zip(tokens, counts, accumulate(counts), strict=False):
+        if token not in ids[end - count : end]:
+            raise EngineError(f"the engine sampled the token {token}, but did not keep it")
 
 
 class Context:

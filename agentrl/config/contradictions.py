@@ -25,6 +25,7 @@ def contradictions(c: Config) -> Iterator[str]:
         _algorithm_contradictions,
         _trainer_contradictions,
         _engine_contradictions,
+        _truncation_contradictions,
         _quantization_contradictions,
         _recorded_contradictions if c.data.is_recorded else _staleness_contradictions,
         _filter_contradictions,
@@ -332,6 +333,35 @@ def _engine_contradictions(c: Config) -> Iterator[str]:
         )
     if r.name == "vllm" and r.sleep != "none":
         yield f"rollout.sleep={r.sleep} is not supported with rollout.name=vllm: set it to none"
+
+
+def _truncation_contradictions(c: Config) -> Iterator[str]:
+    """Yield a message for each value that does not work with `rollout.top_p` or `rollout.top_k`."""
+    r = c.rollout
+    if not r.is_truncated:
+        return
+    what = f"rollout.top_p={r.top_p:g} and rollout.top_k={r.top_k}"
+    off = "Set rollout.top_p=1 and rollout.top_k=0"
+    if not r.top_k:
+        yield (
+            f"rollout.top_p={r.top_p:g} without rollout.top_k: where the policy is unsure, almost"
+            " all of the vocabulary would be kept, stored and sent with each token. Set"
+            " rollout.top_k too, for example to 100"
+        )
+    if r.top_k == 1:
+        yield "rollout.top_k=1: one token is kept, so that nothing can be learned. Set 2 or more"
+    if r.name == "vllm":
+        yield (
+            f"{what} with rollout.name=vllm: agentrl does not read from vLLM which tokens it keeps,"
+            " and the trainer must learn over the same ones. Set rollout.name=sglang or local"
+        )
+    if c.teacher.model:
+        yield (
+            f"{what} with teacher.model={c.teacher.model}: a teacher scores over all tokens, the"
+            f" policy over the kept ones. {off}"
+        )
+    if c.data.is_recorded:
+        yield f"{what} with data.train={c.data.train}, whose answers are recorded. {off}"
 
 
 def _quantization_contradictions(c: Config) -> Iterator[str]:

@@ -243,6 +243,11 @@ class RolloutConfig(Section):
     """Rollouts per prompt."""
     temperature: float = key(1.0, gt=0)
     """Sampling temperature, also in the trainer."""
+    top_p: float = key(1.0, gt=0, le=1)
+    """Sample from the most likely tokens with this total probability, and learn over the same
+    tokens. Below 1 it needs top_k."""
+    top_k: int = key(0, ge=0, le=512)
+    """Sample from the top_k most likely tokens, and learn over the same tokens. 0: from all."""
     max_turn_tokens: int = key(512, ge=1)
     """Sampled tokens per turn."""
     max_trajectory_tokens: int = key(4096, ge=1)
@@ -270,6 +275,11 @@ class RolloutConfig(Section):
     history_thinking: Literal["keep", "strip"] = "keep"
     """If the chat template drops the thinking of earlier turns: keep it as it was sampled, or strip
     it and start a new segment."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if tokens are sampled from the most likely ones only."""
+        return self.top_p < 1 or self.top_k > 0
 
     @field_validator("launch")
     @classmethod

@@ -1,7 +1,8 @@
 """The two interfaces of an engine: `Sampler` for episodes, `EngineControl` for the trainer.
 
 Token ids go in; token ids, logprobs and policy versions come out. Logprobs are log_softmax(logits /
-temperature) over the full vocabulary, of the sampled token, as the trainer computes them.
+temperature) over the full vocabulary, of the sampled token, as the trainer computes them. With
+`Sampling.returns_kept` they are over the tokens that `top_p` and `top_k` keep.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from agentrl.trajectory import Generation
@@ -31,6 +32,12 @@ class Sampling:
     """Strings that end a turn. The tokens that complete one are kept (sampled, mask 1)."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end a turn. The token is kept."""
+    returns_kept: bool = False
+    """Return the tokens that `top_p` and `top_k` keep, and logprobs over them (`Generation`)."""
+
+    def as_greedy(self) -> Sampling:
+        """Return the parameters of the same turn at temperature 0."""
+        return replace(self, temperature=0.0, returns_kept=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the parameters as plain values, for trajectories on disk."""

@@ -46,11 +46,17 @@ def check_sampling(sampling: Sampling, request: str) -> None:
     """Check the sampling parameters of a turn.
 
     Raises:
-        RequestRefused: `max_tokens` is below 1.
+        RequestRefused: `max_tokens` is below 1, or no token is dropped that could be returned.
         UserError: `stop` is not a tuple of non-empty strings.
     """
     if sampling.max_tokens < 1:
         raise RequestRefused(f"{request}: max_tokens={sampling.max_tokens}, but must be at least 1")
+    if sampling.returns_kept and not (
+        sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k)
+    ):
+        raise RequestRefused(
+            f"{request}: returns_kept needs top_p < 1 or top_k, and no greedy turn"
+        )
     # Agent loops may pass anything. An empty string would end every turn; a plain string would end
     # a turn at any of its letters.
     if not isinstance(sampling.stop, tuple) or not all(

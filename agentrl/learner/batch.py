@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,7 +30,43 @@ from torch.nn.utils.rnn import pad_sequence
 
 from agentrl.config import RewardConfig
 from agentrl.errors import RunStopped
-from agentrl.trajectory import Group, Scored, Segment, Trajectory
+from agentrl.trajectory import Group, Scored, Segment, Trajectory, token_array
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """The tokens that `rollout.top_p` and `rollout.top_k` kept at each token of a batch.
+
+    The policy was sampled from the softmax over these tokens alone, so all logprobs and entropies
+    of training are over them, too.
+    """
+
+    ids: Tensor
+    """(K,) int32, those of one token after those of another."""
+    counts: Tensor
+    """(B, T) or (N,) int32: how many of `ids` belong to each token; 0: it was sampled from all."""
+
+    def of(self, rows: Tensor, chosen: Tensor) -> KeptTokens:
+        """Return those of chosen tokens, with counts of (N,).
+
+        Args:
+            rows: (b,) row numbers.
+            chosen: (b, T) bool.
+        """
+        ends = self.counts.flatten().cumsum(0).view(self.counts.shape)
+        counts, ends = self.counts[rows][chosen], ends[rows][chosen]
+        shifts = (ends - counts.cumsum(0)).repeat_interleave(counts)
+        return KeptTokens(self.ids[torch.arange(len(shifts)) + shifts], counts)
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Return the row and the id of each kept token, (K,) int64 each, for counts of (N,)."""
+        numbers = torch.arange(len(self.counts), device=self.counts.device)
+        return numbers.repeat_interleave(self.counts), self.ids.long()
+
+    def to(self, device: torch.device) -> KeptTokens:
+        """Return a copy on the device."""
+        at = {"device": device, "non_blocking": True}
+        return KeptTokens(self.ids.to(**at), self.counts.to(**at))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +83,8 @@ class TokenRows:
     """(B,) int64."""
     response_mask: Tensor
     """(B, T) bool: True for the tokens that the policy sampled, or that it learns to imitate."""
+    kept: KeptTokens | None = field(default=None, kw_only=True)
+    """The tokens to which each softmax is restricted; None: all tokens everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +206,19 @@ def collate(
         episodes=tuple(s.trajectory.episode_id for s in scored),
         baseline=_baseline(groups),
         call_penalties=_call_penalties(scored),
+        kept=_kept(segments),
     )
     _check(batch)
     return batch
+
+
+def _kept(segments: Sequence[Segment]) -> KeptTokens | None:
+    if not any(s.kept_ids for s in segments):
+        return None
+    counts = [s.kept_counts or token_array([0]) * len(s.response_ids) for s in segments]
+    return KeptTokens(
+        torch.cat([_tensor(s.kept_ids) for s in segments]), _pad([*map(_tensor, counts)], 0)
+    )
 
 
 def _baseline(groups: Sequence[Group]) -> Tensor | None:
@@ -249,6 +297,11 @@ def check_tokens(rows: TokenRows, vocabulary: int) -> None:
                 f" model has a vocabulary of {vocabulary} (0 to {vocabulary - 1}). Does the"
                 " tokenizer belong to the model?"
             )
+    if rows.kept is not None and not 0 <= rows.kept.ids.min() <= rows.kept.ids.max() < vocabulary:
+        raise RunStopped(
+            f"the engine kept the tokens {rows.kept.ids.min()} to {rows.kept.ids.max()}, but the"
+            f" model has a vocabulary of {vocabulary}"
+        )
 
 
 def _turns(trajectory: Trajectory) -> list[Tensor]:

@@ -25,12 +25,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from agentrl.learner.batch import KeptTokens
+
 BLOCK_BYTES = 3 * 2**28
 """Bytes of logits held at a time on a GPU: products of such blocks still use all of it."""
 CPU_BLOCK_BYTES = 2**28
 TILE = 128
 CPU_TILE = 2**17
 """The number of logits processed at a time on a CPU."""
+LEAST = -1e30
+"""The product of a token that was not kept. Its probability is exactly 0. With -inf, its share of
+the entropy would be NaN."""
 MAX_PROGRAMS = 32
 """The largest number of widths of blocks that a function is compiled for. A run needs few, but more
 than torch's limit of 8."""
@@ -62,6 +67,7 @@ def chosen_logprobs(
     temperature: float,
     entropy_gradient: bool = False,
     *,
+    kept: KeptTokens | None = None,
     block_bytes: int | None = None,
     fused: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -76,6 +82,8 @@ def chosen_logprobs(
         temperature: divides the logits, as in the engine. Dividing logprobs would be something
             else.
         entropy_gradient: True if the entropy has a gradient.
+        kept: the tokens to which each softmax is restricted, with counts of (N,); a count of 0: all
+            tokens. None: all tokens everywhere.
         block_bytes: bytes of logits held at a time; None: the device's default.
         fused: True if the operations between the products are compiled; None: True on a GPU.
 
@@ -98,6 +106,7 @@ def chosen_logprobs(
             block_bytes // hidden.element_size(),
             on_gpu if fused is None else fused,
             torch.is_grad_enabled() and needs_grad,
+            kept,
         )
     return logprobs, entropy if entropy_gradient else entropy.detach()
 
@@ -119,13 +128,16 @@ class _Head(torch.autograd.Function):
         block_size: int,
         fused: bool,
         keep: bool,
+        kept: KeptTokens | None,
     ) -> tuple[Tensor, Tensor]:
         n, vocabulary = len(hidden), len(weight)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropy, lse = (hidden.new_empty(n, dtype=wide) for _ in range(3))
         ctx.logits = None
+        ctx.kept = kept
         for rows in _blocks(n, block_size // vocabulary):
             logits = _multiply(hidden[rows], weight, bias)
+            _restrict(logits, kept, rows, slice(0, vocabulary))
             results = _apply(_score_logits, fused, logits, (tokens[rows],), shape)
             logprobs[rows], entropy[rows], lse[rows] = results
             if keep and rows == slice(0, n):
@@ -159,6 +171,7 @@ class _Head(torch.autograd.Function):
                 logits, ctx.logits = ctx.logits, None
                 if logits is None:
                     logits = _multiply(hidden, weight[block], None if bias is None else bias[block])
+                    _restrict(logits, ctx.kept, slice(0, n), block)
                 places = tokens - block.start
                 rows = places, lse, entropy, of_logprobs, of_entropy
                 _apply(_write_gradient, ctx.fused, logits, rows, ctx.shape)
@@ -171,12 +184,32 @@ class _Head(torch.autograd.Function):
                 del logits
         if d_hidden is not None:
             d_hidden = d_hidden.to(hidden.dtype)
-        return d_hidden, d_weight, d_bias, None, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None, None, None
 
 
 def _multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return hidden @ weight.T + bias, (N, v)."""
     return hidden @ weight.t() if bias is None else torch.addmm(bias, hidden, weight.t())
+
+
+def _restrict(logits: Tensor, kept: KeptTokens | None, rows: slice, columns: slice) -> None:
+    """Set a block of products to `LEAST`, except those of kept tokens, in rows that have any.
+
+    Args:
+        logits: the products of `rows` and `columns`.
+        kept: the kept tokens of all rows; None: restrict no row.
+        rows: the rows of the block.
+        columns: the tokens of the block.
+    """
+    if kept is None:
+        return
+    row, token = kept.places()
+    is_in = (row >= rows.start) & (row < rows.stop)
+    is_in &= (token >= columns.start) & (token < columns.stop)
+    places = row[is_in] - rows.start, token[is_in] - columns.start
+    products = logits[places]
+    logits.masked_fill_(kept.counts[rows, None] > 0, LEAST)
+    logits[places] = products
 
 
 def _blocks(n: int, max_size: int) -> list[slice]:
@@ -248,7 +281,7 @@ def _to_logits(products: Tensor, shape: Shape) -> tuple[Tensor, Tensor | None]:
     tanh = None
     if softcap is not None:
         tanh = (products / softcap).tanh()
-        products = softcap * tanh
+        products = torch.where(products > LEAST / 2, softcap * tanh, products)
     return (products / divisor if divisor != 1.0 else products), tanh
 
 

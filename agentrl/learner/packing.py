@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from agentrl.learner.attention import Layout
-from agentrl.learner.batch import TokenRows
+from agentrl.learner.batch import KeptTokens, TokenRows
 
 
 class Mode(Enum):
@@ -67,6 +67,8 @@ class PackedRows:
     one row."""
     tokens: Tensor
     """(N,) the chosen tokens, row by row."""
+    kept: KeptTokens | None = None
+    """The tokens to which the softmax of each chosen token is restricted; None: all."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the model."""
@@ -90,6 +92,7 @@ class PackedRows:
             layout=None if self.layout is None else self.layout.to(device),
             states=self.states.to(**at),
             tokens=self.tokens.to(**at),
+            kept=None if self.kept is None else self.kept.to(device),
         )
 
 
@@ -186,6 +189,7 @@ def pack(batch: TokenRows, rows: Tensor, mask: Tensor, mode: Mode = Mode.PACKED)
         layout=Layout(pieces, responses, whole=mode is Mode.WHOLE),
         states=torch.cat(states),
         tokens=batch.response_ids[rows][mask],
+        kept=None if batch.kept is None else batch.kept.of(rows, mask),
     )
 
 
@@ -206,6 +210,7 @@ def _pad(batch: TokenRows, rows: Tensor, mask: Tensor) -> PackedRows:
         layout=None,
         states=torch.cat(states),
         tokens=batch.response_ids[rows][mask],
+        kept=None if batch.kept is None else batch.kept.of(rows, mask),
     )
 
 

@@ -100,8 +100,14 @@ class Policy:
         temperature = self.temperature if temperature is None else temperature
 
         def read(hidden: Tensor) -> tuple[Tensor, Tensor]:
-            head = self.packed_model.head
-            return chosen_logprobs(hidden, head, packed.tokens, temperature, entropy_gradient)
+            return chosen_logprobs(
+                hidden,
+                self.packed_model.head,
+                packed.tokens,
+                temperature,
+                entropy_gradient,
+                kept=packed.kept,
+            )
 
         return self.packed_model(packed, read)
 

@@ -220,9 +220,9 @@ class Run:
         except Exception as e:  # Training does not need it.
             reason = e or type(e).__name__
             parts.display.warning(f"warning: cannot write {parts.folder / TOKENIZER}: {reason}")
-        tokens = config.rollout.max_trajectory_tokens
+        tokens, top_k = config.rollout.max_trajectory_tokens, config.rollout.top_k
         parts.display.note(
-            parts.store.describe_size(start.total_steps, config.rollouts_of_step, tokens)
+            parts.store.describe_size(start.total_steps, config.rollouts_of_step, tokens, top_k)
         )
         for step, metrics in read_metrics(parts.folder / METRICS):
             self.best.add(step, metrics)

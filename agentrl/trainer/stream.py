@@ -112,7 +112,8 @@ class RolloutStream:
         if settings := config.data.curriculum:
             self._order = self.curriculum = Curriculum(self._order, **settings.model_dump())
         self._n = config.rollout.n
-        self._sampling = Sampling(temperature=config.rollout.temperature)
+        r = config.rollout
+        self._sampling = Sampling(r.temperature, r.top_p, r.top_k, returns_kept=r.is_truncated)
         self._greedy = self._algorithm.adv_estimator == "remax"
         self._batch_size = self._round_size = config.data.batch_size
         max_rounds = 1

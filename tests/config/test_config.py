@@ -53,7 +53,7 @@ def test_defaults_are_valid_and_few():
     config = load_config()
     assert config.diff() == ["trainer.output=runs/run"]
     assert config.rollout.n == 8 and config.optim.lr == 1e-6
-    assert len(FIELDS) <= 150
+    assert len(FIELDS) <= 152
     assert all(info.description for info in FIELDS.values())
 
 
@@ -400,6 +400,22 @@ def test_an_error_lists_the_allowed_values(override, message):
         (["algorithm.kl_type=k3", "algorithm.kl_reward_coef=.1"], "does not keep the policy near"),
         (["val.temperature=0", "val.n=4"], "all val.n=4 rollouts are equal"),
         (["rollout.n=1"], "every advantage would be 0"),
+        (["rollout.top_p=0.9"], "rollout.top_p=0.9 without rollout.top_k: where the policy"),
+        (["rollout.top_k=1"], "nothing can be learned. Set 2 or more"),
+        (
+            ["rollout.top_p=0.9", "rollout.top_k=50", "rollout.name=vllm"],
+            "rollout.top_k=50 with rollout.name=vllm: agentrl does not read from vLLM",
+        ),
+        ([*OPD, "rollout.top_k=5"], "a teacher scores over all tokens"),
+        (
+            [
+                "data.train=recorded:x",
+                "rollout.n=1",
+                "algorithm.name=reinforce_plus_plus",
+                "rollout.top_k=5",
+            ],
+            "whose answers are recorded. Set rollout.top_p=1 and rollout.top_k=0",
+        ),
         (["algorithm.mini_batch_size=129"], "data.batch_size=16 times rollout.n=8"),
         (["algorithm.tis_mode=mask", "algorithm.tis_cap=1"], "masks every token whose"),
         (["trainer.val_only=true"], "trainer.val_only=true needs validation rows"),

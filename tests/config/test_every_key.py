@@ -130,6 +130,8 @@ CHANGES = {
     "rollout.deterministic": ("true", SERVER),
     "rollout.n": ("3", []),
     "rollout.temperature": ("0.5", []),
+    "rollout.top_p": ("0.5", ["rollout.top_k=9"]),
+    "rollout.top_k": ("3", []),
     "rollout.max_turn_tokens": ("3", []),
     "rollout.max_trajectory_tokens": ("20", []),
     "rollout.max_turns": ("1", []),

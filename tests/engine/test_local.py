@@ -481,7 +481,7 @@ def test_draws_follow_the_distribution():
     n = len(logits)
     u = uniforms(np.full(n, 3, np.uint64), np.arange(n))
     for temperature in (1.0, 0.5, 2.0):
-        drawn, logprobs = sample(logits, *columns(n, temperature), u)
+        drawn, logprobs, _ = sample(logits, *columns(n, temperature), u)
         p = (logits[0] / temperature).softmax(-1).numpy()
         share = np.bincount(drawn, minlength=5) / n
         assert share[4] == 0
@@ -506,7 +506,7 @@ def test_top_k_and_top_p_narrow_the_support_and_nothing_else(logits, temperature
     n = 400
     u = np.linspace(0, 1, n, endpoint=False)
     rows = torch.tensor([logits]).expand(n, -1)
-    drawn, logprobs = sample(rows, *columns(n, temperature, top_k, top_p), u)
+    drawn, logprobs, _ = sample(rows, *columns(n, temperature, top_k, top_p), u)
     logp = (rows[0].double() / temperature).log_softmax(-1).numpy()
     p = np.exp(logp)
     order = np.argsort(-p, kind="stable")
@@ -522,7 +522,7 @@ def test_top_k_and_top_p_narrow_the_support_and_nothing_else(logits, temperature
 
 def test_each_row_has_its_own_sampling_parameters():
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]]).repeat(5, 1)
-    drawn, logprobs = sample(
+    drawn, logprobs, _ = sample(
         logits,
         np.array([0, 1, 1, 1, 0.5], np.float32),
         np.array([0, 1, 0, 2, 0]),

@@ -8,6 +8,7 @@ import time
 from array import array
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import orjson
@@ -94,6 +95,15 @@ def test_parts_become_one_turn():
         4,
         3,
     )
+
+
+def test_parts_keep_the_kept_tokens_of_their_tokens():
+    ids, counts = array("i", [1, 5, 2, 2, 6, 7, 3]), array("i", [2, 1, 4])
+    cut = replace(part([1, 2, 3], 6), kept_ids=ids, kept_counts=counts)
+    last = replace(part([9], 7, "stop"), kept_ids=array("i", [9, 8]), kept_counts=array("i", [2]))
+    turn = join_parts([without_last_token(cut), last])
+    assert turn.token_ids.tolist() == [1, 2, 9] and turn.kept_counts.tolist() == [2, 1, 2]
+    assert turn.kept_ids.tolist() == [1, 5, 2, 9, 8]
 
 
 END = 1

@@ -142,6 +142,24 @@ def test_what_trains_is_what_the_published_policy_sampled(
         assert sorted(others) == [rendered(tiny_tokenizer, sub, question) for sub in subs]
 
 
+def test_the_turns_of_agents_train_over_the_tokens_that_were_kept(
+    keys, sglang_server, tiny_model, tmp_path
+):
+    """Also of sub-agents, and of rollout workers that ask the server themselves."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    metrics, steps = train(
+        tmp_path, sglang_server, tiny_model, PROMPTS, "rollout.top_k=8", "rollout.top_p=0.95",
+        "rollout.workers=2", f"agent.python={tmp_path / 'agent.py'}:run",
+    )  # fmt: skip
+    for m in metrics:
+        assert m["rollout_corr/logprob_diff_max"] < 5e-5 and m["rollout/dropped"] == 0
+    segments = [segment for step in steps for t in step for segment in t.segments]
+    assert len(segments) == 3 * 12 * 2
+    for segment in segments:
+        assert [c > 0 for c in segment.kept_counts] == [m == 1 for m in segment.response_mask]
+    assert max(max(segment.kept_counts) for segment in segments) <= 8
+
+
 @pytest.mark.slow
 def test_the_openai_package_in_processes(
     keys, published, sglang_server, tiny_model, packages_python, tmp_path

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from agentrl.learner.batch import KeptTokens
 from agentrl.learner.head import TILE, Head, _blocks, _compiled, chosen_logprobs
 
 
@@ -216,3 +217,56 @@ def test_a_head_with_bias_scale_and_soft_cap(has_bias, scale, softcap, at_once):
     ]
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-10)
+
+
+def kept_tokens(tokens, vocabulary: int, seed: int = 0) -> tuple[KeptTokens, Tensor]:
+    """Random kept tokens, the chosen one among them, and all where no token was dropped.
+
+    Returns:
+        Also where a token can be sampled, (N, V) bool.
+    """
+    g = torch.Generator().manual_seed(seed)
+    is_kept = torch.rand((len(tokens), vocabulary), generator=g) < 0.4
+    is_kept[range(len(tokens)), tokens] = True
+    is_kept[::3] = False  # sampled from all
+    rows, ids = is_kept.nonzero(as_tuple=True)
+    order = torch.randperm(len(rows), generator=g)  # an engine's order is that of likelihood
+    order = order[rows[order].argsort(stable=True)]
+    kept = KeptTokens(ids[order].int(), is_kept.sum(1).int())
+    is_kept[::3] = True
+    return kept, is_kept
+
+
+@pytest.mark.parametrize(
+    ("dtype", "at_once", "fused"),
+    [
+        *((torch.float64, at_once, False) for at_once in (8 * 3, 8 * 11 * 2, 8 * 11 * 6)),
+        (torch.float32, 8 * 11 * 2, True),
+    ],
+)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_the_softmax_over_kept_tokens_alone(softcap, at_once, fused, dtype):
+    """Values and gradients, also of the entropy, are those of an enumerated distribution."""
+    hidden, weight, tokens, u, e = world(4, 6, 11, dtype=dtype)
+    u, e = u.to(dtype), e.to(dtype)
+    kept, is_kept = kept_tokens(tokens, 11)
+    assert 0 < is_kept.sum() < 66 and (kept.counts == 0).sum() == 2
+    z = hidden @ weight.T
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    expected = [[], []]
+    for row, chosen, allowed in zip(z / 0.7, tokens, is_kept, strict=True):
+        log_p = row[allowed].log_softmax(0)
+        expected[0].append(log_p[allowed[:chosen].sum()])
+        expected[1].append(-(log_p.exp() * log_p).sum())
+    expected = tuple(map(torch.stack, expected))
+    actual = chosen_logprobs(
+        hidden, Head(weight, softcap=softcap), tokens, 0.7, True,
+        kept=kept, block_bytes=at_once, fused=fused,
+    )  # fmt: skip
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    gradients = [
+        torch.autograd.grad((u * logprobs + e * entropy).sum(), (hidden, weight))
+        for logprobs, entropy in (actual, expected)
+    ]
+    assert_close(*gradients, rtol=10 * tolerance, atol=10 * tolerance)

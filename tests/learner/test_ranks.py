@@ -16,6 +16,7 @@ import torch
 from support.exact_rank import EXACT, ExactRank
 from support.processes import Processes
 from support.trainer_fixtures import (
+    VOCABULARY,
     as_sampled_by,
     config,
     random_groups,
@@ -24,7 +25,7 @@ from support.trainer_fixtures import (
 )
 
 from agentrl.learner.algorithms import make_targets
-from agentrl.learner.batch import Batch, collate
+from agentrl.learner.batch import Batch, KeptTokens, collate
 from agentrl.learner.dispatch import RankGroup, dispatched_methods
 from agentrl.learner.learner import Learner
 from agentrl.learner.rank import LearnerRanks, LocalRankGroup, Rank
@@ -124,6 +125,45 @@ def test_ranks_and_micro_batches_change_nothing(groups, batch, world, cuts):
                 assert (both[0] is None) == (both[1] is None), field.name
                 if both[0] is not None:
                     torch.testing.assert_close(*both, atol=EXACT, rtol=EXACT, equal_nan=True)
+
+
+def test_kept_tokens_go_to_the_rank_and_micro_batch_of_their_row(groups, batch):
+    """Some tokens are sampled from all. Old logprobs, reference and entropy are over the kept."""
+    cfg = config(**KEYS)
+    kept = random_kept(batch)
+    cut = replace(batch, kept=kept)
+    metrics, logprobs, weights, _ = run(groups[1], cfg, cut)
+    groups[1].begin(cfg)
+    plain = Learner("", cfg, total_steps=4, group=groups[1]).logprobs(batch)
+    is_cut = batch.response_mask & (kept.counts > 0)
+    assert is_cut.any() and (batch.response_mask & ~is_cut).any()
+    assert (run(groups[1], cfg, batch)[1] - logprobs).abs().max() > 0.1
+    groups[1].begin(cfg)
+    mine = Learner("", cfg, total_steps=4, group=groups[1]).logprobs(cut)
+    assert (mine > plain)[is_cut].all() and torch.equal(
+        mine[batch.response_mask & ~is_cut], plain[batch.response_mask & ~is_cut]
+    )
+    for ranks, budget in ((1, 60), (2, 60), (2, 10_000)):
+        other = config(**KEYS, optim__micro_batch_tokens=budget)
+        result = run(groups[ranks], other, cut)
+        for actual, expected in zip(result[0], metrics, strict=True):
+            close(actual, expected)
+        torch.testing.assert_close(result[1], logprobs, atol=EXACT, rtol=0)
+        close(result[2], weights)
+
+
+def random_kept(batch: Batch) -> KeptTokens:
+    """Three kept tokens at each token, the sampled one among them; none at every fourth token."""
+    g = torch.Generator().manual_seed(0)
+    shape = batch.response_ids.shape
+    numbers = torch.arange(batch.response_ids.numel()).view(shape)
+    is_cut = batch.response_mask & (numbers % 4 > 0)
+    others = torch.stack(
+        [torch.randperm(VOCABULARY - 1, generator=g)[:2] for _ in numbers.view(-1)]
+    )
+    own = batch.response_ids.reshape(-1, 1)
+    ids = torch.cat([own, others + (others >= own)], 1).view(*shape, 3)
+    return KeptTokens(ids[is_cut].flatten().int(), 3 * is_cut.int())
 
 
 @pytest.mark.parametrize(

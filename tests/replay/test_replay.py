@@ -61,6 +61,13 @@ RUNS = {
     "lora": ["model.lora_rank=2", "algorithm.kl_loss_coef=0.1", "algorithm.policy_loss=gspo"],
     "dapo": ["algorithm.name=dapo", "reward.function=often_equal_replay", "data.gen_batch_size=4"],
     "remax": ["algorithm.name=remax", "rollout.budget_policy={turn_tokens: 0.5}"],
+    "truncated": [
+        "rollout.top_p=0.8",
+        "rollout.top_k=6",
+        "rollout.temperature=0.9",
+        "algorithm.kl_loss_coef=0.1",
+        "algorithm.mini_batch_size=2",
+    ],
     "epochs": ["trainer.total_steps=0", "trainer.total_epochs=2", "optim.lr_final=0.1"],
 }
 
@@ -106,7 +113,15 @@ def silent(_: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["grpo", "ppo", "lora", "dapo", "remax", pytest.param("epochs", marks=pytest.mark.slow)],
+    [
+        "grpo",
+        "ppo",
+        "lora",
+        "dapo",
+        "remax",
+        "truncated",
+        pytest.param("epochs", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_is_equal_bit_for_bit(run, name):
     folder = run(name)

@@ -30,6 +30,9 @@ class CachedRows:
         """(R, C) logprobs of the sampled tokens."""
         self.versions = np.zeros((0, 0), np.int32)
         """(R, C) versions of the policy that sampled the tokens."""
+        self.kept = np.zeros((0, 0), object)
+        """(R, C) the ids that top_p and top_k keep for the sampled tokens, in rows of
+        `returns_kept`."""
         self.stop_ids = np.zeros((0, 1), np.int32)
         """(R, S), padded with -1."""
         self.length = np.zeros(0, np.int64)
@@ -44,6 +47,7 @@ class CachedRows:
         self.temperature = np.zeros(0, np.float32)
         self.top_k = np.zeros(0, np.int64)
         self.top_p = np.zeros(0, np.float64)
+        self.returns_kept = np.zeros(0, np.bool_)
         self.has_stop_text = np.zeros(0, np.bool_)
         self.alive = np.zeros(0, np.bool_)
         """True if the row samples tokens. A row that has just finished stays until the next
@@ -66,7 +70,7 @@ class CachedRows:
             capacity = -(-max(capacity, old_capacity * 3 // 2) // GROWTH) * GROWTH
         rows, capacity = max(rows, old_rows), max(capacity, old_capacity)
         for name, array_ in vars(self).items():
-            width = (capacity,) if name in ("ids", "logprobs", "versions") else array_.shape[1:]
+            width = (capacity,) if array_.ndim == 2 and name != "stop_ids" else array_.shape[1:]
             grown = np.zeros((rows, *width), array_.dtype)
             grown[tuple(slice(n) for n in array_.shape)] = array_
             setattr(self, name, grown)
@@ -95,6 +99,7 @@ class CachedRows:
         self.temperature[row] = sampling.temperature
         self.top_k[row] = sampling.top_k
         self.top_p[row] = sampling.top_p
+        self.returns_kept[row] = sampling.returns_kept
         self.has_stop_text[row] = bool(sampling.stop)
         missing = len(sampling.stop_ids) - self.stop_ids.shape[1]
         if missing > 0:
@@ -104,13 +109,20 @@ class CachedRows:
         self.alive[row] = True
 
     def append(
-        self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, version: int
+        self,
+        rows: np.ndarray,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        version: int,
+        kept: np.ndarray | None,
     ) -> None:
         """Append the next token to each of `rows`, whose previous last token is now cached."""
         end = self.length[rows]
         self.ids[rows, end] = tokens
         self.logprobs[rows, end] = logprobs
         self.versions[rows, end] = version
+        if kept is not None:
+            self.kept[rows, end] = kept
         self.cached[rows] = end
         self.length[rows] = end + 1
 
@@ -119,9 +131,10 @@ class CachedRows:
         return self.ids[row, self.start[row] : self.length[row]]
 
     def generation(self, row: int, finish_reason: Literal["stop", "length"]) -> Generation:
-        """Return the current turn: its tokens, logprobs and versions."""
+        """Return the current turn: its tokens, logprobs, versions and kept tokens."""
         turn = slice(self.start[row], self.length[row])
         prompt_tokens = int(self.start[row])
+        kept = [*self.kept[row, turn]] if self.returns_kept[row] else []
         return Generation(
             token_ids=array("i", self.ids[row, turn].tobytes()),
             logprobs=array("f", self.logprobs[row, turn].tobytes()),
@@ -129,6 +142,8 @@ class CachedRows:
             finish_reason=finish_reason,
             prompt_tokens=prompt_tokens,
             cached_tokens=max(0, prompt_tokens - 1 - int(self.prefilled[row])),
+            kept_ids=array("i", b"".join(ids.tobytes() for ids in kept)),
+            kept_counts=array("i", map(len, kept)),
         )
 
 

@@ -40,12 +40,13 @@ def sample(
     top_k: np.ndarray,
     top_p: np.ndarray,
     u: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
+    returns_kept: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Sample one token per row by inverting the cumulative distribution at `u`.
 
     top_k is applied first. top_p then keeps the smallest set of the most likely tokens whose share
     of the remaining mass is at least top_p. Both only restrict which tokens can be sampled: the
-    logprob is over the full vocabulary.
+    logprob is over the full vocabulary, except in rows of `returns_kept`.
 
     Args:
         logits: (N, V).
@@ -53,9 +54,12 @@ def sample(
         top_k: (N); 0 keeps all.
         top_p: (N).
         u: float64 (N) in [0, 1).
+        returns_kept: bool (N), the rows whose kept tokens are returned, and whose logprobs are over
+            these tokens alone; None: no row.
 
     Returns:
-        Token ids int32 (N) and logprobs float32 (N); NaN in rows whose logits are NaN.
+        Token ids int32 (N); logprobs float32 (N), NaN in rows whose logits are NaN; and the ids
+        that are kept in each row, int32 in an array of objects (N), or None without `returns_kept`.
     """
     greedy = temperature <= 0
     scaled = logits.float()
@@ -68,16 +72,21 @@ def sample(
         at = _indices(greedy, logits)
         tokens[at] = logprobs[at].argmax(-1, keepdim=True)
     cut = ~greedy & ((top_k > 0) | (top_p < 1))
+    kept = None
     if cut.any():
         at = _indices(cut, logits)
-        tokens[at] = _sample_truncated(
+        tokens[at], order, last, log_mass = _sample_truncated(
             logprobs[at], _column(top_k[cut], logits), _column(top_p[cut], logits), target[at]
         )
+        if returns_kept is not None:
+            kept = np.empty(len(logits), object)
+            kept[cut] = _split_kept(order, last)
+            logprobs[at] -= log_mass.where(_column(returns_kept[cut], logits), 0.0).float()
     sampled_logprobs = logprobs.gather(-1, tokens)
     # One transfer for ids and logprobs: on an accelerator each transfer waits for the device. A
     # float32 has a mantissa of 24 bits, too few for some token ids, so both become float64.
     packed = torch.cat((tokens.double(), sampled_logprobs.double()), -1).cpu().numpy()
-    return packed[:, 0].astype(np.int32), packed[:, 1].astype(np.float32)
+    return packed[:, 0].astype(np.int32), packed[:, 1].astype(np.float32), kept
 
 
 def _sample_full(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -92,10 +101,14 @@ def _sample_full(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor
 
 def _sample_truncated(
     logprobs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, target: torch.Tensor
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sample as `_sample_full` does, from the tokens that top_k and top_p keep.
 
     In the order of likelihood, these tokens are a prefix.
+
+    Returns:
+        The tokens; the ids of all tokens in the order of likelihood (N, V), the index of the last
+        one that is kept, and the log of their mass. All but the order are (N, 1).
     """
     ordered, order = torch.sort(logprobs, stable=True, dim=-1, descending=True)
     mass = ordered.exp().double()
@@ -105,9 +118,19 @@ def _sample_truncated(
     share = cumulative.gather(-1, last) * top_p
     last_in_nucleus = (cumulative - mass < share).sum(-1, keepdim=True) - 1
     last = torch.minimum(last, last_in_nucleus).clamp(min=0)
-    goal = target * cumulative.gather(-1, last)
-    index = torch.searchsorted(cumulative, goal, right=True)
-    return order.gather(-1, torch.minimum(index, last))
+    kept_mass = cumulative.gather(-1, last)
+    index = torch.searchsorted(cumulative, target * kept_mass, right=True)
+    return order.gather(-1, torch.minimum(index, last)), order, last, kept_mass.log()
+
+
+def _split_kept(order: torch.Tensor, last: torch.Tensor) -> np.ndarray:
+    """Return the ids up to the `last` of each row, int32, in an array of objects (N)."""
+    counts = last[:, 0].cpu().numpy() + 1
+    ids = order[:, : counts.max()].int().cpu().numpy()
+    kept = np.empty(len(ids), object)
+    for i, count in enumerate(counts):
+        kept[i] = ids[i, :count].copy()
+    return kept
 
 
 def _column(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:

@@ -47,12 +47,14 @@ class Stepper:
         rows, n = decoder.rows, schedule.width
         decoder.grow(n, int(rows.length[:n].max()) + 1)
         decoder.prefill(n)
-        tokens, logprobs = sample(
+        returns_kept = rows.returns_kept[:n]
+        tokens, logprobs, kept = sample(
             decoder.decode(n),
             rows.temperature[:n],
             rows.top_k[:n],
             rows.top_p[:n],
             uniforms(rows.seed[:n], rows.length[:n]),
+            returns_kept if returns_kept.any() else None,
         )
         is_nan = np.isnan(logprobs)
         for row in np.flatnonzero(is_nan & ~rows.alive[:n]).tolist():
@@ -62,7 +64,9 @@ class Stepper:
         rows.cached[:n] += catches_up
         rows.prefilled[:n] += catches_up
         live = np.flatnonzero(rows.alive[:n] & ~catches_up)
-        rows.append(live, tokens[live], logprobs[live], version)
+        rows.append(
+            live, tokens[live], logprobs[live], version, None if kept is None else kept[live]
+        )
         stopped = (rows.stop_ids[live] == tokens[live, None]).any(1)
         for i in np.flatnonzero(rows.has_stop_text[live] & ~stopped).tolist():
             entry, turn = schedule.turn_in_row(int(live[i]))

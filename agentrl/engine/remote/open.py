@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -180,7 +181,9 @@ def _start(
         sleep = r.sleep if slot.ranks else "none"
         targets = _lora_targets(config) if delivery.source == "adapter" else ()
         launch = SGLangLaunch(base, lora_targets=targets, sleep=sleep, **common)
-        connect = partial(SGLangEngine, delivery=delivery, sleep=sleep)
+        connect = partial(SGLangEngine, delivery=delivery, sleep=sleep, returns_kept=r.is_truncated)
+        if r.is_truncated:
+            launch = replace(launch, arguments=["--sampling-backend", "pytorch", *r.launch])
     if slot.ranks and learner_loaded is not None:
         learner_loaded.result()
     process, on_policy = slot.run(launch.start_for_trainer)
@@ -219,7 +222,8 @@ def _attach(
             adapter = bool(AdminClient(url, key=key).ask("/server_info").get("enable_lora"))
         if adapter:
             options["delivery"] = Delivery("adapter", adapters=_adapter_count(config))
-        return SGLangEngine(url, dtype=dtype, admin_key=admin_key, **options)
+        options |= {"admin_key": admin_key, "returns_kept": r.is_truncated}
+        return SGLangEngine(url, dtype=dtype, **options)
     except EngineError as e:
         keys = f"{TOKEN} ({'set' if key else 'not set'})"
         if r.name == "sglang":

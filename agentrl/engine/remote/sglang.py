@@ -11,7 +11,8 @@ import math
 import time
 import uuid
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +29,7 @@ from agentrl.engine.remote.client import (
     token_versions,
 )
 from agentrl.engine.remote.senders import Route, Sent, load_seconds
-from agentrl.errors import EngineError
+from agentrl.errors import ConfigError, EngineError
 from agentrl.trajectory import Generation, float_array, token_array
 
 ABORT_SECONDS = 10.0
@@ -91,6 +92,9 @@ def read_generation(
                     " of each token"
                 )
             spans = [{"version": final_weights, "start": 0, "end": len(ids)}]
+        kept = meta.get("output_token_sampling_mask") or []
+        if kept:
+            logprobs = float_array(meta["output_token_sampling_logprobs"])
         return Generation(
             token_ids=ids,
             logprobs=logprobs,
@@ -98,6 +102,8 @@ def read_generation(
             finish_reason=reason,
             prompt_tokens=int(meta["prompt_tokens"]),
             cached_tokens=int(meta["cached_tokens"]),
+            kept_ids=token_array([*chain(*kept)]),
+            kept_counts=token_array([*map(len, kept)]),
         )
 
 
@@ -187,6 +193,7 @@ class SGLangEngine(RemoteEngine):
         *,
         dtype: torch.dtype | None = None,
         sleep: Literal["none", "kv_cache", "all"] = "none",
+        returns_kept: bool = False,
         **options: Any,
     ):
         """Ask a running server for its properties, and let it sample a token.
@@ -195,15 +202,17 @@ class SGLangEngine(RemoteEngine):
             url: the URL of the server.
             dtype: the dtype of the server's weights, to which updates are cast; None: do not cast.
             sleep: the memory that the server releases while the trainer works.
+            returns_kept: True if turns have `Sampling.returns_kept`.
             **options: see `RemoteEngine`. Without the admin key, SGLang aborts no request.
 
         Raises:
+            ConfigError: it does not return the tokens that `top_p` and `top_k` keep.
             EngineError: no server answers, or it is not SGLang.
         """
         self.dtype = dtype
         self._memory, self._released = MEMORY_TAGS[sleep], set[str]()
         self._aborts: set[asyncio.Task[None]] = set()
-        self._is_paused = False
+        self._is_paused, self._returns_kept = False, returns_kept
         super().__init__(url, **options)
 
     def _connect(self) -> None:
@@ -214,17 +223,45 @@ class SGLangEngine(RemoteEngine):
         if self.delivery.source == "adapter":
             self.adapters.check_limit(info.get("max_loaded_loras"))
         self._policy_version = PolicyVersion(str(model["weight_version"]), 0)
+        if self._returns_kept:
+            self._check_kept(info)
+
+    def _check_kept(self, info: Mapping[str, Any]) -> None:
+        """Check that the server returns exactly the tokens that `top_p` and `top_k` keep.
+
+        Args:
+            info: the properties of the server.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if (backend := info.get("sampling_backend")) != "pytorch":
+            raise ConfigError(
+                f"{self.url}: rollout.top_p and rollout.top_k train only with SGLang's sampling"
+                f" backend pytorch. With {backend}, a token as likely as the last kept one can be"
+                " sampled, but is not returned. Start it with --sampling-backend pytorch"
+            )
+        body = self._body(np.zeros(1, np.int32), Sampling(top_k=2, returns_kept=True), 1)
+        where = f"{self.url}: a probe"
+        turn = self._read_turn(self.admin.ask(self.path, body), 1, self._policy_version, where)
+        if not turn.kept_counts:
+            raise ConfigError(
+                f"{self.url}: SGLang {info.get('version', '')} does not return the tokens that"
+                " rollout.top_p and rollout.top_k keep (0.5.18 does). Use a newer one, or set"
+                " rollout.top_p=1 and rollout.top_k=0"
+            )
 
     # -- requests and answers ----------------------------------------------------------------------
 
     def _body(
         self, ids: np.ndarray, sampling: Sampling, limit: int, seed: int | None = None
     ) -> dict[str, Any]:
-        return {
+        body = {
             "input_ids": ids,
             "return_logprob": True,
             "sampling_params": _sampling_params(sampling, limit, seed),
         }
+        return body | {"return_sampling_mask": True} if sampling.returns_kept else body
 
     def _score_body(self, ids: np.ndarray) -> dict[str, Any]:
         return {

@@ -110,26 +110,26 @@ def without_last_token(part: Generation) -> Generation:
     A server that aborts a turn does not check whether the token sampled last ends it. The time of
     the abort does not depend on this token, so sampling it again changes no distribution.
     """
-    return replace(
-        part,
-        token_ids=part.token_ids[:-1],
-        logprobs=part.logprobs[:-1],
-        versions=part.versions[:-1],
-    )
+    return part.first(len(part.token_ids) - 1)
 
 
 def join_parts(parts: Sequence[Generation]) -> Generation:
     """Return the turn whose parts were sampled one after another. Each part has tokens."""
     first, last = parts[0], parts[-1]
     tokens, logprobs, versions = array("i"), array("f"), array("i")
+    kept_ids, kept_counts = array("i"), array("i")
     for part in parts:
         tokens += part.token_ids
         logprobs += part.logprobs
         versions += part.versions
+        kept_ids += part.kept_ids
+        kept_counts += part.kept_counts
     return replace(
         first,
         token_ids=tokens,
         logprobs=logprobs,
         versions=versions,
+        kept_ids=kept_ids,
+        kept_counts=kept_counts,
         finish_reason=last.finish_reason,
     )

@@ -149,7 +149,7 @@ def _digests(tensor: Tensor) -> set[str]:
 class VLLMEngine(RemoteEngine):
     """Samples from one vLLM server. Experimental.
 
-    With `top_p` or `top_k` (only evaluation may set them), logprobs are those of the truncated
+    With `top_p` or `top_k` (only validation may set them), logprobs are those of the truncated
     distribution.
     """
 
