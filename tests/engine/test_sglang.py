@@ -67,7 +67,9 @@ def engine(sglang_server, model):
     """The server with the tiny model's weights as version 0, and an empty cache."""
     engine = connect(sglang_server, model)
     publish(engine, update(weights(model), 0))
-    return engine
+    yield engine
+    # A test that failed may have left it paused, and the others would wait.
+    engine.admin.manage("/continue_generation", {})
 
 
 def connect(server, model, *, ours=True):
@@ -373,6 +375,7 @@ async def paused(engine, mode, turn):
     return task
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("mode", ["in_place", pytest.param("retract", marks=pytest.mark.slow)])
 async def test_a_pause_loses_nothing(engine, model, tiny_tokenizer, mode):
     await asyncio.to_thread(publish, engine, update(endless(model), 1))
