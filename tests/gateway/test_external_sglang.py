@@ -143,7 +143,7 @@ def test_what_trains_is_what_the_published_policy_sampled(
 
 
 def test_the_turns_of_agents_train_over_the_tokens_that_were_kept(
-    keys, sglang_server, tiny_model, tmp_path
+    keys, sglang_server, tiny_model, tmp_path, shipped_registries
 ):
     """Also of sub-agents, and of rollout workers that ask the server themselves."""
     (tmp_path / "agent.py").write_text(AGENT)

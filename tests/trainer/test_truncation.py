@@ -173,7 +173,7 @@ def weights(output: Path) -> str:
     return hashlib.sha256((output / "model/model.safetensors").read_bytes()).hexdigest()
 
 
-def test_rollout_workers_send_the_kept_tokens(start, trained, tmp_path):
+def test_rollout_workers_send_the_kept_tokens(start, trained, tmp_path, shipped_registries):
     other = start(tmp_path / "run", "algorithm.kl_loss_coef=0.1", "rollout.workers=2")
     assert segments(other) == segments(trained) and weights(other) == weights(trained)
 
