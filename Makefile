@@ -105,7 +105,7 @@ docs: $(VENV)/.installed-dev  ## the documentation that is written by a program
 	PYTHONPATH=tests $(BIN)/python -m support.parsers_page
 	PYTHONPATH=tests $(BIN)/python -m support.doors_page
 	PYTHONPATH=tests $(BIN)/python -m support.agents_page
-	PYTHONPATH=tests $(BIN)/python -m support.llms_page
+	$(BIN)/python site/pages.py
 
 site: $(VENV)/.installed-dev  ## the documentation's site: build/site
 	$(BIN)/python site/build.py build/site

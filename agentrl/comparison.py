@@ -164,8 +164,9 @@ class MeanInterval:
             half = t_quantile(LEVEL, len(values) - 1) * standard_error([[x] for x in values])
         return cls(len(values), center, center - half, center + half)
 
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f}" + f" [{self.low:+.3f}, {self.high:+.3f}]" * (self.n > 1)
+    def __format__(self, spec: str) -> str:
+        ends = f" [{self.low:{spec}}, {self.high:{spec}}]" if self.n > 1 else ""
+        return f"{self.mean:{spec}}{ends}"
 
     def as_dict(self) -> dict[str, float | None]:
         """Return mean, low and high, as JSON has them: None for NaN."""

@@ -14,8 +14,8 @@ from typing import Any
 file_loaders: dict[str, Callable[[], Any]] = {}
 
 SHIPPED_DOORS = (
-    *("benchmark", "harbor", "nemo-gym", "openenv", "reasoning-gym", "textarena", "verifiers"),
-)
+    "benchmark", "harbor", "nemo-gym", "openenv", "reasoning-gym", "textarena", "verifiers",
+)  # fmt: skip
 """The doors (`agentrl.doors`) of agentrl itself."""
 RECORDED = "recorded:"
 """The beginning of the address of answers that `agentrl serve --record` stored."""

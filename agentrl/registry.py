@@ -287,11 +287,16 @@ USER_MODULE = "agentrl_user_"
 YAML = (".yaml", ".yml")
 
 
-def shelf_folder() -> Path:
-    """Return the folder of the shipped tools: in the installed package or in the checkout."""
+def shipped_path(packaged: str, in_checkout: str) -> Path:
+    """Return the path of a file or folder that the wheel contains, or of that in the checkout."""
     package = Path(__file__).parent
-    package_data = package / "_shelf"
-    return package_data if package_data.is_dir() else package.parent / "tools_registry"
+    path = package / packaged
+    return path if path.exists() else package.parent / in_checkout
+
+
+def shelf_folder() -> Path:
+    """Return the folder of the shipped tools."""
+    return shipped_path("_shelf", "tools_registry")
 
 
 def where_to_load(*names: str, verls_base: str = "BaseTool") -> str:

@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 import yaml
+from pages import sections
 
 import agentrl
 
@@ -104,13 +105,10 @@ def api_page() -> str:
 
 def navigation() -> list[object]:
     """Return the navigation: the sections of docs/index.md with their pages."""
-    parts = re.split(r"^## (.+)$", (ROOT / "docs/index.md").read_text(), flags=re.M)[1:]
-    sections: list[object] = [{"Start": ["index.md", START, "docs/index.md"]}]
-    for title, text in zip(parts[::2], parts[1::2], strict=True):
-        found = re.findall(r"\]\((\w+\.md)\)", text)
-        sections.append({title: [f"docs/{page}" for page in dict.fromkeys(found)]})
+    middle = [{title: [f"docs/{file}" for file, _ in pages]} for title, pages in sections().items()]
     last = ["api.md", "recipes/README.md", "benchmarks/README.md", "CHANGELOG.md", "SECURITY.md"]
-    return [*sections, {"More": [*last, "CONTRIBUTING.md"]}]
+    first = {"Start": ["index.md", START, "docs/index.md"]}
+    return [first, *middle, {"More": [*last, "CONTRIBUTING.md"]}]
 
 
 def build(output: Path) -> None:

@@ -409,7 +409,7 @@ def test_a_missing_column_is_named(tmp_path, name):
 
 
 def test_kept_tokens_are_restored_and_earlier_versions_have_none(tmp_path):
-    """Of a row that was sampled from kept tokens, and of one that was not."""
+    """One row was sampled from kept tokens, the other from all."""
     plain = scored(0)
     first, *others = plain.trajectory.segments
     counts = [3 * m for m in first.response_mask]

@@ -66,7 +66,7 @@ def print_comparison(
     for other, (cells, difference) in zip(entries[1:], compared, strict=True):
         if len(shared := [s for s in entries[0].seeds if s in other.seeds]) > 1:
             by_seed = MeanInterval.of([other.seeds[s] - entries[0].seeds[s] for s in shared])
-            cells.append(str(by_seed))
+            cells.append(f"{by_seed:+.3f}")
             difference["reward_by_seed"] = by_seed.as_dict()
     for e in entries:
         if e.bare:
@@ -197,7 +197,7 @@ def _measure(
     cells.append(" ".join(f"{x:.3f}" for x in of_seeds))
     if len(of_seeds) > 1:
         over = MeanInterval.of(of_seeds)
-        cells.append(str(over).replace("+", ""))
+        cells.append(f"{over:.3f}")
         numbers["over_seeds"] = over.as_dict()
     return cells, {"name": name, **numbers, "seeds": of_seeds}
 
@@ -229,7 +229,7 @@ def _compare(
         )
     paired = {key: paired_difference(first, second, v, rows) for key, v in values.items()}
     flips = dict(zip(("gained", "lost"), flipped_rows(first, second, rows), strict=True))
-    cells = map(str, paired.values())
+    cells = [f"{difference:+.3f}" for difference in paired.values()]
     numbers = {key: difference.as_dict() for key, difference in paired.items()}
     return (
         [name, str(len(rows)), *cells, *(str(len(ids)) for ids in flips.values())],

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from agentrl.errors import UserError
-from agentrl.registry import did_you_mean
+from agentrl.registry import did_you_mean, shipped_path
 from agentrl.terminal import echo
 
 ASSISTANTS = "assistants"
@@ -30,13 +29,10 @@ def docs(
 
         agentrl docs rewards | less
     """
-    package = Path(__file__).parents[1]
-    folder = package / "_docs"
-    if not folder.is_dir():  # a checkout
-        folder = package.parent / "docs"
-    files = {file.stem: file for file in folder.glob("*.md")} | {"llms.txt": folder / "llms.txt"}
-    guide = folder / "AGENTS.md"
-    files[ASSISTANTS] = guide if guide.is_file() else package.parent / "AGENTS.md"
+    folder = shipped_path("_docs", "docs")
+    files = {file.stem: file for file in folder.glob("*.md")}
+    files["llms.txt"] = folder / "llms.txt"
+    files[ASSISTANTS] = shipped_path("_assistants.md", "AGENTS.md")
     name = page.removesuffix(".md")
     if name not in files:
         known = ", ".join(sorted(files))

@@ -254,8 +254,8 @@ def _score_stored(
 
 def _score_table(groups: Sequence[Group]) -> tuple[list[list[str]], dict[str, float]]:
     """Return the cells of the table of scores, a line for each data source, and the metrics."""
-    from agentrl.comparison import accuracy
-    from agentrl.metrics import grader_metrics, mean, standard_error, t_quantile
+    from agentrl.comparison import MeanInterval, accuracy
+    from agentrl.metrics import grader_metrics, mean, standard_error
 
     by_source: dict[str, list[Group]] = {}
     for group in groups:
@@ -268,15 +268,14 @@ def _score_table(groups: Sequence[Group]) -> tuple[list[list[str]], dict[str, fl
         scores = [mean([s.reward for s in group.scored]) for group in part]
         accs = [mean([accuracy(s) for s in group.scored]) for group in part]
         count = sum(len(group.scored) for group in part)
-        center, error = mean(scores), standard_error([[x] for x in scores])
-        interval = "-"
+        over, error = MeanInterval.of(scores), standard_error([[x] for x in scores])
+        interval, score_text = "-", f"{over.mean:.3f}"
         if len(part) > 1:
-            half = t_quantile(0.975, len(part) - 1) * error
-            interval = f"[{center - half:.3f}, {center + half:.3f}]"
-        score_text = f"{center:.3f} ± {error:.3f}" if len(part) > 1 else f"{center:.3f}"
+            interval = f"[{over.low:.3f}, {over.high:.3f}]"
+            score_text += f" ± {error:.3f}"
         cells = [str(len(part)), str(count), score_text, interval, f"{mean(accs):.3f}"]
         lines.append([source, *cells])
-        metrics[f"test_score/{source}"] = center
+        metrics[f"test_score/{source}"] = over.mean
         metrics |= {f"test_score_rows/{source}": len(part)}
         if len(part) > 1:
             metrics[f"test_score_se/{source}"] = error

@@ -185,8 +185,12 @@ def _read_answer(data: Mapping[str, Any], row: array[int]) -> RecordedAnswer:
     return answer
 
 
-def read_records(folder: Path) -> Records:
+def read_records(folder: Path, *, only_policy: bool = False) -> Records:
     """Return the records in a folder; none if it has no file.
+
+    Args:
+        folder: the folder.
+        only_policy: read no further than the first policy.
 
     Raises:
         DataError: the file cannot be read.
@@ -202,6 +206,8 @@ def read_records(folder: Path) -> Records:
                     records.add(orjson.loads(line))
                 except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
                     records.damaged += 1
+                if only_policy and records.policies:
+                    break
     except FileNotFoundError:
         pass
     except OSError as e:
@@ -233,7 +239,9 @@ def open_recorded(address: str) -> Records:
 
 def identify_records(address: str) -> str:
     """Return a text that is the same for the records at an address when they have grown."""
-    return open_recorded(address).policies[0]["id"]
+    folder = Path(address.removeprefix(RECORDED)).expanduser()
+    policies = read_records(folder, only_policy=True).policies
+    return (policies or open_recorded(address).policies)[0]["id"]  # Without any, it raises.
 
 
 def recorded_rows(address: str) -> str:

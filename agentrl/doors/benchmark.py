@@ -11,6 +11,7 @@ import ast
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -200,6 +201,7 @@ def _bfcl(path: str, schemas: Mapping[str, Json]) -> Iterator[Json]:
     answers = {
         r.get("id", str): r for r in read_records(file.parent / "possible_answer" / file.name)
     }
+    classes = _bfcl_classes(path)
     for record in read_records(file):
         key, where = record.get("id", str), record.where
         if record.values.get("missed_function"):
@@ -207,13 +209,7 @@ def _bfcl(path: str, schemas: Mapping[str, Json]) -> Iterator[Json]:
         if (truth := answers.get(key)) is None:
             raise DataError(f"{where}: possible_answer/{file.name} has no id {key!r}")
         excluded = record.values.get("excluded_function") or ()
-        offered = [
-            *(
-                n
-                for c in record.get("involved_classes", list)
-                for n in _bfcl_functions(file, c, where)
-            )
-        ]
+        offered = chain.from_iterable(classes[c] for c in record.get("involved_classes", list))
         functions = [name for name in offered if name not in excluded]
         expected = [
             [_parse_call(text, functions, schemas, truth.where) for text in turn]
@@ -237,15 +233,21 @@ def _task(system: str, user: str, expected: Sequence[Sequence[Json]], kwargs: Js
     return {**row, "environment_kwargs": kwargs}
 
 
-def _bfcl_functions(file: Path, name: str, where: str) -> dict[str, Json]:
-    """Return the schemas of the functions of a class.
+def _bfcl_classes(path: str) -> dict[str, dict[str, Json]]:
+    """Return the schemas of the functions of each class that a row names.
 
     Raises:
         DataError: there is no such class, or no file with its docs.
     """
+    file = Path(path).expanduser()
+    names = (name for r in read_records(file) for name in r.get("involved_classes", list))
+    return {name: _bfcl_functions(file, name) for name in dict.fromkeys(names)}
+
+
+def _bfcl_functions(file: Path, name: str) -> dict[str, Json]:
     docs = file.parent / "multi_turn_func_doc" / f"{BFCL_DOCS.get(name, name)}.json"
     if not docs.is_file():
-        raise DataError(f"{where}: involved_classes: no file {docs} with the docs of {name!r}")
+        raise DataError(f"{file}: involved_classes: no file {docs} with the docs of {name!r}")
     return {
         r.get("name", str): {
             "name": r.get("name", str),
@@ -307,8 +309,8 @@ def _tau2(path: str, schemas: Mapping[str, Json]) -> Iterator[Json]:
         scenario = record.get("user_scenario", dict).get("instructions")
         if isinstance(scenario, dict):
             scenario = "\n\n".join(f"{k}: {v}" for k, v in scenario.items() if v)
-        user, kwargs = f"Solve the case of this customer.\n\n{scenario}", {"turns": []}
-        row = _task(system, user, [expected], {**kwargs, "functions": [*schemas]})
+        user = f"Solve the case of this customer.\n\n{scenario}"
+        row = _task(system, user, [expected], {"turns": [], "functions": [*schemas]})
         yield {"id": str(record.values.get("id")), **row}
     if left_out:
         log.warning("%s: %d tasks are left out: %s", path, len(left_out), ", ".join(left_out))
@@ -337,14 +339,11 @@ def _read(address: str) -> tuple[str, str, dict[str, Json]]:
     schemas: dict[str, Json] = {}
     for record in read_records(options["tools"]) if name == "tau2" else ():
         function = Record(record.where, record.get("function", dict))
-        given = function.get("parameters", dict)
-        parameters = clean_schema(given, given.get("$defs", {}), (), record.where)
+        schema = function.get("parameters", dict)
+        parameters = clean_schema(schema, schema.get("$defs", {}), (), record.where)
         schemas[function.get("name", str)] = {**function.values, "parameters": parameters}
-    if name == "bfcl":
-        file = Path(path).expanduser()
-        classes = [c for r in read_records(file) for c in r.get("involved_classes", list)]
-        for of in dict.fromkeys(classes):
-            schemas |= _bfcl_functions(file, of, path)
+    for functions in _bfcl_classes(path).values() if name == "bfcl" else ():
+        schemas |= functions
     return name, path, schemas
 
 

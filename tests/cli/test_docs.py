@@ -1,9 +1,9 @@
 """`agentrl docs`."""
 
+import runpy
 from pathlib import Path
 
 import pytest
-from support.llms_page import text
 
 from agentrl.cli import main
 
@@ -38,4 +38,5 @@ def test_an_unknown_page_is_answered_with_the_pages(capsys):
 
 
 def test_the_list_for_language_models_is_up_to_date():
-    assert (ROOT / "docs/llms.txt").read_text() == text()
+    pages = runpy.run_path(str(ROOT / "site/pages.py"))
+    assert (ROOT / "docs/llms.txt").read_text() == pages["llms_text"]()

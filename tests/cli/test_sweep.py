@@ -156,6 +156,14 @@ def test_a_grid_ends_with_a_table_over_seeds(tiny_model, folder):
     assert "kl_loss_coef=0-seed=1: not there now" in changed.stderr
 
 
+def wait_for_steps(process: ForkedPython, metrics: Path, count: int) -> None:
+    """Wait until a run of the sweep has made some steps."""
+    deadline = time.monotonic() + 300
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < count:
+        assert process.poll() is None and time.monotonic() < deadline, process.read()[1][-2000:]
+        time.sleep(0.02)
+
+
 @pytest.mark.slow
 def test_a_killed_sweep_continues(tiny_model, folder):
     """After SIGKILL, the finished run is not touched, and each step of the other is made once."""
@@ -165,10 +173,7 @@ def test_a_killed_sweep_continues(tiny_model, folder):
     words = ["-m", "agentrl", "sweep", "sweep.yaml", *SMALL, "trainer.total_steps=6"]
     process = ForkedPython(words, cwd=folder)
     second = folder / "out/seed=1/metrics.jsonl"
-    deadline = time.monotonic() + 300
-    while not second.exists() or second.read_bytes().count(b"\n") < 2:
-        assert process.poll() is None and time.monotonic() < deadline, process.read()[1][-2000:]
-        time.sleep(0.02)
+    wait_for_steps(process, second, 2)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     first = (folder / "out/seed=0/metrics.jsonl").read_bytes()
@@ -206,11 +211,7 @@ def test_a_signal_stops_the_sweep(tiny_model, folder):
     )
     words = ["-m", "agentrl", "sweep", "sweep.yaml", *SMALL, "trainer.total_steps=400"]
     process = ForkedPython(words, cwd=folder)
-    metrics = folder / "out/seed=0/metrics.jsonl"
-    deadline = time.monotonic() + 300
-    while not metrics.exists() or not metrics.read_bytes():
-        assert process.poll() is None and time.monotonic() < deadline, process.read()[1][-2000:]
-        time.sleep(0.02)
+    wait_for_steps(process, folder / "out/seed=0/metrics.jsonl", 1)
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 143
     assert "run 2 of 2" not in process.read()[0] and not (folder / "out/seed=1").exists()

@@ -216,7 +216,7 @@ def test_types_of_bfcl_become_those_of_json(tmp_path):
     address = write_bfcl(tmp_path, [["mean(numbers=[1, 2.5])"], []])
     plan = plan_of(address)
     assert reward_of(plan, 0, call("mean", numbers=[1, 2.5]), "", "") == 1.0
-    schemas = benchmark._bfcl_functions(tmp_path / "x", "GorillaFileSystem", "")
+    schemas = benchmark._bfcl_functions(tmp_path / "x", "GorillaFileSystem")
     assert schemas["mean"]["parameters"] == {
         "type": "object",
         "properties": {"numbers": {"type": "array", "items": {"type": "number"}}},

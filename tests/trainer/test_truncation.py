@@ -106,7 +106,7 @@ def exact_logprobs(model, segment: Segment, temperature: float) -> list[float]:
 
 
 def test_engine_and_trainer_agree_over_the_kept_tokens(trained, random_model):
-    """Of a local engine, over two turns with an observation between them, also after an update."""
+    """Both compute the same logprobs in two turns with an observation between, in each step."""
     model = in_float64(AutoModelForCausalLM.from_pretrained(random_model))
     rows = segments(trained, 1)
     sizes = set()
