@@ -126,6 +126,12 @@ def _trainer_contradictions(c: Config) -> Iterator[str]:
             f"trainer.nnodes={t.nnodes}: a run can start a Ray cluster on this machine only. Start"
             " one on all machines (`ray start`) and set trainer.ray_address"
         )
+    if t.ranks % t.context_parallel_size:
+        yield (
+            f"trainer.context_parallel_size={t.context_parallel_size} does not divide the number of"
+            f" the learner's ranks, trainer.nnodes * trainer.n_gpus_per_node = {t.ranks}. Set"
+            f" trainer.n_gpus_per_node={t.context_parallel_size}, for example"
+        )
     if t.total_steps and (late := [step for step in t.profile_steps if step > t.total_steps]):
         yield (
             f"trainer.profile_steps={late}: the run ends after step {t.total_steps}"

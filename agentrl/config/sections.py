@@ -595,6 +595,8 @@ class TrainerConfig(Section):
     """Machines of the learner."""
     n_gpus_per_node: int = key(1, ge=1)
     """GPUs of the learner per machine. With trainer.device=cpu: processes."""
+    context_parallel_size: int = key(1, ge=1)
+    """GPUs that share the tokens of each row, so that a row may be so many times as long."""
     placement: Literal["colocated", "separate"] = "colocated"
     """colocated: engines and learner share GPUs in turns. separate: engines have their own GPUs."""
     ray_address: str = ""

@@ -43,6 +43,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from agentrl.learner.context import Context
+
 PACKED = "agentrl_packed"
 """The name under which transformers finds `packed_attention`."""
 HALF = (torch.bfloat16, torch.float16)
@@ -146,6 +148,8 @@ class Layout:
     whole: bool = False
     """True if every response has a prompt of its own, so that rows are also whole for layers that
     mix tokens by other means than attention."""
+    context: Context | None = None
+    """The ranks that share the tokens; None: this one has all."""
 
     def sequences(self, device: torch.device) -> dict[str, Any]:
         """Return where whole rows begin and end, under the names of transformers."""
@@ -190,11 +194,11 @@ def packed_attention(
 
     Args:
         module: the attention layer.
-        query: (1, heads, L, d).
+        query: (1, heads, L, d); L is this rank's part of the tokens if ranks share them.
         key: (1, key-value heads, L, d).
         value: (1, key-value heads, L, e).
         attention_mask: None; the layout replaces it.
-        layout: the layout of the L tokens; None: the layer did not pass it on.
+        layout: the layout of all tokens; None: the layer did not pass it on.
         scaling: the factor of the scores; None: 1 / sqrt(d).
         sliding_window: how many tokens back a token attends, itself included; None: all. If it is
             not passed, the layer's attribute of this name.
@@ -218,15 +222,22 @@ def packed_attention(
         )
     _raise_if_unsupported(module, query, key, attention_mask, dropout, is_causal, others)
     window, chunk = _limits(module, sliding_window)
+    context = layout.context
+    if context and s_aux is not None:
+        s_aux = context.own_heads(s_aux)
     scores = Scores(scaling, window, chunk, softcap, s_aux)
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         # Autocast converts matrix products only, so rotary embeddings return float32.
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if context:
+        query, key, value = context.all_tokens(query, key, value)
     if layout.varlen is not None and layout.varlen.supports(query, value, scores):
-        return _attend_varlen(query, key, value, layout.varlen, scores), None
-    return _attend_per_response(query, key, value, layout, scores), None  # type: ignore[call-arg]
+        out = _attend_varlen(query, key, value, layout.varlen, scores)
+    else:
+        out = _attend_per_response(query, key, value, layout, scores)  # type: ignore[call-arg]
+    return (context.all_heads(out) if context else out), None
 
 
 def _raise_if_unsupported(

@@ -222,7 +222,7 @@ class Learner:
         mask = batch.response_mask
         rows, shares = self._make_micro_batches(batch, mask.any(1), mask, {}, teacher)
         results = self.ranks.forward(shares, model, teacher) if any(shares) else []
-        return _scatter(mask, rows, results)
+        return _scatter(mask, rows, results[:: self._context_size])
 
     # --- the update ------------------------------------------------------------------------------
 
@@ -396,11 +396,12 @@ class Learner:
         """Add the gradient of the rows where `rows` (B,) is True to the gradients of the ranks.
 
         Returns:
-            The rows of each rank's micro-batches, and the result of each rank; both are empty for
-            no rows.
+            The rows of each rank's micro-batches, and its result; both are empty for no rows. Of
+            ranks that share rows, only the first is listed: all have the same result.
         """
         rows_by_rank, shares = self._make_micro_batches(batch, rows, mask, columns)
-        return rows_by_rank, self.ranks.forward_backward(shares, loss) if any(shares) else []
+        results = self.ranks.forward_backward(shares, loss) if any(shares) else []
+        return rows_by_rank, results[:: self._context_size]
 
     def _make_micro_batches(
         self,
@@ -413,19 +414,24 @@ class Learner:
         """Make micro-batches of the rows where `rows` (B,) is True, for the policy or a teacher.
 
         Returns:
-            For each rank the row numbers of its micro-batches, and the micro-batches.
+            For each rank the row numbers of its micro-batches, and the micro-batches. Ranks that
+            share rows have the same micro-batches, and their row numbers are listed once.
 
         Raises:
             RunStopped: a token id is not in the model's vocabulary.
         """
         mode, vocabulary = self._input_of(teacher)
         check_tokens(batch, vocabulary)
-        budget = self.config.optim.micro_batch_tokens
-        rows_by_rank = assign_rows(batch, rows.nonzero()[:, 0], self.ranks.size, budget, mode)
-        return rows_by_rank, [
-            [make_micro_batch(batch, r, mask, columns, mode) for r in share]
-            for share in rows_by_rank
-        ]
+        size = self._context_size
+        budget = self.config.optim.micro_batch_tokens * size
+        shares = assign_rows(batch, rows.nonzero()[:, 0], self.ranks.size // size, budget, mode)
+        made = [[make_micro_batch(batch, r, mask, columns, mode) for r in s] for s in shares]
+        return shares, [micro_batches for micro_batches in made for _ in range(size)]
+
+    @property
+    def _context_size(self) -> int:
+        """The number of ranks that share rows."""
+        return self.config.trainer.context_parallel_size
 
     def _input_of(self, teacher: str) -> tuple[Mode, int]:
         """Return how rows become the input of a model, and the size of its vocabulary."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -43,6 +44,7 @@ from agentrl.installation import home
 from agentrl.learner import attention, head, packing
 from agentrl.learner.attention import HALF, PACKED
 from agentrl.learner.batch import TokenRows
+from agentrl.learner.context import Context
 from agentrl.learner.head import Head
 from agentrl.learner.packing import Mode, PackedRows, has_new_prompt, pack
 from agentrl.plural import plural
@@ -206,6 +208,38 @@ def find_mode(config: PretrainedConfig) -> tuple[Mode, str]:
     except NoSmallCopy as e:
         raise ConfigError(f"{type(model).__name__}: {e}") from e
     return _find_mode(copy.model, [short_rows, copy])
+
+
+def prove_context(model: PreTrainedModel, mode: Mode, context: Context) -> None:
+    """Check that a model computes the same states if ranks share its rows; all ranks call it.
+
+    Args:
+        model: its attention implementation is that of the mode.
+        mode: what `prove_mode` has found.
+        context: the ranks.
+
+    Raises:
+        ConfigError: it does not, or it has no packed rows.
+    """
+    problem = f"only packed rows can be shared, and this model runs rows {mode.value}"
+    if mode is Mode.PACKED:
+        batch = _rows(LONG_ROW, 0, LONGEST_ROW, model.get_input_embeddings().num_embeddings)  # type: ignore
+        packed = pack(batch, torch.arange(len(batch.response_ids)), batch.response_mask)
+        part = packed.part(context).to(model.device)
+        assert part.is_own is not None
+        whole = hidden_states(model, packed.to(model.device))[part.is_own].float()
+        try:
+            error = (hidden_states(model, part).float() - whole).norm() / whole.norm()
+            dist.all_reduce(error, dist.ReduceOp.MAX, context.group)
+            limit = HALF_TOLERANCE if model.dtype in HALF else TOLERANCE
+            problem = "" if error <= limit else "its states differ from those of one rank"
+        except NotImplementedError as e:
+            problem = str(e)
+    if problem:
+        raise ConfigError(
+            f"trainer.context_parallel_size={context.size}: {type(model).__name__} cannot be shared"
+            f" by ranks: {problem}. Set it to 1, or to a number that divides the heads"
+        )
 
 
 def _find_mode(

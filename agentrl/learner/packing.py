@@ -29,9 +29,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from agentrl.learner.attention import Layout
 from agentrl.learner.batch import KeptTokens, TokenRows
+from agentrl.learner.context import Context
 
 
 class Mode(Enum):
@@ -69,6 +71,41 @@ class PackedRows:
     """(N,) the chosen tokens, row by row."""
     kept: KeptTokens | None = None
     """The tokens to which the softmax of each chosen token is restricted; None: all."""
+    is_own: Tensor | None = None
+    """(M,) bool, if ranks share the rows: which of the M chosen tokens of all ranks are in this
+    part."""
+
+    def part(self, context: Context | None) -> PackedRows:
+        """Return the part of a flat row that this rank runs; None: the whole row.
+
+        Tokens that belong to no row are added, so that all parts have the same length.
+        """
+        if context is None:
+            return self
+        layout, size, rank = self.layout, context.size, context.rank
+        assert layout is not None
+        own = self.states % size == rank
+        added = -self.input_ids.shape[1] % size
+        more = ([added, 0], [1]) if added else ([], [])
+        return PackedRows(
+            input_ids=pad(self.input_ids, (0, added))[:, rank::size],
+            position_ids=pad(self.position_ids, (0, added))[:, rank::size],
+            layout=Layout(layout.pieces + more[0], layout.responses + more[1], context=context),
+            states=self.states[own] // size,
+            tokens=self.tokens[own],
+            kept=None if self.kept is None else self.kept.of(own.nonzero()[:, 0], own[own]),
+            is_own=own,
+        )
+
+    def join(self, numbers: Tensor) -> Tensor:
+        """Return a number of each chosen token: those of other ranks, too, if they share rows.
+
+        Args:
+            numbers: (N,) of this part.
+        """
+        if self.layout is None or self.layout.context is None or self.is_own is None:
+            return numbers
+        return self.layout.context.join(numbers, self.is_own)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the model."""
@@ -93,6 +130,7 @@ class PackedRows:
             states=self.states.to(**at),
             tokens=self.tokens.to(**at),
             kept=None if self.kept is None else self.kept.to(device),
+            is_own=None if self.is_own is None else self.is_own.to(**at),
         )
 
 
@@ -116,6 +154,10 @@ class MicroBatch:
         """Return a copy on the device."""
         columns = {n: x.to(device, non_blocking=True) for n, x in self.columns.items()}
         return MicroBatch(self.packed.to(device), self.mask.to(device, non_blocking=True), columns)
+
+    def part(self, context: Context | None) -> MicroBatch:
+        """Return what this rank runs (`PackedRows.part`), with the numbers of all tokens."""
+        return replace(self, packed=self.packed.part(context))
 
 
 def make_micro_batch(

@@ -38,12 +38,14 @@ from agentrl.engine.local.load import (
 )
 from agentrl.engine.local.quantize import Linear4bit
 from agentrl.errors import ConfigError
+from agentrl.learner.context import Context
 from agentrl.learner.head import Head, chosen_logprobs
 from agentrl.learner.modes import (
     decoder_of,
     find_scale_and_softcap,
     hidden_states,
     output_layer,
+    prove_context,
     prove_mode,
 )
 from agentrl.learner.packing import Mode, PackedRows
@@ -109,7 +111,8 @@ class Policy:
                 kept=packed.kept,
             )
 
-        return self.packed_model(packed, read)
+        logprobs, entropy = self.packed_model(packed, read)
+        return packed.join(logprobs), packed.join(entropy)
 
     def add_adapter(
         self, name: str, rank: int, alpha: int, target_modules: str | list[str], seed: int
@@ -350,7 +353,7 @@ class Critic:
 
     def values(self, packed: PackedRows) -> Tensor:
         """Return the value of the state before each chosen token, (N,)."""
-        return self.packed_model(packed, self._read)
+        return packed.join(self.packed_model(packed, self._read))
 
     def _read(self, hidden: Tensor) -> Tensor:
         # A copy: the output of a sharded module must not be a view.
@@ -379,18 +382,26 @@ class PackedModel(nn.Module):
         self.value_head: nn.Linear | None = None
 
     @torch.no_grad()
-    def prove(self, compute: torch.dtype | None = None, tokens: int | None = None) -> None:
+    def prove(
+        self,
+        compute: torch.dtype | None = None,
+        tokens: int | None = None,
+        context: Context | None = None,
+    ) -> None:
         """Find how rows become the input of the model, and set its attention implementation.
 
         Args:
             compute: the precision of the model's passes; None: that of its weights.
             tokens: those of a micro-batch; see `prove_mode`.
+            context: the ranks that share rows.
 
         Raises:
-            ConfigError: see `prove_mode`.
+            ConfigError: see `prove_mode` and `prove_context`.
         """
         self._scale_and_softcap = find_scale_and_softcap(self.model)
         self.mode, self.mode_reason = prove_mode(self.model, compute, tokens)
+        if context:
+            prove_context(self.model, self.mode, context)
 
     @property
     def head(self) -> Head:

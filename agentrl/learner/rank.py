@@ -27,6 +27,7 @@ from agentrl.engine.remote.senders import (
     WeightsSender,
     check_folder_visible,
 )
+from agentrl.learner.context import open_context
 from agentrl.learner.dispatch import BROADCAST, SPLIT, Placement, RankGroup, dispatch
 from agentrl.learner.losses import (
     ESTIMATORS,
@@ -38,7 +39,7 @@ from agentrl.learner.losses import (
     value_loss,
 )
 from agentrl.learner.optimizer import BETAS, Optimizer
-from agentrl.learner.packing import MicroBatch, Mode, pack_row
+from agentrl.learner.packing import MicroBatch, Mode, PackedRows, pack_row
 from agentrl.learner.policy import ACTOR, CRITIC, Critic, PackedModel, Policy
 from agentrl.learner.profile import RankProfile, annotate
 from agentrl.learner.sharding import (
@@ -130,6 +131,7 @@ class Rank:
         self._path, self._load = model_path, load
         self.accelerator, self._mesh = open_accelerator(config.trainer.device)
         self.device = self.accelerator.device
+        self._context = open_context(config.trainer.context_parallel_size, self.device.type)
         cuda = self.device.type == "cuda"
         # On a GPU passes have their own precision. Trainable weights are float32, frozen weights
         # keep the data type of the files.
@@ -196,7 +198,7 @@ class Rank:
         layers, head, optim = packed_model.layers(), packed_model.value_head, self.config.optim
         offloads = optim.offload == "all"
         shard(packed_model, layers, head, self._mesh, self._compute, offloads)
-        packed_model.prove(self._compute, optim.micro_batch_tokens)
+        packed_model.prove(self._compute, optim.micro_batch_tokens, self._context)
         reshard(packed_model)
         return wrap_layers(packed_model, layers, self._mesh, optim)
 
@@ -211,8 +213,7 @@ class Rank:
             return
         ids = range(min(COMPILED_ROW, self.vocabulary()))
         self.score(ids)
-        row = pack_row(ids, self.policy.packed_model.mode).to(self.device)
-        self.policy.logprobs(row)[0].sum().backward()
+        self.policy.logprobs(self._pack_row(ids))[0].sum().backward()
         self.zero_grad()
         reshard(self.policy.packed_model)
 
@@ -258,7 +259,7 @@ class Rank:
         results = []
         with self._use_adapter_of(model), annotate(FORWARD_RANGES[model]):
             for micro_batch in micro_batches:
-                rows = micro_batch.packed.to(self.device)
+                rows = micro_batch.packed.part(self._context).to(self.device)
                 is_critic = isinstance(target, Critic)
                 numbers = target.values(rows) if is_critic else target.logprobs(rows)[0]
                 results.append(numbers.cpu())
@@ -275,7 +276,7 @@ class Rank:
             perturbations: the number of passes with perturbed rounding (`rounded_again`).
                 Their logprobs are further rows of the result: (1 + perturbations, T - 1).
         """
-        row = pack_row(token_ids, self.policy.packed_model.mode).to(self.device)
+        row = self._pack_row(token_ids)
         with annotate("score"):
             rows = [self.policy.logprobs(row, temperature=1.0)[0]]
             for seed in range(perturbations):
@@ -283,6 +284,10 @@ class Rank:
                     rows.append(self.policy.logprobs(row, temperature=1.0)[0])
         reshard(self.policy.packed_model)
         return (torch.stack(rows) if perturbations else rows[0]).float().cpu()
+
+    def _pack_row(self, token_ids: Sequence[int]) -> PackedRows:
+        row = pack_row(token_ids, self.policy.packed_model.mode)
+        return row.part(self._context).to(self.device)
 
     def _use_adapter_of(self, model: ModelName | LossName) -> AbstractContextManager[None]:
         """Return a context manager that switches the shared LoRA base to the adapter of `model`."""
@@ -325,7 +330,8 @@ class Rank:
         with self._use_adapter_of(name):
             for micro_batch in micro_batches:
                 with annotate("forward"):
-                    loss, loss_sums, *tokens = losses[name](micro_batch.to(self.device))
+                    rows = micro_batch.part(self._context).to(self.device)
+                    loss, loss_sums, *tokens = losses[name](rows)
                 result.tokens += tokens
                 # Not `accelerator.backward`: it divides by process-wide state.
                 with annotate("backward"):

@@ -42,7 +42,7 @@ SFT_KEYS = (
     "model.lora_alpha", "model.lora_target_modules", "optim.name", "optim.lr_warmup_steps",
     "optim.lr_final", "optim.weight_decay", "optim.max_grad_norm", "optim.recompute",
     "optim.compile", "optim.offload", "trainer.device", "trainer.nnodes",
-    "trainer.n_gpus_per_node", "trainer.ray_address",
+    "trainer.n_gpus_per_node", "trainer.context_parallel_size", "trainer.ray_address",
 )  # fmt: skip
 """The config keys of a run that apply to SFT."""
 FLAG_OF_KEY = {

@@ -98,6 +98,19 @@ def close(actual: dict, expected: dict) -> None:
         torch.testing.assert_close(actual[name], value, atol=EXACT, rtol=EXACT, msg=name)
 
 
+def check_same(result, expected) -> None:
+    for mine, theirs in zip(result[0], expected[0], strict=True):
+        close(mine, theirs)
+    torch.testing.assert_close(result[1], expected[1], atol=EXACT, rtol=0)
+    close(result[2], expected[2])
+    for mine, theirs in zip(result[3], expected[3], strict=True):
+        for field in fields(theirs):
+            both = getattr(mine, field.name), getattr(theirs, field.name)
+            assert (both[0] is None) == (both[1] is None), field.name
+            if both[0] is not None:
+                torch.testing.assert_close(*both, atol=EXACT, rtol=EXACT, equal_nan=True)
+
+
 @pytest.mark.parametrize(
     ("world", "cuts"),
     [
@@ -108,23 +121,26 @@ def close(actual: dict, expected: dict) -> None:
 )
 def test_ranks_and_micro_batches_change_nothing(groups, batch, world, cuts):
     cfg = config(**KEYS, **WORLDS[world])
-    metrics, logprobs, weights, learned = run(groups[1], cfg, batch)
+    expected = run(groups[1], cfg, batch)
+    metrics = expected[0]
     assert all(any(m[f"{who}/grad_norm"] > 1e-3 for m in metrics) for who in ["actor"])
     for ranks, budget in cuts:
         other = config(**KEYS, **WORLDS[world], optim__micro_batch_tokens=budget)
         result = run(groups[ranks], other, batch)
         spread, count = groups[ranks].sharded_parameters()
         assert spread == (0 if ranks == 1 else count)
-        for mine, theirs in zip(result[0], metrics, strict=True):
-            close(mine, theirs)
-        torch.testing.assert_close(result[1], logprobs, atol=EXACT, rtol=0)
-        close(result[2], weights)
-        for mine, theirs in zip(result[3], learned, strict=True):
-            for field in fields(theirs):
-                both = getattr(mine, field.name), getattr(theirs, field.name)
-                assert (both[0] is None) == (both[1] is None), field.name
-                if both[0] is not None:
-                    torch.testing.assert_close(*both, atol=EXACT, rtol=EXACT, equal_nan=True)
+        check_same(result, expected)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_ranks_that_share_rows_change_nothing(groups, batch, world):
+    """Two ranks share each row, or all four, or two times two of four."""
+    cfg = config(**KEYS, **WORLDS[world])
+    expected = run(groups[1], cfg, batch)
+    for ranks, size, budget in ((2, 2, 30), (4, 2, 150), (4, 4, 10_000)):
+        more = {"trainer__n_gpus_per_node": ranks, "trainer__context_parallel_size": size}
+        other = config(**KEYS, **WORLDS[world], **more, optim__micro_batch_tokens=budget)
+        check_same(run(groups[ranks], other, batch), expected)
 
 
 def test_kept_tokens_go_to_the_rank_and_micro_batch_of_their_row(groups, batch):
