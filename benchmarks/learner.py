@@ -4,6 +4,7 @@
     python benchmarks/learner.py --shape 0.5b                      # a GPU
     python benchmarks/learner.py --shape 7b --lora 32 --arms agentrl
     python benchmarks/learner.py --case long --shape 7b --lora 32  # one row of 32 k tokens
+    python benchmarks/learner.py --case long --shape 7b --lora 32 --ranks 2 --context 2
     python benchmarks/learner.py --case shared --shape 1.5b        # prompts of 4 k, shared or not
     python benchmarks/learner.py --case modes --shape 1.5b         # packed, padded, one by one
 
@@ -39,9 +40,20 @@ from workload.packed import Packed
 from workload.ranks import Weighed, most
 from workload.rows import draw, long_tailed
 from workload.timing import print_figure
-from workload.updates import DEVICE, GPU, Timed, Update, measure, memory, peak_flops, release
+from workload.updates import (
+    DEVICE,
+    GPU,
+    Timed,
+    Update,
+    limit_memory,
+    measure,
+    memory,
+    peak_flops,
+    release,
+)  # fmt: skip
 
 from agentrl.config import Config
+from agentrl.errors import RunStopped
 from agentrl.learner.algorithms import make_targets
 from agentrl.learner.attention import PACKED
 from agentrl.learner.batch import Batch, Targets
@@ -70,7 +82,11 @@ def settings(args: argparse.Namespace) -> Config:
                 "compile": args.compile,
                 "offload": args.offload,
             },
-            "trainer": {"device": DEVICE, "n_gpus_per_node": args.ranks},
+            "trainer": {
+                "device": DEVICE,
+                "n_gpus_per_node": args.ranks,
+                "context_parallel_size": args.context,
+            },
         }
     )
 
@@ -85,6 +101,7 @@ def open_learner(folder: Path, config: Config) -> Iterator[tuple[Learner, Memory
 
     with open_placement(config) as placement:
         group = placement.start_ranks(Weighed, folder, config)
+        group.limit(CARD)
         learner = Learner(folder, config, total_steps=1000, group=group)
         yield learner, lambda: most(group.memory([None] * group.size))
 
@@ -231,31 +248,29 @@ def long(folder: Path, model: Any, args: argparse.Namespace) -> None:
     rollouts = draw(1, 1, args.prompt, lambda _: response, model.vocab_size, args.seed)
     rollouts = replace(rollouts, rewards=[1.0])
     batch = rollouts.batch(model.vocab_size)
-    if GPU:
-        # PyTorch raises if it needs more memory than this.
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, CARD / total))
+    limit_memory(CARD)
     context = {"shape": args.shape, "lora": args.lora, "recompute": args.recompute}
+    context |= {"ranks": args.ranks, "context": args.context, "tokens": rollouts.tokens}
     try:
-        with agentrl_arm(folder, batch, args) as (update, _):
+        with agentrl_arm(folder, batch, args) as (update, memory_use):
             took = measure({"long": update}, args.steps)["long"]
-    except torch.cuda.OutOfMemoryError as e:
-        why = str(e).split(".")[0]
-        print_figure("learner/long_row", None, "GB", **context, verdict=False, why=why, **memory())
+            used = memory_use()
+    except (torch.cuda.OutOfMemoryError, RunStopped) as e:
+        if "out of memory" not in str(e):
+            raise
+        print_figure("learner/long_row", 0.0, "tokens/s", **context, verdict=False)
         return
-    memory_use = torch.cuda.max_memory_allocated() / 1e9 if GPU else None
     flops = rollouts.flops(model, frozen=args.lora > 0)
     print_figure(
         "learner/long_row",
-        memory_use,
-        "GB",
+        rollouts.tokens / took.seconds,
+        "tokens/s",
         **context,
-        tokens=rollouts.tokens,
         limit_gb=CARD / 1e9,
-        verdict=None if memory_use is None else memory_use <= CARD / 1e9,
+        verdict=True if GPU else None,
         step_s=round(took.seconds, 3),
-        mfu=round(flops / took.seconds / peak_flops(args.peak), 4),
-        **memory(),
+        mfu=round(flops / took.seconds / peak_flops(args.peak) / args.ranks, 4),
+        **used,
     )
 
 
@@ -361,6 +376,7 @@ def main() -> None:
     add("--tokens", type=int, default=32768, help="tokens of a micro-batch")
     add("--trl-rows", type=int, default=8, help="rows of a micro-batch of TRL")
     add("--ranks", type=int, default=1, help="GPUs or, on a CPU, processes")
+    add("--context", type=int, default=1, help="ranks that share each row")
     add("--steps", type=int, default=4)
     add("--threads", type=int, default=2, help="threads of a CPU")
     add("--peak", type=float, default=0.0, help="FLOP/s; 0: an H200's, or this CPU's")

@@ -374,8 +374,12 @@ class _Learner:
     def layer(self, tokens: int) -> int:
         """Return the bytes that a layer keeps for its backward pass."""
         s = self.shape
-        keys = s.key_width if self.shares_keys else s.query_width
-        attention = 2 * s.query_width + 2 * keys  # queries, outputs; keys, values
+        context = self.config.trainer.context_parallel_size
+        groups = s.heads * s.key_width // s.query_width
+        copies = math.lcm(groups, context) // groups  # of key-value heads, see `Context`
+        keys = s.key_width * copies if self.shares_keys else s.query_width
+        # Queries, outputs; keys, values. Ranks that share rows also keep what they exchange.
+        attention = 2 * s.query_width + 2 * keys + (context > 1) * s.query_width
         if self._compiled:
             # The inputs of all matrix products, and what elementwise operations start from.
             numbers = 2 * s.norms * s.hidden + attention + 3 * s.mlp
@@ -490,14 +494,17 @@ def smaller_settings(config: Config, on_cpu: bool = False) -> Iterator[tuple[str
         sleep | offload_all,
         smallest | sleep | offload_all,
     ]
-    gpus = [t.n_gpus_per_node, *(n for n in (2, 4, 8) if n > t.n_gpus_per_node)]
+    more = [n for n in (2, 4, 8) if n > t.n_gpus_per_node]
+    context = t.context_parallel_size
+    gpus = [(t.n_gpus_per_node, context), *((n, context) for n in more), *((n, n) for n in more)]
     if on_cpu:
         small = {"optim.micro_batch_tokens": min(o.micro_batch_tokens, MIN_CPU_PASS_TOKENS)}
         gpus, changes = gpus[:1], [{}, small, recompute, small | recompute]
     adapters = [{}] if m.lora_rank else [{}, {"model.lora_rank": 32}]
     seen = {""}
-    for count, adapter, change in product(gpus, adapters, changes):
+    for (count, context), adapter, change in product(gpus, adapters, changes):
         values = {**change, **adapter, "trainer.n_gpus_per_node": count}
+        values["trainer.context_parallel_size"] = context
         is_less_offload = o.offload == "all" and values.get("optim.offload") == "optimizer"
         text = " ".join(assignment(k, v) for k, v in values.items() if config.value(k) != v)
         if text not in seen and not is_less_offload:
@@ -514,8 +521,9 @@ def _with(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def _pass_tokens(config: Config, row_tokens: int, step_tokens: int) -> int:
-    """Return the most tokens of a forward pass: full passes of the longest rows."""
-    return max(row_tokens, min(config.optim.micro_batch_tokens, step_tokens))
+    """Return the most tokens of a rank's forward pass: full passes of the longest rows."""
+    longest = -(-row_tokens // config.trainer.context_parallel_size)
+    return max(longest, min(config.optim.micro_batch_tokens, step_tokens))
 
 
 def _engine(

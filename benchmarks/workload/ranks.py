@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentrl.learner.dispatch import SPLIT, dispatch
+from agentrl.learner.dispatch import BROADCAST, SPLIT, dispatch
 from agentrl.learner.rank import Rank
-from workload.updates import memory
+from workload.updates import limit_memory, memory
 
 
 class Weighed(Rank):
     """The learner's rank with a method for its memory."""
+
+    @dispatch(BROADCAST)
+    def limit(self, size: float) -> None:
+        """Raise if this rank needs more bytes of its GPU."""
+        limit_memory(size)
 
     @dispatch(SPLIT)
     def memory(self, share: None) -> dict[str, float | None]:

@@ -71,6 +71,13 @@ def memory() -> dict[str, float | None]:
     }
 
 
+def limit_memory(size: float) -> None:
+    """Let PyTorch raise if it needs more bytes of the GPU."""
+    if GPU:
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, size / total))
+
+
 def peak_flops(override: float) -> float:
     """Return the FLOP/s of the device, or of a matrix product on this CPU."""
     if override or GPU:

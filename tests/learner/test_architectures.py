@@ -28,9 +28,13 @@ from transformers import AutoModelForCausalLM
 from agentrl.engine.base import Sampling
 from agentrl.engine.local import LocalEngine
 from agentrl.engine.local.decoder import CannotDecode, Decoder
+from agentrl.errors import ConfigError
 from agentrl.learner.algorithms import make_targets
 from agentrl.learner.batch import collate
+from agentrl.learner.context import Context
 from agentrl.learner.learner import Learner
+from agentrl.learner.modes import prove_context
+from agentrl.learner.packing import Mode
 from agentrl.learner.rank import LocalRankGroup
 from agentrl.trajectory import Generation
 
@@ -116,17 +120,41 @@ def groups():
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_two_ranks_have_the_numbers_of_one(groups, name, folder):
     """With 3 rows in micro-batches of one row, so that a rank runs an empty one."""
+    check_two_ranks(groups, name, folder, config(optim__lr=1e-3, optim__micro_batch_tokens=1))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("gpt-oss", "DeepSeek-V3") else pytest.param(name, marks=pytest.mark.slow)
+        for name in ARCHITECTURES
+        if mode_of(name) is Mode.PACKED
+    ],
+)
+def test_two_ranks_share_the_tokens_of_each_row(groups, name, folder):
+    keys = {"optim__lr": 1e-3, "optim__micro_batch_tokens": 30, "trainer__n_gpus_per_node": 2}
+    check_two_ranks(groups, name, folder, config(**keys, trainer__context_parallel_size=2))
+
+
+@pytest.mark.parametrize("name", ("Qwen3.5", "Phi-4-mini"))
+def test_rows_that_are_not_packed_cannot_be_shared(name):
+    context = Context(None, 2, 0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"context_parallel_size=2: .* only packed rows .*Set it"):
+        prove_context(architecture(name), mode_of(name), context)
+
+
+def check_two_ranks(groups, name, folder, cfg) -> None:
     model = architecture(name)
     model.save_pretrained(folder)
     batch = as_sampled_by(model, collate(random_groups(3, groups=1, n=3), 31))
-    cfg = config(optim__lr=1e-3, optim__micro_batch_tokens=1)
     found = []
     for group in groups:
-        group.open(folder, cfg, torch.float32)
-        learner = Learner("", cfg, total_steps=4, group=group)
+        keys = cfg if group.size > 1 else cfg.with_values("trainer", context_parallel_size=1)
+        group.open(folder, keys, torch.float32)
+        learner = Learner("", keys, total_steps=4, group=group)
         assert learner.mode is mode_of(name)
         old = learner.old_logprobs(batch)
-        metrics, _ = learner.update(batch, make_targets(batch, cfg, old, None, None), 1)
+        metrics, _ = learner.update(batch, make_targets(batch, keys, old, None, None), 1)
         found.append((old, metrics["actor/grad_norm"], group.first_gradients()))
     (old, norm, gradients), (old_2, norm_2, gradients_2) = found
     assert norm > 1e-3 and norm_2 == pytest.approx(norm, rel=1e-4)

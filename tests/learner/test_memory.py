@@ -270,7 +270,8 @@ def test_smaller_settings_need_less():
     before = estimate(config, tokens=2**20, gpu_bytes=GIB).total
     found = list(smaller_settings(config))
     for keys, smaller in found:
-        ranks, tokens = smaller.trainer.n_gpus_per_node, smaller.optim.micro_batch_tokens * 64
+        t, tokens = smaller.trainer, smaller.optim.micro_batch_tokens * 64
+        ranks, tokens = t.n_gpus_per_node, tokens // t.context_parallel_size
         after = estimate(smaller, ranks, tokens=tokens, gpu_bytes=GIB).total
         assert after < before or ("model.lora_rank=32" in keys and "recompute" not in keys), keys
     one = [
@@ -289,11 +290,27 @@ def test_smaller_settings_need_less():
     names = [keys for keys, _ in found]
     assert names[:12] == [*one, "model.lora_rank=32", f"{one[0]} model.lora_rank=32"]
     assert names[21] == "trainer.n_gpus_per_node=2" and len(set(names)) == len(names)
-    assert names[-1] == f"{one[-1]} model.lora_rank=32 trainer.n_gpus_per_node=8"
+    shared = "trainer.n_gpus_per_node=8 trainer.context_parallel_size=8"
+    assert names[-1] == f"{one[-1]} model.lora_rank=32 {shared}"
     apart = config_of(rollout={"urls": ["http://a:1"], "name": "sglang"}, optim={"offload": "all"})
     names = [keys for keys, _ in smaller_settings(apart)]
     assert names[:3] == [one[0], one[1], f"optim.micro_batch_tokens=4096 {one[1]}"]
     assert not any("sleep" in keys or "offload" in keys for keys in names)
+
+
+def test_ranks_that_share_rows_hold_parts_of_the_longest():
+    """Half of a row of 100,000 tokens each. Four ranks copy the two key-value heads of a layer."""
+    estimates = {
+        size: estimate(
+            config_of(trainer={"n_gpus_per_node": 4, "context_parallel_size": size}),
+            ranks=4,
+            pass_tokens=None,
+            row_tokens=100_000,
+        )
+        for size in (1, 2, 4)
+    }
+    assert [e.pass_tokens for e in estimates.values()] == [100_000, 50_000, 25_000]
+    assert estimates[2].total < estimates[1].total
 
 
 def test_what_is_offloaded_is_in_the_memory_of_the_cpu():

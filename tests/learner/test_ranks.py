@@ -138,8 +138,13 @@ def test_ranks_that_share_rows_change_nothing(groups, batch, world):
     cfg = config(**KEYS, **WORLDS[world])
     expected = run(groups[1], cfg, batch)
     for ranks, size, budget in ((2, 2, 30), (4, 2, 150), (4, 4, 10_000)):
-        more = {"trainer__n_gpus_per_node": ranks, "trainer__context_parallel_size": size}
-        other = config(**KEYS, **WORLDS[world], **more, optim__micro_batch_tokens=budget)
+        other = config(
+            **KEYS,
+            **WORLDS[world],
+            optim__micro_batch_tokens=budget,
+            trainer__n_gpus_per_node=ranks,
+            trainer__context_parallel_size=size,
+        )
         check_same(run(groups[ranks], other, batch), expected)
 
 
