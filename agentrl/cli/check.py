@@ -120,7 +120,7 @@ def _check_run(settings: Config, gpu_memory: float | None) -> None:
     # This import takes seconds, so it comes after the checks.
     from agentrl.engine.local.decoder import check_config
     from agentrl.engine.local.load import load_model_config, max_row_length
-    from agentrl.learner.modes import describe_mode, find_mode
+    from agentrl.learner.modes import check_context, describe_mode, find_mode
     from agentrl.learner.policy import describe_targets
 
     model = load_model_config(settings.model.path)
@@ -128,7 +128,11 @@ def _check_run(settings: Config, gpu_memory: float | None) -> None:
     check_model_fits(plan, template, max_length)
     if settings.rollout.name == "local":
         check_config(model)
-    learning = [describe_mode(*find_mode(model), settings.rollout.n)] if plan.train else []
+    learning = []
+    if plan.train:
+        mode, reason = find_mode(model)
+        check_context(model, mode, settings.trainer.context_parallel_size)
+        learning.append(describe_mode(mode, reason, settings.rollout.n))
     if plan.train and settings.model.lora_rank:
         learning.append(describe_targets(settings.model))
     _print_tool_format(settings.rollout.tool_format, template, settings.rollout.python)

@@ -51,13 +51,7 @@ class Context:
         Raises:
             NotImplementedError: the heads cannot be divided by the ranks.
         """
-        heads, shared = query.shape[1], key.shape[1]
-        copies = math.lcm(shared, self.size) // shared
-        if heads % (shared * copies):
-            raise NotImplementedError(
-                f"its attention has {heads} heads and {shared} key-value heads, which"
-                f" {self.size} ranks cannot share evenly"
-            )
+        copies = count_copies(query.shape[1], key.shape[1], self.size)
         if copies > 1:
             key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
         return tuple(map(self._all_tokens, (query, key, value)))
@@ -91,17 +85,38 @@ class Context:
         return all_to_all_single_autograd(x.contiguous(), None, None, self.group)
 
 
+def count_copies(heads: int, shared: int, ranks: int) -> int:
+    """Return how often key-value heads are repeated so that ranks can share them.
+
+    Args:
+        heads: the heads of queries.
+        shared: the key-value heads.
+        ranks: the number of ranks.
+
+    Raises:
+        NotImplementedError: the heads cannot be divided by the ranks.
+    """
+    copies = math.lcm(shared, ranks) // shared
+    if heads % (shared * copies):
+        raise NotImplementedError(
+            f"its attention has {heads} heads and {shared} key-value heads, which {ranks} ranks"
+            " cannot share evenly"
+        )
+    return copies
+
+
 @cache
 def open_context(size: int, device: str) -> Context | None:
     """Return the ranks that run the same rows as this one: `size` consecutive ones; None for 1.
 
-    All ranks call it at once.
+    A learner of one rank, which computes the steps of a run again for example, shares no rows. All
+    ranks call it at once.
 
     Args:
         size: divides the number of ranks.
         device: cpu or cuda.
     """
-    if size == 1:
+    if size == 1 or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     mesh = init_device_mesh(device, (dist.get_world_size() // size, size))
     return Context(mesh.get_group(1), size, mesh.get_local_rank(1))

@@ -430,8 +430,8 @@ class Learner:
 
     @property
     def _context_size(self) -> int:
-        """The number of ranks that share rows."""
-        return self.config.trainer.context_parallel_size
+        """The number of ranks that share rows; see `open_context`."""
+        return self.config.trainer.context_parallel_size if self.ranks.size > 1 else 1
 
     def _input_of(self, teacher: str) -> tuple[Mode, int]:
         """Return how rows become the input of a model, and the size of its vocabulary."""

@@ -44,7 +44,7 @@ from agentrl.installation import home
 from agentrl.learner import attention, head, packing
 from agentrl.learner.attention import HALF, PACKED
 from agentrl.learner.batch import TokenRows
-from agentrl.learner.context import Context
+from agentrl.learner.context import Context, count_copies
 from agentrl.learner.head import Head
 from agentrl.learner.packing import Mode, PackedRows, has_new_prompt, pack
 from agentrl.plural import plural
@@ -210,8 +210,31 @@ def find_mode(config: PretrainedConfig) -> tuple[Mode, str]:
     return _find_mode(copy.model, [short_rows, copy])
 
 
+def check_context(config: PretrainedConfig, mode: Mode, ranks: int) -> None:
+    """Check that ranks can share the rows of a model, as far as its config tells.
+
+    Args:
+        config: the model's.
+        mode: what `prove_mode` has found.
+        ranks: `trainer.context_parallel_size`.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    try:
+        if ranks > 1 and mode is not Mode.PACKED:
+            raise NotImplementedError(f"its rows are {mode.value}, and only packed rows are shared")
+        if isinstance(heads, int):
+            shared = getattr(text, "num_key_value_heads", None)
+            count_copies(heads, shared or heads, ranks)
+    except NotImplementedError as e:
+        raise _cannot_share(config.model_type, ranks, str(e)) from e
+
+
 def prove_context(model: PreTrainedModel, mode: Mode, context: Context) -> None:
-    """Check that a model computes the same states if ranks share its rows; all ranks call it.
+    """Compare the states of rows that ranks share with those of one rank; all ranks call it.
 
     Args:
         model: its attention implementation is that of the mode.
@@ -219,27 +242,30 @@ def prove_context(model: PreTrainedModel, mode: Mode, context: Context) -> None:
         context: the ranks.
 
     Raises:
-        ConfigError: it does not, or it has no packed rows.
+        ConfigError: they differ, or `check_context` refuses the model.
     """
-    problem = f"only packed rows can be shared, and this model runs rows {mode.value}"
-    if mode is Mode.PACKED:
-        batch = _rows(LONG_ROW, 0, LONGEST_ROW, model.get_input_embeddings().num_embeddings)  # type: ignore
-        packed = pack(batch, torch.arange(len(batch.response_ids)), batch.response_mask)
-        part = packed.part(context).to(model.device)
-        assert part.is_own is not None
-        whole = hidden_states(model, packed.to(model.device))[part.is_own].float()
-        try:
-            error = (hidden_states(model, part).float() - whole).norm() / whole.norm()
-            dist.all_reduce(error, dist.ReduceOp.MAX, context.group)
-            limit = HALF_TOLERANCE if model.dtype in HALF else TOLERANCE
-            problem = "" if error <= limit else "its states differ from those of one rank"
-        except NotImplementedError as e:
-            problem = str(e)
-    if problem:
-        raise ConfigError(
-            f"trainer.context_parallel_size={context.size}: {type(model).__name__} cannot be shared"
-            f" by ranks: {problem}. Set it to 1, or to a number that divides the heads"
-        )
+    check_context(model.config, mode, context.size)
+    vocabulary = min(VOCABULARY, model.config.get_text_config().vocab_size)
+    batch = _rows(LONG_ROW, 0, LONGEST_ROW, vocabulary)
+    packed = pack(batch, torch.arange(len(batch.response_ids)), batch.response_mask)
+    part = packed.part(context).to(model.device)
+    assert part.is_own is not None
+    whole = hidden_states(model, packed.to(model.device))[part.is_own].float()
+    try:
+        error = (hidden_states(model, part).float() - whole).norm() / whole.norm()
+    except NotImplementedError as e:
+        raise _cannot_share(type(model).__name__, context.size, str(e)) from e
+    dist.all_reduce(error, dist.ReduceOp.MAX, context.group)
+    if not error <= (HALF_TOLERANCE if model.dtype in HALF else TOLERANCE):
+        problem = f"its states differ from those of one rank by {error.item():.2g} of their norm"
+        raise _cannot_share(type(model).__name__, context.size, problem)
+
+
+def _cannot_share(name: str, ranks: int, problem: str) -> ConfigError:
+    return ConfigError(
+        f"trainer.context_parallel_size={ranks}: ranks cannot share the rows of {name}: {problem}."
+        " Set another number, or 1"
+    )
 
 
 def _find_mode(

@@ -31,9 +31,8 @@ from agentrl.engine.local.decoder import CannotDecode, Decoder
 from agentrl.errors import ConfigError
 from agentrl.learner.algorithms import make_targets
 from agentrl.learner.batch import collate
-from agentrl.learner.context import Context
 from agentrl.learner.learner import Learner
-from agentrl.learner.modes import prove_context
+from agentrl.learner.modes import check_context
 from agentrl.learner.packing import Mode
 from agentrl.learner.rank import LocalRankGroup
 from agentrl.trajectory import Generation
@@ -136,11 +135,17 @@ def test_two_ranks_share_the_tokens_of_each_row(groups, name, folder):
     check_two_ranks(groups, name, folder, config(**keys, trainer__context_parallel_size=2))
 
 
-@pytest.mark.parametrize("name", ("Qwen3.5", "Phi-4-mini"))
-def test_rows_that_are_not_packed_cannot_be_shared(name):
-    context = Context(None, 2, 0)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"context_parallel_size=2: .* only packed rows .*Set it"):
-        prove_context(architecture(name), mode_of(name), context)
+@pytest.mark.parametrize(
+    ("name", "ranks", "reason"),
+    [
+        ("Qwen3.5", 2, "its rows are packed whole, and only packed rows are shared"),
+        ("Phi-4-mini", 2, "its rows are rows alone, and only packed rows are shared"),
+        ("Qwen3", 3, "its attention has 4 heads and 2 key-value heads, which 3 ranks cannot share"),
+    ],
+)
+def test_rows_that_cannot_be_shared(name, ranks, reason):
+    with pytest.raises(ConfigError, match=f"context_parallel_size={ranks}: .*{reason}.* Set"):
+        check_context(architecture(name).config, mode_of(name), ranks)
 
 
 def check_two_ranks(groups, name, folder, cfg) -> None:

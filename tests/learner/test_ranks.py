@@ -132,12 +132,22 @@ def test_ranks_and_micro_batches_change_nothing(groups, batch, world, cuts):
         check_same(result, expected)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_ranks_that_share_rows_change_nothing(groups, batch, world):
-    """Two ranks share each row, or all four, or two times two of four."""
+SHARED = ((2, 2, 30), (4, 2, 150), (4, 4, 10_000))
+"""Ranks, ranks that share each row, and tokens of a micro-batch."""
+
+
+@pytest.mark.parametrize(
+    ("world", "cuts"),
+    [
+        pytest.param("rows", SHARED[:2], id="rows-some"),
+        pytest.param("shared critic", SHARED[:1], id="shared critic-one"),
+        *(pytest.param(w, SHARED, id=f"{w}-all", marks=pytest.mark.slow) for w in WORLDS),
+    ],
+)
+def test_ranks_that_share_rows_change_nothing(groups, batch, world, cuts):
     cfg = config(**KEYS, **WORLDS[world])
     expected = run(groups[1], cfg, batch)
-    for ranks, size, budget in ((2, 2, 30), (4, 2, 150), (4, 4, 10_000)):
+    for ranks, size, budget in cuts:
         other = config(
             **KEYS,
             **WORLDS[world],
@@ -164,8 +174,9 @@ def test_kept_tokens_go_to_the_rank_and_micro_batch_of_their_row(groups, batch):
     assert (mine > plain)[is_cut].all() and torch.equal(
         mine[batch.response_mask & ~is_cut], plain[batch.response_mask & ~is_cut]
     )
-    for ranks, budget in ((1, 60), (2, 60), (2, 10_000)):
-        other = config(**KEYS, optim__micro_batch_tokens=budget)
+    for ranks, size, budget in ((1, 1, 60), (2, 1, 60), (2, 2, 60)):
+        spread = {"n_gpus_per_node": ranks, "context_parallel_size": size}
+        other = config(**KEYS, optim__micro_batch_tokens=budget).with_values("trainer", **spread)
         result = run(groups[ranks], other, cut)
         for actual, expected in zip(result[0], metrics, strict=True):
             close(actual, expected)
