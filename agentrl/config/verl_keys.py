@@ -31,7 +31,7 @@ UNNEEDED = _by_key(_TABLE["unneeded"])
 REFUSED = _by_key(_TABLE["refused"])
 """Advice on the keys that change what is learned and have no counterpart."""
 WHYS: dict[str, str] = _TABLE["whys"]
-"""Why a setting of agentrl's is not verl's, by agentrl's key."""
+"""Why a setting is not verl's, by agentrl's key, or has no counterpart, by verl's."""
 SAME: dict[str, list[Any]] = _TABLE["same"]
 """The values of refused keys that are what agentrl does, where that is not verl's default."""
 SHARED: list[str] = _TABLE["shared"]
@@ -44,9 +44,7 @@ MAPPINGS: list[str] = _TABLE["mappings"]
 """The keys whose values are mappings."""
 OWN: set[str] = {*_TABLE["own"]}
 """The names of sections in which users of verl put keys of their own."""
-FILES = [
-    f"{group}/{name}".lstrip("/") for group, names in _TABLE["files"].items() for name in names
-]
+FILES: list[str] = _TABLE["files"]
 """The files of verl's own config, such as `ppo_trainer` and `actor/dp_actor`."""
 MACHINE: list[str] = _TABLE["machine"]
 """The keys whose defaults are not taken."""

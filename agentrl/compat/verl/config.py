@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.compat.verl.hydra import (
+    as_list,
     is_group,
     read_verl_config,
     references,
@@ -216,11 +217,7 @@ class _Translator:
         defaults = dict.fromkeys(p for p in self._defaults if p in translated - {*self.settings})
         if "trainer.total_training_steps" in self.settings:
             defaults.pop("trainer.total_epochs", None)
-            self.drop(
-                "trainer.total_epochs",
-                "no effect, because trainer.total_training_steps is set; verl also ends after as"
-                " many epochs",
-            )
+            self.drop("trainer.total_epochs", WHYS["trainer.total_epochs"])
         for path in [*self.settings, *defaults]:
             if path in self._reported:
                 continue
@@ -289,7 +286,7 @@ class _Translator:
         self._set(ours, value, verls, self.translation.taken, "")
 
     def change(self, ours: str, value: Any, *verls: str, why: str = "") -> None:
-        """Set a key of agentrl's whose meaning differs; `why` is in the table if it is always so."""
+        """Set a key of agentrl's whose meaning differs. Without `why`, the table has the reason."""
         self._set(ours, value, verls, self.translation.changed, f": {why or WHYS[ours]}")
 
     def drop(self, path: str, why: str, if_default: bool = False) -> None:
@@ -405,10 +402,7 @@ def _algorithm(t: _Translator) -> None:
     else:
         t.take(path, name, path)
     if name == "gae" and (other := _settings_of_critic(t)):
-        t.translation.changed.append(
-            "the critic is trained as the policy is (all weights, or an adapter of its rank);"
-            f" verl's has {', '.join(other)}"
-        )
+        t.translation.changed.append(f"{WHYS['critic']} {', '.join(other)}")
     loss, mode, dual = (
         f"{ACTOR}.{key}" for key in ("policy_loss.loss_mode", "loss_agg_mode", "clip_ratio_c")
     )
@@ -421,11 +415,7 @@ def _algorithm(t: _Translator) -> None:
     else:
         t.change("algorithm.dual_clip", 0.0, dual)
     if t.name(loss) not in CHOICES["losses"]:
-        t.refuse(
-            loss,
-            f"agentrl has the losses {', '.join(CHOICES['losses'])}. For a loss of your own"
-            " (@policy_loss), set algorithm.policy_loss=NAME and remove this key",
-        )
+        t.refuse(loss, f"agentrl has the losses {', '.join(CHOICES['losses'])}. {WHYS[loss]}")
     low = f"{ACTOR}.clip_ratio_low"
     if t.number(low) > 1:
         t.change("algorithm.clip_low", 1.0, low)
@@ -535,10 +525,10 @@ def _positions(t: _Translator) -> None:
 def _memory(t: _Translator) -> None:
     fsdp = f"{ACTOR}.fsdp_config"
     everything = t.first(f"{fsdp}.param_offload", f"{fsdp}.offload_policy")
-    moments = t.first(f"{fsdp}.optimizer_offload")
+    moments = f"{fsdp}.optimizer_offload"
     if everything and t.get(everything):
         t.take("optim.offload", "all", everything, moments)
-    elif moments and t.get(moments):
+    elif t.get(moments):
         t.take("optim.offload", "optimizer", moments)
 
 
@@ -608,12 +598,9 @@ def _tools(t: _Translator) -> None:
     history = f"{TURNS}.use_inference_chat_template"
     if t.get(history):
         t.change("rollout.history_thinking", "strip", history)
-    tools = [
-        t.first(f"{TURNS}.tool_config_path", "data.tool_config_path"),
-        t.first(f"{TURNS}.function_tool_path"),
-    ]
-    tools = [path for path in tools if path]
-    if files := tools + [p for p in [t.first(f"{TURNS}.interaction_config_path")] if p]:
+    tools = [t.first(f"{TURNS}.tool_config_path", "data.tool_config_path")]
+    tools = [path for path in (*tools, f"{TURNS}.function_tool_path") if path in t.settings]
+    if files := [p for p in (*tools, f"{TURNS}.interaction_config_path") if p in t.settings]:
         t.take("files", [t.value(path) for path in files], *files)
     if tools:
         t.take("data.tools", "all", *tools)
@@ -685,13 +672,11 @@ def _rows(t: _Translator) -> None:
 
 
 def _files(t: _Translator, path: str) -> list[str]:
-    files = t.get(path) or []
-    files = files if isinstance(files, list) else [files]
-    return [str(Path(str(file)).expanduser()) for file in files]
+    return [str(Path(str(file)).expanduser()) for file in as_list(t.get(path))]
 
 
 def _reward(t: _Translator) -> None:
-    path = t.first("reward.custom_reward_function.path", "custom_reward_function.path")
+    path = t.first("custom_reward_function.path", "reward.custom_reward_function.path")
     if path:
         name = path.replace(".path", ".name")
         function = f"{t.value(path)}:{t.get(name) or 'compute_score'}"
@@ -705,7 +690,7 @@ def _reward(t: _Translator) -> None:
             length, penalty = t.get(f"{buffer}.len"), t.get(f"{buffer}.penalty_factor")
             t.change("reward.overlong_buffer", length, f"{buffer}.len")
             t.take("reward.overlong_penalty", penalty or 1.0, f"{buffer}.penalty_factor")
-    for section in ("reward_model.sandbox_fusion", "reward.sandbox_fusion"):
+    for section in ("reward_model.sandbox_fusion", "reward.sandbox_fusion", "sandbox_fusion"):
         url, memory = f"{section}.url", f"{section}.memory_limit_mb"
         if t.get(url):
             t.take("sandbox.backend", str(t.get(url)).removesuffix("/run_code"), url)
@@ -720,14 +705,15 @@ def _run(t: _Translator) -> None:
     elif used := [name for name in names if name in t.settings]:
         output = "/".join(["checkpoints", *(str(t.get(name)) for name in used)])
         t.change("trainer.output", output, *used)
+    if not t.get("trainer.max_actor_ckpt_to_keep"):
+        t.take("trainer.keep", 0)
     mode, path = t.get("trainer.resume_mode"), "trainer.resume_from_path"
     if mode == "resume_path" and t.get(path):
         t.refuse(path, "agentrl does not read verl's checkpoints: export it as a model")
     elif mode:
         resume = "never" if mode == "disable" else "auto"
         t.take("trainer.resume", resume, "trainer.resume_mode")
-    loggers = t.get("trainer.logger") or []
-    loggers = loggers if isinstance(loggers, list) else [loggers]
+    loggers = as_list(t.get("trainer.logger"))
     ours = [name for name in loggers if name in TRACKERS]
     if loggers and ours != [name for name in loggers if name != "console"]:
         t.change("trainer.logger", ours, "trainer.logger")

@@ -51,11 +51,15 @@ def read_verl_config(
     return composer.read(Path(file))
 
 
+def as_list(value: Any) -> list[Any]:
+    """Return a value that may be one, several (a list), or none (null)."""
+    return value if isinstance(value, list) else [value] if value else []
+
+
 def is_group(path: str, value: Any) -> bool:
     """Return whether a setting of the command line chooses a file of a group, for Hydra."""
-    if path.startswith("hydra"):
-        return False
-    return "@" in path or "/" in path or (path in _GROUPS and isinstance(value, str))
+    is_named = "@" in path or "/" in path or (path in _GROUPS and isinstance(value, str))
+    return is_named and not path.startswith("hydra/")
 
 
 @dataclass
@@ -72,9 +76,7 @@ class _Composer:
 
     def search(self, paths: Any) -> None:
         """Search in the folders of a `hydra.searchpath` too. Its packages are verl's own files."""
-        for path in paths if isinstance(paths, list) else [paths]:
-            if str(path).startswith("file://"):
-                self.folders.append(Path(path.removeprefix("file://")))
+        self.folders += [Path(p[7:]) for p in map(str, as_list(paths)) if p.startswith("file://")]
 
     def read(
         self, file: Path, group: str = "", package: str = "", above: Sequence[Path] = ()
@@ -117,10 +119,8 @@ class _Composer:
                 merged |= own
                 continue
             place = _place(key, group, package)
-            options = self.options[place]
-            for name in options if isinstance(options, list) else [options]:
-                if name is not None:
-                    merged |= self._include(str(name), *place, key, [*above, file])
+            for name in as_list(self.options[place]):
+                merged |= self._include(str(name), *place, key, [*above, file])
         return merged
 
     def _include(
