@@ -247,7 +247,8 @@ class _Translator:
         """Return verl's default of a key; None for a key that no version has."""
         return resolve_value(self._defaults.get(path), self._values, path)
 
-    def _is_default(self, setting: Setting) -> bool:
+    def is_default(self, setting: Setting) -> bool:
+        """Return whether a setting has verl's default."""
         return _is_same(setting.value, self._default(setting.path))
 
     def value(self, path: str) -> Any:
@@ -294,7 +295,7 @@ class _Translator:
         if path not in self.settings:
             return
         self._reported.add(path)
-        if self._is_default(self.settings[path]) and not if_default:
+        if self.is_default(self.settings[path]) and not if_default:
             return
         self._dropped.setdefault(why, []).append(_shorten(self.settings[path]))
 
@@ -322,9 +323,9 @@ class _Translator:
         line = assignment(ours, value)
         if ours in self._overridden:
             before = [self._set_by_ours.get(setting.path, setting) for setting in used]
-            if replaced := [_shorten(s) for s in before if s and not self._is_default(s)]:
+            if replaced := [_shorten(s) for s in before if s and not self.is_default(s)]:
                 self.translation.overridden.append(f"{ours}  ({', '.join(replaced)})")
-        elif any(not self._is_default(setting) for setting in used):
+        elif used := [setting for setting in used if not self.is_default(setting)]:
             origin = ", ".join(map(_shorten, used))
             lines.append(f"{line}  ({origin}){why}" if origin != line else f"{line}{why}")
         elif value != FIELDS[ours].get_default(call_default_factory=True):
@@ -346,7 +347,7 @@ class _Translator:
             self.drop(path, f"no critic with {_ESTIMATOR}={self.get(_ESTIMATOR)}")
         elif any(_is_same(value, self.same(same)) for same in SAME.get(path, ())):
             self.drop(path, "as agentrl does")
-        elif self._is_default(self.settings[path]):
+        elif self.is_default(self.settings[path]):
             self.drop(path, REFUSED.get(path, ""), if_default=path in SAME)
         elif above in REFUSED:
             self.refuse(path, REFUSED[above])
@@ -422,10 +423,7 @@ def _algorithm(t: _Translator) -> None:
     else:
         t.take("algorithm.clip_low", t.number(low), low)
     clip = f"{ACTOR}.clip_ratio"
-    if clip in t.settings and not t.first(f"{clip}_low", f"{clip}_high"):
-        t.drop(clip, "no effect in verl either, where clip_ratio_low and clip_ratio_high are 0.2")
-    elif clip in t.settings:
-        t.drop(clip, "only clip_ratio_low and clip_ratio_high count")
+    t.drop(clip, "in verl too, only clip_ratio_low and clip_ratio_high count, 0.2 by default")
 
 
 def _settings_of_critic(t: _Translator) -> list[str]:
@@ -482,10 +480,21 @@ def _learning_rate(t: _Translator) -> None:
     else:
         t.take("optim.lr_warmup_steps", 0, *paths)
     schedule = t.first(f"{optim}.warmup_style") or f"{optim}.lr_scheduler_type"
+    factor = f"{optim}.min_lr_factor"
     if t.get(schedule) != "constant":
         t.refuse(schedule)
+    elif t.get(f"{ACTOR}.strategy") == "torchtitan":
+        t.take("optim.lr_final", t.get(factor), factor, schedule)
     else:
         t.take("optim.lr_final", 1.0, schedule)
+
+
+def _clip(t: _Translator) -> None:
+    clip, older = f"{ACTOR}.optim.clip_grad", f"{ACTOR}.grad_clip"
+    if older in t.settings and not t.is_default(t.settings[older]):
+        t.change("optim.max_grad_norm", t.get(older), older, clip)
+    else:
+        t.take("optim.max_grad_norm", t.get(clip), clip, older)
 
 
 def _count_steps(t: _Translator) -> int:
@@ -555,18 +564,17 @@ def _importance_weights(t: _Translator) -> None:
 
 def _filter(t: _Translator) -> None:
     groups = "algorithm.filter_groups"
-    if not t.get(f"{groups}.enable"):
-        return
     most = f"{groups}.max_num_gen_batches"
-    t.change("algorithm.filter_groups", True, f"{groups}.enable", f"{groups}.metric")
-    t.change("algorithm.max_gen_batches", t.number(most) or 100, most)
+    if t.get(f"{groups}.enable"):
+        t.change("algorithm.filter_groups", True, f"{groups}.enable", f"{groups}.metric")
+        t.change("algorithm.max_gen_batches", t.number(most) or 100, most)
 
 
 def _turns(t: _Translator) -> None:
-    longest = t.first("data.max_response_length", f"{ROLLOUT}.response_length")
-    tokens = t.number(longest or "data.max_response_length")
-    t.take("rollout.max_trajectory_tokens", tokens, longest)
-    t.change("rollout.max_turn_tokens", tokens, longest)
+    lengths = f"{ROLLOUT}.response_length", "data.max_response_length"
+    tokens = t.number(t.first(*lengths) or lengths[1])
+    t.take("rollout.max_trajectory_tokens", tokens, *lengths)
+    t.change("rollout.max_turn_tokens", tokens, *lengths)
     assistant, user = f"{TURNS}.max_assistant_turns", f"{TURNS}.max_user_turns"
     most, most_users = t.number(assistant), t.number(user)
     limits = [most] if most else []
@@ -722,6 +730,6 @@ def _run(t: _Translator) -> None:
 
 
 _PARTS: tuple[Callable[[_Translator], None], ...] = (
-    _algorithm, _kl, _mini_batches, _learning_rate, _positions, _memory, _importance_weights,
+    _algorithm, _kl, _mini_batches, _learning_rate, _clip, _positions, _memory, _importance_weights,
     _filter, _turns, _tools, _loop, _validation, _engine, _staleness, _rows, _reward, _run,
 )  # fmt: skip

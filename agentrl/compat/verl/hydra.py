@@ -1,8 +1,9 @@
 """Read a config of verl's: a YAML file for Hydra, which verl reads with OmegaConf.
 
-Supported are what verl's own example configs use: `defaults` lists, and the interpolations
-`${section.key}`, `${.key}`, `${oc.select:section.key,DEFAULT}` and `${oc.env:NAME,DEFAULT}`. verl's
-own configs (`ppo_trainer` and its parts) are not read: `verl_defaults.csv` has their defaults.
+Supported are what verl's own configs use: `defaults` with groups and packages, and the
+interpolations `${section.key}`, `${.key}`, `${oc.select:section.key,DEFAULT}` and
+`${oc.env:NAME,DEFAULT}`. Files of verl's own config (`ppo_trainer` and its parts) that are not next
+to the YAML file have the defaults of `verl_defaults.csv`.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class _Composer:
         """
         if file in above:
             names = " -> ".join(path.name for path in (*above[above.index(file) :], file))
-            self.mistakes.append(f"{above[-1]}: `defaults` must not be a cycle: {names}")
+            self.mistakes.append(f"{above[-1]}: its `defaults` are a cycle: {names}. Remove one")
             return {}
         text = file.read_text("utf-8", "replace") if file.is_file() else ""
         if header := re.search(r"^# *@package +(\S+)", text, re.MULTILINE):
@@ -103,10 +104,7 @@ class _Composer:
             self.search(search.value)
         defaults = own.pop("defaults", None)
         own = {prefix + path: replace(s, path=prefix + path) for path, s in own.items()}
-        entries = defaults.value if defaults else []
-        if not isinstance(entries, list):
-            self.mistakes.append(f"{defaults}: must be a list")
-            entries = []
+        entries = as_list(defaults and defaults.value)
         if "_self_" not in entries:
             entries = [*entries, "_self_"]  # as in verl's files
         groups = [_by_group(entry) for entry in entries]
