@@ -622,10 +622,6 @@ def _loop(t: _Translator) -> None:
         t.change("data.agent_name", "tool_agent", enable)
 
 
-def _validation(t: _Translator) -> None:
-    t.change("val.greedy", False)
-
-
 def _engine(t: _Translator) -> None:
     path, sleep = f"{ROLLOUT}.name", f"{ROLLOUT}.free_cache_engine"
     name = {"hf": "local"}.get(t.name(path), t.name(path))
@@ -675,6 +671,7 @@ def _rows(t: _Translator) -> None:
     for path, ours in (("data.train_files", "data.train"), ("data.val_files", "data.val")):
         if paths := _files(t, path):
             t.take(ours, paths if len(paths) > 1 else paths[0], path)
+    t.change("val.greedy", False)
     if "trainer.total_training_steps" not in t.settings:
         t.take("data.drop_last", True)
 
@@ -731,5 +728,5 @@ def _run(t: _Translator) -> None:
 
 _PARTS: tuple[Callable[[_Translator], None], ...] = (
     _algorithm, _kl, _mini_batches, _learning_rate, _clip, _positions, _memory, _importance_weights,
-    _filter, _turns, _tools, _loop, _validation, _engine, _staleness, _rows, _reward, _run,
+    _filter, _turns, _tools, _loop, _engine, _staleness, _rows, _reward, _run,
 )  # fmt: skip

@@ -45,10 +45,9 @@ def read_verl_config(
         mistakes: the list to which mistakes are appended.
         overrides: the settings of the command line, which may choose files of groups.
     """
-    values = {s.path: s.value for s in overrides}
-    composer = _Composer([Path(file).parent], mistakes)
-    composer.search(values.get(_SEARCH))
-    composer.chosen = {path: value for path, value in values.items() if is_group(path, value)}
+    chosen = {s.path: s.value for s in overrides if is_group(s.path, s.value)}
+    composer = _Composer([Path(file).parent], mistakes, chosen)
+    composer.search({s.path: s for s in overrides}.get(_SEARCH))
     return composer.read(Path(file))
 
 
@@ -70,14 +69,15 @@ class _Composer:
     folders: list[Path]
     """The folders in which files are searched: first that of the config."""
     mistakes: list[str]
-    chosen: dict[str, Any] = field(default_factory=dict)
+    chosen: dict[str, Any]
     """The files of groups that the command line chooses: `actor@actor_rollout_ref.actor: mine`."""
     options: dict[tuple[str, str], Any] = field(default_factory=dict)
     """The chosen files of each group and key."""
 
-    def search(self, paths: Any) -> None:
-        """Search in the folders of a `hydra.searchpath` too. Its packages are verl's own files."""
-        self.folders += [Path(p[7:]) for p in map(str, as_list(paths)) if p.startswith("file://")]
+    def search(self, setting: Setting | None) -> None:
+        """Search in the folders of `hydra.searchpath` too. Its packages have verl's own files."""
+        paths = map(str, as_list(setting and setting.value))
+        self.folders += [Path(path[7:]) for path in paths if path.startswith("file://")]
 
     def read(
         self, file: Path, group: str = "", package: str = "", above: Sequence[Path] = ()
@@ -100,19 +100,21 @@ class _Composer:
         prefix = package and f"{package}."
         settings = read_yaml(str(file), [k.removeprefix(prefix) for k in MAPPINGS], self.mistakes)
         own = {s.path: s for s in settings if not s.path.endswith("_target_")}
-        if search := own.pop(_SEARCH, None):
-            self.search(search.value)
+        self.search(own.pop(_SEARCH, None))
         defaults = own.pop("defaults", None)
         own = {prefix + path: replace(s, path=prefix + path) for path, s in own.items()}
         entries = as_list(defaults and defaults.value)
         if "_self_" not in entries:
             entries = [*entries, "_self_"]  # as in verl's files
-        groups = [_by_group(entry) for entry in entries]
-        groups = groups if above else [self.chosen, *groups]
-        for key, option in [item for group_of in groups for item in group_of.items()]:
+        named = [item for entry in entries for item in _by_group(entry).items()]
+        # What overrides another file takes its place, which is before the file's own settings.
+        named.sort(key=lambda item: not item[0].startswith("override "))
+        chosen = {} if above else self.chosen
+        options = {**chosen, **dict(named), **chosen}
+        for key, option in options.items():
             self.options.setdefault(_place(key, group, package), option)
         merged: dict[str, Setting] = {}
-        for key in [key for group_of in groups for key in group_of]:
+        for key in options:
             if key == "_self_":
                 merged |= own
                 continue
@@ -134,11 +136,12 @@ class _Composer:
         if name.startswith("model_engine/"):
             source = "command line" if key in self.chosen else str(above[-1])
             return {"model_engine": Setting("model_engine", option, source)}
-        if name not in FILES and not key.startswith("optional "):
-            self.mistakes.append(
-                f"{above[-1]}: its `defaults` need {name}.yaml, which is neither a file of verl's"
-                f" config nor in {', '.join(map(str, folders))}"
-            )
+        mistake = (
+            f"{above[-1]}: its `defaults` need {name}.yaml, which is neither a file of verl's"
+            f" config nor in {', '.join(map(str, folders))}"
+        )
+        if name not in FILES and not key.startswith("optional ") and mistake not in self.mistakes:
+            self.mistakes.append(mistake)
         return {}
 
 
