@@ -794,6 +794,14 @@ def test_verls_own_files_are_composed(version):
     assert not mistakes and values == expected
 
 
+@pytest.mark.verl
+def test_versions_that_read_grad_clip():
+    """From 0.8.0 on, gradients are clipped at `optim.clip_grad`."""
+    sources = {v: [*(VERL / v / "verl").rglob("*.py")] for v in VERSIONS}
+    readers = {v: sum("config.grad_clip" in f.read_text() for f in sources[v]) for v in VERSIONS}
+    assert readers == {"0.7.0": 2, "0.7.1": 2, "0.8.0": 0, "0.9.0": 0, "0.9.1": 0}
+
+
 def test_files_that_are_not_found_or_include_each_other(groups):
     _, (mistake,) = composed(groups / "c")
     assert "need c/a.yaml" in mistake and str(groups / "c") in mistake
