@@ -453,6 +453,8 @@ def test_values_that_agentrl_has_anyway_are_no_mistakes(tmp_path):
         "actor_rollout_ref.actor.mindspeed.tensor_model_parallel_size=4",
         "actor_rollout_ref.rollout.disaggregation.decode_replicas=2",
         "skip.rollout.dump_dir=dumps",
+        "reward_model.enable=false",  # null by default
+        "reward_model.overlong_buffer.log=false",
         "actor_rollout_ref.actor.qat.mode=w4a16",
     )
     assert not done.mistakes

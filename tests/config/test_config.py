@@ -323,7 +323,7 @@ def test_diff_against_another_config():
         ),
         (
             "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side=left",
-            "this is verl's name. Use tools.truncate: head, tail or middle, the part that is kept",
+            "this is verl's name. Use tools.truncate=head, tail or middle, the part that is kept",
         ),
         ("data.apply_chat_template_kwargs=x", "this is verl's name. Use model.template_kwargs"),
         (
