@@ -222,7 +222,7 @@ TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config"
     [
         ("actor_rollout_ref.rollout.do_sample=false", "always samples"),
         ("actor_rollout_ref.actor.optim.betas=[0.9, 0.95]", "betas"),
-        ("actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "linear.*lr_final"),
+        ("actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "lr_final.*linear"),
         (
             "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",
             r"cannot be counted \(no such file: rows.parquet .*Set .*lr_warmup_steps",

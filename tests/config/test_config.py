@@ -549,7 +549,7 @@ def test_verls_keys_are_not_agentrls_keys():
 def test_the_keys_that_replace_verls_keys_exist():
     for advice in VERL_KEYS.values():
         for path in re.findall(r"\b[a-z]+\.[a-z_]+\b", advice):
-            assert path in FIELDS or path in ("path.py", "verl.md"), advice
+            assert path in FIELDS or path.endswith((".py", ".md")), advice
 
 
 # -- what does nothing --------------------------------------------------------------------------
