@@ -30,6 +30,8 @@ UNNEEDED = _by_key(_TABLE["unneeded"])
 """Advice on the keys that need no counterpart."""
 REFUSED = _by_key(_TABLE["refused"])
 """Advice on the keys that change what is learned and have no counterpart."""
+WHYS: dict[str, str] = _TABLE["whys"]
+"""Why a setting is not verl's, by agentrl's key, or has no counterpart, by verl's."""
 SAME: dict[str, list[Any]] = _TABLE["same"]
 """The values of refused keys that are what agentrl does, where that is not verl's default."""
 SHARED: list[str] = _TABLE["shared"]
@@ -42,8 +44,8 @@ MAPPINGS: list[str] = _TABLE["mappings"]
 """The keys whose values are mappings."""
 OWN: set[str] = {*_TABLE["own"]}
 """The names of sections in which users of verl put keys of their own."""
-GROUPS: list[str] = _TABLE["groups"]
-"""The parts of verl's own ppo_trainer.yaml, such as `actor@actor_rollout_ref.actor: dp_actor`."""
+FILES: list[str] = _TABLE["files"]
+"""The files of verl's own config, such as `ppo_trainer` and `actor/dp_actor`."""
 MACHINE: list[str] = _TABLE["machine"]
 """The keys whose defaults are not taken."""
 

@@ -7,16 +7,18 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from support import verl_defaults
 from support.forked_python import run_agentrl
-from support.installed_verl import VERL, VERSIONS
+from support.installed_verl import VERL, VERSIONS, InstalledVerl
 from support.verl_defaults import GRPO
 
 from agentrl import load_run
 from agentrl.cli.options import read_config
 from agentrl.compat.verl.config import _PARTS, Translation, _Translator, translate
+from agentrl.compat.verl.hydra import read_verl_config
 from agentrl.config import FIELDS, load_config
-from agentrl.config.sources import Setting
+from agentrl.config.sources import Setting, read_overrides
 from agentrl.config.verl_keys import (
     CHANGED,
     MACHINE,
@@ -220,14 +222,18 @@ TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config"
     [
         ("actor_rollout_ref.rollout.do_sample=false", "always samples"),
         ("actor_rollout_ref.actor.optim.betas=[0.9, 0.95]", "betas"),
-        ("actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "linear.*lr_final"),
+        ("actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "lr_final.*linear"),
         (
             "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",
             r"cannot be counted \(no such file: rows.parquet .*Set .*lr_warmup_steps",
         ),
         ("actor_rollout_ref.model.override_config.max_position_embeddings=9", "no model at"),
         ("actor_rollout_ref.model.override_config.vocab_size=9", "that of the model"),
-        ("distillation.enabled=true", "no teacher model"),
+        ("distillation.enabled=true", r"Use teacher.model.*docs/distillation.md"),
+        ("async_training.staleness_threshold=0.5", "fully asynchronous.*max_staleness"),
+        ("skip.rollout.enable=true", "every row is played"),
+        ("actor_rollout_ref.model.override_config.attention_dropout=0.1", "without dropout"),
+        ("actor_rollout_ref.actor.mindspeed.mcore_kwargs.moe_aux_loss_coeff=0.1", "other losses"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov", "cispo, sapo, dppo_tv"),
         ("actor_rollout_ref.model.custom_chat_template=x", "chat_template"),
         ("algorithm.adv_estimator=opo", "reinforce_plus_plus_baseline"),
@@ -238,7 +244,10 @@ TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config"
         ("reward_model.enable=true", "judge"),
         ("reward_model.reward_manager=prime", "@reward"),
         ("data.train_max_samples=100", "all rows"),
-        ("actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side=left", "head or tail"),
+        (
+            "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side=left",
+            "tools.truncate=head",
+        ),
         ("actor_rollout_ref.actor.no_such_key=1", "neither verl's"),
         # A typo below a section whose keys are not needed, and its neighbours.
         ("critic.optmi.lr=1", r"neither verl's.*mean 'critic.optim.lr'\?"),
@@ -330,7 +339,7 @@ def test_recorded_commands_of_verls_examples_and_recipes(tmp_path):
         "custom_cls", "loss_mode", "adv_estimator", "distillation.enabled", "trainer.device=npu",
         "reward_model.enable", "routing_replay", "router_replay", "mtp.enable", "bypass_mode",
         "agent_loop_config_path", "kl_loss_type", "lora.rank", "lora_adapter_path", "fp8_recipe",
-        "exclude_modules", "tis_cap=0.5_4.0", "hydra.searchpath", "moe_z_loss_coeff",
+        "exclude_modules", "tis_cap=0.5_4.0", "actor/mlite_actor.yaml", "moe_z_loss_coeff",
         "moe_router_enable_expert_bias",
         "lr_scheduler_type=cosine (verl's default)",  # of model_engine=veomni
     ]  # fmt: skip
@@ -434,6 +443,19 @@ def test_values_that_agentrl_has_anyway_are_no_mistakes(tmp_path):
         f"{TRANSFORMER}.moe_router_load_balancing_type=none",
         f"{TRANSFORMER}.recompute_granularity=full",
         "+actor_rollout_ref.rollout.engine_kwargs.sglang.any_argument=1",
+        "+actor_rollout_ref.model.override_config.attn_implementation=flash_attention_2",
+        "+actor_rollout_ref.model.override_config.attention_dropout=0.0",
+        "+actor_rollout_ref.ref.model.override_config.attn_implementation=eager",
+        "actor_rollout_ref.actor.optim.min_lr_ratio=0.1",  # the rate is constant
+        "actor_rollout_ref.actor.optim.lr_decay_steps=1000",
+        "critic.optim.override_optimizer_config.optimizer_cpu_offload=false",
+        "actor_rollout_ref.actor.torchtitan.param_offload=true",
+        "actor_rollout_ref.actor.mindspeed.tensor_model_parallel_size=4",
+        "actor_rollout_ref.rollout.disaggregation.decode_replicas=2",
+        "skip.rollout.dump_dir=dumps",
+        "reward_model.enable=false",  # null by default
+        "reward_model.overlong_buffer.log=false",
+        "actor_rollout_ref.actor.qat.mode=w4a16",
     )
     assert not done.mistakes
     assert "critic.ppo_epochs=3: no critic with algorithm.adv_estimator=grpo" in done.dropped
@@ -499,6 +521,12 @@ def test_all_mistakes_are_reported_at_once_with_their_lines(tmp_path):
              "algorithm.loss_agg_mode": "seq-mean-token-mean"},
         ),
         (["actor_rollout_ref.actor.clip_ratio_low=0.1"], {"algorithm.clip_low": 0.1}),
+        (["actor_rollout_ref.actor.optim.clip_grad=0.5"], {"optim.max_grad_norm": 0.5}),
+        (["actor_rollout_ref.actor.grad_clip=0.5"], {"optim.max_grad_norm": 0.5}),
+        (["actor_rollout_ref.rollout.response_length=64"], {"rollout.max_trajectory_tokens": 64}),
+        # verl keeps all checkpoints.
+        ([], {"trainer.keep": 0}),
+        (["trainer.max_actor_ckpt_to_keep=3"], {"trainer.keep": 3}),
         (["actor_rollout_ref.actor.fsdp_config.param_offload=true"], {"optim.offload": "all"}),
         (
             ["actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
@@ -563,6 +591,11 @@ def test_all_mistakes_are_reported_at_once_with_their_lines(tmp_path):
             ["reward_model.sandbox_fusion.url=http://127.0.0.1:8080/run_code"],
             {"sandbox.backend": "http://127.0.0.1:8080"},
         ),
+        (["sandbox_fusion.url=http://127.0.0.1:8080/run_code"],
+         {"sandbox.backend": "http://127.0.0.1:8080"}),
+        # verl takes the older key, if both are set.
+        (["custom_reward_function.path=old.py", "reward.custom_reward_function.path=new.py"],
+         {"reward.function": "old.py:compute_score"}),
         (
             ["trainer.project_name=p", "trainer.experiment_name=e"],
             {
@@ -674,12 +707,169 @@ def test_defaults_are_files_of_the_same_folder(tmp_path):
     # Before the others, the file's own settings are overridden by them.
     config = config_of(translated(tmp_path, "defaults: [_self_, b]\n" + text))
     assert config.data.batch_size == 8
-    (tmp_path / "sub").mkdir()
-    verl_yaml(tmp_path / "sub", "defaults: [../b]\n", "c.yaml")
-    config = config_of(translated(tmp_path, "defaults: [sub/c]\n" + text))
-    assert (config.data.batch_size, config.trainer.seed) == (4, 5)
     done = translated(tmp_path, "defaults: [no_such]\n" + text)
-    assert "'no_such'" in done.mistakes[0] and str(tmp_path) in done.mistakes[0]
+    assert "need no_such.yaml" in done.mistakes[0] and str(tmp_path) in done.mistakes[0]
+
+
+GROUPS = {
+    "actor/mine.yaml": "defaults: [../optim@optim: fast, common]\ngrad_clip: 2\n",
+    "actor/common.yaml": "ppo_epochs: 3\n",
+    "actor/other.yaml": "ppo_epochs: 5\n",
+    "optim/fast.yaml": "lr: 1e-4\n",
+    "data/mine.yaml": "apply_chat_template_kwargs: {enable_thinking: false}\n",
+    "data/rows.yaml": "train_batch_size: 32\n",
+    "site.yaml": "# @package _global_\ntrainer: {total_epochs: 7, n_gpus_per_node: 1}\n",
+    "c/a.yaml": "# @package _global_\ndefaults: [b]\n",
+    "c/b.yaml": "defaults: [a]\n",
+    "c/run.yaml": "defaults: [/c/a]\n",
+    "run.yaml": """
+defaults:
+  - base
+  - data: [mine, rows]
+  - site
+  - optional cluster: no_such
+  - critic: null
+  - _self_
+  - override actor@actor_rollout_ref.actor: mine
+actor_rollout_ref: {rollout: {n: 2}, actor: {grad_clip: 4}}
+""",
+    "base.yaml": "defaults: [actor@actor_rollout_ref.actor: common]\ndata: {seed: 3}\n",
+}
+ACTOR = "actor_rollout_ref.actor."
+COMPOSED = {
+    "data.seed": 3, f"{ACTOR}grad_clip": 4, f"{ACTOR}optim.lr": 1e-4, f"{ACTOR}ppo_epochs": 3,
+    "data.apply_chat_template_kwargs": {"enable_thinking": False}, "data.train_batch_size": 32,
+    "trainer.total_epochs": 7, "trainer.n_gpus_per_node": 1, "actor_rollout_ref.rollout.n": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def groups(tmp_path):
+    """A folder of files for Hydra."""
+    for name, text in GROUPS.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def composed(folder, *overrides, name="run"):
+    """Return the values of a config that is composed of files, and the mistakes."""
+    mistakes: list[str] = []
+    words = read_overrides(overrides, mistakes)
+    settings = read_verl_config(str(folder / f"{name}.yaml"), mistakes, words)
+    return {path: setting.value for path, setting in settings.items()}, mistakes
+
+
+OTHER = "actor@actor_rollout_ref.actor=other"
+COMPOSED_OTHER = {**COMPOSED, f"{ACTOR}ppo_epochs": 5}
+del COMPOSED_OTHER[f"{ACTOR}optim.lr"]
+
+
+def test_files_of_groups_are_composed(groups):
+    assert composed(groups) == (COMPOSED, [])
+    assert composed(groups, OTHER) == (COMPOSED_OTHER, [])
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize("words", [[], [OTHER]])
+def test_hydra_composes_the_same(groups, words):
+    verl = InstalledVerl("0.9.1")
+    config = yaml.safe_load(verl.call("compose", words, str(groups), "run"))
+    verl.close()
+    thinking = "data.apply_chat_template_kwargs"
+    leaves = dict(verl_defaults.leaves(config))
+    leaves[thinking] = {"enable_thinking": leaves.pop(f"{thinking}.enable_thinking")}
+    assert leaves == composed(groups, *words)[0]
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize("version", VERSIONS)
+def test_verls_own_files_are_composed(version):
+    """As verl's `_generated_ppo_trainer.yaml` has them, which Hydra has composed."""
+    folder = VERL / version / "verl/trainer/config"
+    values, mistakes = composed(folder, name="ppo_trainer")
+    generated = yaml.safe_load((folder / "_generated_ppo_trainer.yaml").read_text())
+    expected = dict(verl_defaults.leaves(generated))
+    values.pop("model_engine", None)
+    (integer,) = (path for path in values if values[path] == "100_000")  # YAML 1.1
+    values[integer] = 100_000
+    assert not mistakes and values == expected
+
+
+@pytest.mark.verl
+def test_versions_that_read_grad_clip():
+    """From 0.8.0 on, gradients are clipped at `optim.clip_grad`."""
+    sources = {v: [*(VERL / v / "verl").rglob("*.py")] for v in VERSIONS}
+    readers = {v: sum("config.grad_clip" in f.read_text() for f in sources[v]) for v in VERSIONS}
+    assert readers == {"0.7.0": 2, "0.7.1": 2, "0.8.0": 0, "0.9.0": 0, "0.9.1": 0}
+
+
+def test_files_that_are_not_found_or_include_each_other(groups):
+    _, (mistake,) = composed(groups / "c")
+    assert "need c/a.yaml" in mistake and str(groups / "c") in mistake
+    (groups / "top.yaml").write_text("defaults: [c/a]\n")
+    _, (mistake,) = composed(groups, name="top")
+    assert "are a cycle: a.yaml -> b.yaml -> a.yaml" in mistake
+    _, (mistake,) = composed(groups, "critic@critic=no_such")
+    assert "need critic/no_such.yaml, which is neither a file of verl's" in mistake
+    # A file of verl's own has verl's defaults, and its search path needs no folder.
+    search = "hydra.searchpath=[pkg://verl.trainer.config]"
+    assert composed(groups, "critic@critic=dp_critic", search) == (COMPOSED, [])
+
+
+def test_files_of_a_search_path(groups, tmp_path):
+    (tmp_path / "more" / "critic").mkdir(parents=True)
+    (tmp_path / "more" / "critic" / "mine.yaml").write_text("ppo_epochs: 9\n")
+    search = f"hydra.searchpath=[file://{tmp_path}/more]"
+    values, mistakes = composed(groups, search, "+critic@critic=mine")
+    assert not mistakes and values["critic.ppo_epochs"] == 9
+
+
+def test_a_training_engine_in_the_defaults(tmp_path):
+    done = translated(tmp_path, "defaults: [ppo_trainer, override model_engine: veomni]\n")
+    assert "lr_scheduler_type=cosine (verl's default)" in done.mistakes[0]
+    done = translated(tmp_path, MULTI_TURN, "model_engine=torchtitan")
+    assert config_of(done).optim.lr_final == 0.0  # torchtitan's decay is linear
+    factor = "actor_rollout_ref.actor.optim.min_lr_factor=1.0"
+    done = translated(tmp_path, MULTI_TURN, "model_engine=torchtitan", factor)
+    assert config_of(done).optim.lr_final == 1.0
+
+
+OWN = """
+bs: 64
+my: {max_len: 128}
+total_epochs: 3
+data: {train_batch_size: '${bs}', max_response_length: '${my.max_len}'}
+trainer: {total_epochs: '${total_epochs}'}
+actor_rollout_ref: {rollout: {name: sglang, n: '${oc.select:samples,2}'}}
+algorithm: {adv_estimator: grpo}
+"""
+
+
+def test_variables_of_the_users_own(tmp_path):
+    done = translated(tmp_path, OWN, "+samples=4", "bs=32", "hydra.run.dir=out/${now:%H}")
+    config = config_of(done, overrides=["algorithm.mini_batch_size=0"])
+    assert (config.data.batch_size, config.rollout.n, config.trainer.total_epochs) == (32, 4, 3)
+    assert config.rollout.max_trajectory_tokens == 128
+    assert done.version == "0.9.1 (and of 0.7.0, 0.7.1, 0.8.0, 0.9.0)"
+    lines = "\n".join([done.report(), *done.mistakes])
+    assert not re.search(r"\b(bs|my|samples|hydra)\b", lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "message"),
+    [
+        ("unused: 1\n", "", "unused=1.*neither verl's"),
+        ("trainr: {total_epochs: 3}\n", "data.seed='${trainr.total_epochs}'",
+         "trainr.total_epochs=3.*mean 'trainer.total_epochs'"),
+        ("", "+unused=1", "unused=1.*unknown key"),
+        ("trainer.epochs: 3\n", "data.seed='${trainer.epochs}'", "trainer.epochs=3.*neither"),
+    ],
+)  # fmt: skip
+def test_keys_that_are_no_variables(tmp_path, text, override, message):
+    done = translated(tmp_path, OWN + text, *filter(None, [override]))
+    with pytest.raises(ConfigError, match=rf"(?s){message}"):
+        config_of(done)
 
 
 # -- verl's versions ------------------------------------------------------------------------------
@@ -752,10 +942,11 @@ def test_a_setting_without_a_value_is_a_mistake_if_verl_reads_it(tmp_path):
 
 
 def test_a_value_of_a_key_that_only_verl_has_is_refused(tmp_path):
-    done = translated(tmp_path, MULTI_TURN, "actor_rollout_ref.actor.qat.enable=true")
-    assert "qat.enable=true (command line): agentrl has no such" in done.mistakes[0]
-    assert "verl's default, actor_rollout_ref.actor.qat.enable=false." in done.mistakes[0]
-    assert not translated(tmp_path, MULTI_TURN, "actor_rollout_ref.actor.qat.enable=false").mistakes
+    key = "algorithm.use_pf_ppo"
+    done = translated(tmp_path, MULTI_TURN, f"{key}=true")
+    assert f"{key}=true (command line): agentrl has no such" in done.mistakes[0]
+    assert f"verl's default, {key}=false." in done.mistakes[0]
+    assert not translated(tmp_path, MULTI_TURN, f"{key}=false").mistakes
 
 
 def test_the_training_engine_has_its_defaults(tmp_path):
@@ -798,7 +989,7 @@ def test_separate_async_is_a_staleness(tmp_path, settings, staleness, cap):
 
 def test_other_modes_of_the_trainer(tmp_path):
     done = translated(tmp_path, MULTI_TURN, "trainer.v1.trainer_mode=colocate_async")
-    assert "sync and separate_async (trainer.max_staleness)" in done.mistakes[0]
+    assert "Use verl's sync, or trainer.max_staleness" in done.mistakes[0]
     old = translated(tmp_path, MULTI_TURN, ASYNC, "trainer.use_v1=false")
     assert not old.mistakes and config_of(old).trainer.max_staleness == 0
 
@@ -853,7 +1044,7 @@ def test_every_changed_key_is_read_by_the_translation():
 
     read: set[str] = set()
     custom = "custom_reward_function"
-    given = {
+    given: dict[str, object] = {
         "algorithm.use_kl_in_reward": True,
         "algorithm.filter_groups.enable": True,
         "actor_rollout_ref.actor.use_kl_loss": True,
@@ -863,8 +1054,9 @@ def test_every_changed_key_is_read_by_the_translation():
         f"{custom}.name": "f",
         **{k: True for k in CHANGED if "sandbox_fusion.url" in k or "overlong" in k},
     }
-    newer = {f"reward.{custom}.path": "r.py", f"reward.{custom}.name": "f"}
+    newer: dict[str, object] = {f"reward.{custom}.path": "r.py", f"reward.{custom}.name": "f"}
     newer["algorithm.use_kl_in_reward"] = True
+    newer["actor_rollout_ref.actor.strategy"] = "torchtitan"
     for settings in ({}, given, newer):
         done = Translation()
         made = {k: Setting(k, v, "test") for k, v in settings.items()}

@@ -220,12 +220,10 @@ def _signature(create: Callable[..., Any]) -> inspect.Signature:
     parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in accepted if p.name != "create_kwargs"]
     sample = inspect.Parameter("sample", inspect.Parameter.KEYWORD_ONLY)
     is_open = len(parameters) < len(accepted) or any(p.kind is p.VAR_KEYWORD for p in declared)
-    open_parameters = (
-        [inspect.Parameter("create_kwargs", inspect.Parameter.VAR_KEYWORD)] if is_open else []
-    )
-    return inspect.Signature(
-        [sample, *(p for p in parameters if p.name != "sample"), *open_parameters]
-    )
+    taken = [sample, *(p for p in parameters if p.name != "sample")]
+    if is_open:
+        taken.append(inspect.Parameter("create_kwargs", inspect.Parameter.VAR_KEYWORD))
+    return inspect.Signature(taken)
 
 
 def _create_arguments(

@@ -7,6 +7,7 @@ the config's keys.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,7 +15,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agentrl.compat.verl.hydra import read_verl_config, resolve, resolve_value
+from agentrl.compat.verl.hydra import (
+    as_list,
+    is_group,
+    read_verl_config,
+    references,
+    resolve,
+    resolve_value,
+)
 from agentrl.config import FIELDS
 from agentrl.config.environment import hide_secrets, map_leaves, replace_texts
 from agentrl.config.sources import Setting, assignment, read_overrides
@@ -30,6 +38,7 @@ from agentrl.config.verl_keys import (
     UNNEEDED,
     VALUES,
     VERL_KEYS,
+    WHYS,
     explain_key,
     is_known,
     known_key,
@@ -98,15 +107,20 @@ def translate(
         flags: the values of agentrl's keys that options of the command line set.
     """
     translation = Translation()
-    settings = read_verl_config(file, translation.mistakes)
+    given = read_overrides(overrides, translation.mistakes)
+    settings = read_verl_config(file, translation.mistakes, given)
+    own = [p for p in references([*settings.values(), *given]) if is_variable(p)]
     verls_key = {ours: verls for verls, ours in reversed(RENAMED.items())}
     verls_key["data.train"] = "data.train_files"
     agentrl_settings: list[Setting] = []
     set_by_ours: dict[str, Setting | None] = {}
     options = [Setting(path, value, "command line") for path, value in (flags or {}).items()]
-    for setting in [*read_overrides(overrides, translation.mistakes), *options]:
+    for setting in [*given, *options]:
         path = setting.path
+        if path.startswith(("hydra.", "hydra/")) or is_group(path, setting.value):
+            continue
         is_verls = path in SHARED or (path not in FIELDS and bool(explain_key(path)))
+        is_verls |= path in own
         if not is_verls:
             agentrl_settings.append(setting)
             # Values that are computed from it should agree with it.
@@ -115,11 +129,13 @@ def translate(
             if not is_verls:
                 set_by_ours[path] = settings.get(path)
             settings[path] = replace(setting, path=path)
+    variables = {path: settings.pop(path).value for path in own if path in settings}
     version, translation.version = recognize_version(settings)
     strategy = settings.get("model_engine") or settings.get(f"{ACTOR}.strategy")
     versions = verl_versions(str(strategy and strategy.value))
     # A key that this version lacks has the default of the newest version that has it.
-    defaults = {k: v for has in [*versions.values(), versions[version]] for k, v in has.items()}
+    found = [*versions.values(), versions[version], variables]
+    defaults = {key: value for has in found for key, value in has.items()}
     # verl reads only the values that it needs, so `???` in the others is no mistake.
     unread = {"", *UNNEEDED}
     settings = {p: s for p, s in settings.items() if s.value != "???" or known_key(p) not in unread}
@@ -128,6 +144,13 @@ def translate(
     _Translator(settings, translation, defaults, set_by_ours, overridden).run()
     translation.settings += agentrl_settings
     return translation
+
+
+def is_variable(path: str) -> bool:
+    """Return whether a key is a user's own: not below a section of verl's, nor almost a key."""
+    keys = {*VERL_KEYS, *SHARED, *(key for has in verl_versions().values() for key in has)}
+    is_below = path.partition(".")[0] in {key.partition(".")[0] for key in keys}
+    return not (path in FIELDS or is_below or difflib.get_close_matches(path, keys, 1, 0.85))
 
 
 def recognize_version(settings: Mapping[str, Setting]) -> tuple[str, str]:
@@ -194,11 +217,7 @@ class _Translator:
         defaults = dict.fromkeys(p for p in self._defaults if p in translated - {*self.settings})
         if "trainer.total_training_steps" in self.settings:
             defaults.pop("trainer.total_epochs", None)
-            self.drop(
-                "trainer.total_epochs",
-                "no effect, because trainer.total_training_steps is set; verl also ends after as"
-                " many epochs",
-            )
+            self.drop("trainer.total_epochs", WHYS["trainer.total_epochs"])
         for path in [*self.settings, *defaults]:
             if path in self._reported:
                 continue
@@ -228,7 +247,8 @@ class _Translator:
         """Return verl's default of a key; None for a key that no version has."""
         return resolve_value(self._defaults.get(path), self._values, path)
 
-    def _is_default(self, setting: Setting) -> bool:
+    def is_default(self, setting: Setting) -> bool:
+        """Return whether a setting has verl's default."""
         return _is_same(setting.value, self._default(setting.path))
 
     def value(self, path: str) -> Any:
@@ -266,21 +286,22 @@ class _Translator:
         """Set a key of agentrl's that means the same."""
         self._set(ours, value, verls, self.translation.taken, "")
 
-    def change(self, ours: str, value: Any, why: str, *verls: str) -> None:
-        """Set a key of agentrl's whose meaning differs."""
-        self._set(ours, value, verls, self.translation.changed, f": {why}")
+    def change(self, ours: str, value: Any, *verls: str, why: str = "") -> None:
+        """Set a key of agentrl's whose meaning differs. Without `why`, the table has the reason."""
+        self._set(ours, value, verls, self.translation.changed, f": {why or WHYS[ours]}")
 
     def drop(self, path: str, why: str, if_default: bool = False) -> None:
         """Report a key of the config that has no counterpart, verl's default only `if_default`."""
         if path not in self.settings:
             return
         self._reported.add(path)
-        if self._is_default(self.settings[path]) and not if_default:
+        if self.is_default(self.settings[path]) and not if_default:
             return
         self._dropped.setdefault(why, []).append(_shorten(self.settings[path]))
 
-    def refuse(self, path: str, why: str) -> None:
-        """Report a key that would silently change what is learned."""
+    def refuse(self, path: str, why: str = "") -> None:
+        """Report a key that would silently change what is learned, by default with its advice."""
+        why = why or CHANGED[path]
         end = "" if why.endswith((".", "?")) else "."
         null = f" {path}=null leaves it out" if path in self.settings else ""
         self._mistake(path, f"{why}{end}{null}")
@@ -302,9 +323,9 @@ class _Translator:
         line = assignment(ours, value)
         if ours in self._overridden:
             before = [self._set_by_ours.get(setting.path, setting) for setting in used]
-            if replaced := [_shorten(s) for s in before if s and not self._is_default(s)]:
+            if replaced := [_shorten(s) for s in before if s and not self.is_default(s)]:
                 self.translation.overridden.append(f"{ours}  ({', '.join(replaced)})")
-        elif any(not self._is_default(setting) for setting in used):
+        elif used := [setting for setting in used if not self.is_default(setting)]:
             origin = ", ".join(map(_shorten, used))
             lines.append(f"{line}  ({origin}){why}" if origin != line else f"{line}{why}")
         elif value != FIELDS[ours].get_default(call_default_factory=True):
@@ -326,7 +347,7 @@ class _Translator:
             self.drop(path, f"no critic with {_ESTIMATOR}={self.get(_ESTIMATOR)}")
         elif any(_is_same(value, self.same(same)) for same in SAME.get(path, ())):
             self.drop(path, "as agentrl does")
-        elif self._is_default(self.settings[path]):
+        elif self.is_default(self.settings[path]):
             self.drop(path, REFUSED.get(path, ""), if_default=path in SAME)
         elif above in REFUSED:
             self.refuse(path, REFUSED[above])
@@ -382,38 +403,27 @@ def _algorithm(t: _Translator) -> None:
     else:
         t.take(path, name, path)
     if name == "gae" and (other := _settings_of_critic(t)):
-        t.translation.changed.append(
-            "the critic is trained as the policy is (all weights, or an adapter of its rank);"
-            f" verl's has {', '.join(other)}"
-        )
+        t.translation.changed.append(f"{WHYS['critic']} {', '.join(other)}")
     loss, mode, dual = (
         f"{ACTOR}.{key}" for key in ("policy_loss.loss_mode", "loss_agg_mode", "clip_ratio_c")
     )
     if t.name(loss) in ("gspo", "sapo"):
-        why = f"as in verl's {t.name(loss)}"
-        t.change("algorithm.loss_agg_mode", "seq-mean-token-mean", why, mode)
+        t.change("algorithm.loss_agg_mode", "seq-mean-token-mean", mode)
     else:
         t.take("algorithm.loss_agg_mode", t.get(mode), mode)
     if t.name(loss) in ("vanilla", "dppo_tv"):
         t.take("algorithm.dual_clip", t.get(dual), dual)
     else:
-        t.change("algorithm.dual_clip", 0.0, f"verl's {t.name(loss)} does not have it", dual)
+        t.change("algorithm.dual_clip", 0.0, dual)
     if t.name(loss) not in CHOICES["losses"]:
-        t.refuse(
-            loss,
-            f"agentrl has the losses {', '.join(CHOICES['losses'])}. For a loss of your own"
-            " (@policy_loss), set algorithm.policy_loss=NAME and remove this key",
-        )
+        t.refuse(loss, f"agentrl has the losses {', '.join(CHOICES['losses'])}. {WHYS[loss]}")
     low = f"{ACTOR}.clip_ratio_low"
     if t.number(low) > 1:
-        t.change("algorithm.clip_low", 1.0, "no lower bound, as with verl's value", low)
+        t.change("algorithm.clip_low", 1.0, low)
     else:
         t.take("algorithm.clip_low", t.number(low), low)
     clip = f"{ACTOR}.clip_ratio"
-    if clip in t.settings and not t.first(f"{clip}_low", f"{clip}_high"):
-        t.drop(clip, "no effect in verl either, where clip_ratio_low and clip_ratio_high are 0.2")
-    elif clip in t.settings:
-        t.drop(clip, "only clip_ratio_low and clip_ratio_high count")
+    t.drop(clip, "in verl too, only clip_ratio_low and clip_ratio_high count, 0.2 by default")
 
 
 def _settings_of_critic(t: _Translator) -> list[str]:
@@ -434,11 +444,7 @@ def _kl(t: _Translator) -> None:
     if t.get(in_reward):
         t.take("algorithm.kl_reward_coef", t.get(f"{control}.kl_coef"), in_reward)
         if t.get(f"{control}.type") == "adaptive":
-            t.refuse(
-                f"{control}.type",
-                "agentrl's target is the KL summed over a rollout, verl's is its mean over tokens."
-                f" Set {control}.type=null, and algorithm.kl_target to NATS per rollout",
-            )
+            t.refuse(f"{control}.type")
         kind = "algorithm.kl_penalty" if not t.get(in_loss) else kind
     if t.get(in_loss) or t.get(in_reward):
         kinds = CHOICES["kl_types"]
@@ -451,12 +457,8 @@ def _kl(t: _Translator) -> None:
 def _mini_batches(t: _Translator) -> None:
     path, n = f"{ACTOR}.ppo_mini_batch_size", t.number(f"{ROLLOUT}.n")
     prompts = t.number(path)
-    t.change(
-        "algorithm.mini_batch_size",
-        prompts * n,
-        f"it counts rollouts, verl's counts prompts: {prompts} times rollout.n={n}",
-        path,
-    )
+    why = f"it counts rollouts, verl's counts prompts: {prompts} times rollout.n={n}"
+    t.change("algorithm.mini_batch_size", prompts * n, path, why=why)
 
 
 def _learning_rate(t: _Translator) -> None:
@@ -474,19 +476,25 @@ def _learning_rate(t: _Translator) -> None:
             )
     paths = f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"
     if steps > 0:
-        why = "the rate of the first step is above 0, in verl it is 0"
-        t.change("optim.lr_warmup_steps", steps, why, *paths)
+        t.change("optim.lr_warmup_steps", steps, *paths)
     else:
         t.take("optim.lr_warmup_steps", 0, *paths)
     schedule = t.first(f"{optim}.warmup_style") or f"{optim}.lr_scheduler_type"
+    factor = f"{optim}.min_lr_factor"
     if t.get(schedule) != "constant":
-        t.refuse(
-            schedule,
-            "agentrl's decay is linear, to the share optim.lr_final of the learning rate:"
-            f" set {schedule}=constant, and optim.lr_final=SHARE",
-        )
+        t.refuse(schedule)
+    elif t.get(f"{ACTOR}.strategy") == "torchtitan":
+        t.take("optim.lr_final", t.get(factor), factor, schedule)
     else:
         t.take("optim.lr_final", 1.0, schedule)
+
+
+def _clip(t: _Translator) -> None:
+    clip, older = f"{ACTOR}.optim.clip_grad", f"{ACTOR}.grad_clip"
+    if older in t.settings and not t.is_default(t.settings[older]):
+        t.change("optim.max_grad_norm", t.get(older), older, clip)
+    else:
+        t.take("optim.max_grad_norm", t.get(clip), clip, older)
 
 
 def _count_steps(t: _Translator) -> int:
@@ -526,10 +534,10 @@ def _positions(t: _Translator) -> None:
 def _memory(t: _Translator) -> None:
     fsdp = f"{ACTOR}.fsdp_config"
     everything = t.first(f"{fsdp}.param_offload", f"{fsdp}.offload_policy")
-    moments = t.first(f"{fsdp}.optimizer_offload")
+    moments = f"{fsdp}.optimizer_offload"
     if everything and t.get(everything):
         t.take("optim.offload", "all", everything, moments)
-    elif moments and t.get(moments):
+    elif t.get(moments):
         t.take("optim.offload", "optimizer", moments)
 
 
@@ -547,8 +555,7 @@ def _importance_weights(t: _Translator) -> None:
             t.take("algorithm.tis_low", low, f"{correction}.rollout_is_threshold")
         t.take("algorithm.tis_cap", cap, f"{correction}.rollout_is_threshold")
     elif level is None and _is_asynchronous(t):
-        why = "tokens of older weights need importance weights, which verl leaves out"
-        t.change("algorithm.tis_cap", cap, why, MODE)
+        t.change("algorithm.tis_cap", cap, MODE)
     elif level is None:
         t.take("algorithm.tis_cap", 0.0)
     else:
@@ -557,80 +564,51 @@ def _importance_weights(t: _Translator) -> None:
 
 def _filter(t: _Translator) -> None:
     groups = "algorithm.filter_groups"
-    if not t.get(f"{groups}.enable"):
-        return
-    metric, most = t.get(f"{groups}.metric"), t.number(f"{groups}.max_num_gen_batches")
-    t.change(
-        "algorithm.filter_groups",
-        True,
-        f"groups are judged by their advantages, not by {metric or 'a metric'}",
-        f"{groups}.enable",
-    )
-    t.change(
-        "algorithm.max_gen_batches",
-        most or 100,
-        "then the step trains on the groups that it has, where verl stops",
-        f"{groups}.max_num_gen_batches",
-    )
+    most = f"{groups}.max_num_gen_batches"
+    if t.get(f"{groups}.enable"):
+        t.change("algorithm.filter_groups", True, f"{groups}.enable", f"{groups}.metric")
+        t.change("algorithm.max_gen_batches", t.number(most) or 100, most)
 
 
 def _turns(t: _Translator) -> None:
-    longest = t.first("data.max_response_length", f"{ROLLOUT}.response_length")
-    tokens = t.number(longest or "data.max_response_length")
-    t.take("rollout.max_trajectory_tokens", tokens, longest)
-    t.change("rollout.max_turn_tokens", tokens, "verl has no limit for a turn", longest)
+    lengths = f"{ROLLOUT}.response_length", "data.max_response_length"
+    tokens = t.number(t.first(*lengths) or lengths[1])
+    t.take("rollout.max_trajectory_tokens", tokens, *lengths)
+    t.change("rollout.max_turn_tokens", tokens, *lengths)
     assistant, user = f"{TURNS}.max_assistant_turns", f"{TURNS}.max_user_turns"
     most, most_users = t.number(assistant), t.number(user)
     limits = [most] if most else []
     limits += [most_users + 1] if most_users else []
     turns = min(limits, default=tokens)
-    why = "user turns plus 1" if user in t.settings else ""
-    if limits and not why:
+    if limits and user not in t.settings:
         t.take("rollout.max_turns", turns, assistant)
     else:
-        t.change("rollout.max_turns", turns, why or "verl has no limit", assistant, user)
+        t.change("rollout.max_turns", turns, assistant, user)
     calls = f"{TURNS}.max_parallel_calls"
-    t.change(
-        "rollout.max_tool_calls",
-        max(1, t.number(calls)) * turns,
-        f"for the whole trajectory; verl drops the calls of a turn after {t.get(calls)}",
-        calls,
-    )
+    t.change("rollout.max_tool_calls", max(1, t.number(calls)) * turns, calls)
 
 
 def _tools(t: _Translator) -> None:
     length, side = f"{TURNS}.max_tool_response_length", f"{TURNS}.tool_response_truncate_side"
-    characters = int(t.number(length))
-    t.change(
-        "tools.max_result_tokens",
-        max(1, characters // CHARACTERS_PER_TOKEN),
-        f"in tokens of {CHARACTERS_PER_TOKEN} characters; verl counts {characters} characters",
-        length,
-    )
+    tokens = int(t.number(length)) // CHARACTERS_PER_TOKEN
+    t.change("tools.max_result_tokens", max(1, tokens), length)
     if t.get(side) == "middle":
         t.take("tools.truncate", "middle", side)
     else:
-        t.refuse(
-            side,
-            "versions of verl differ in whether this side is kept or cut. Set"
-            " tools.truncate=head or tail, the part that is kept, and remove this key",
-        )
+        t.refuse(side)
     form = f"{TURNS}.format"
     if form in t.settings:
         name = CHOICES["tool_formats"].get(t.name(form), "auto")
         if name != "auto":
             t.take("rollout.tool_format", name, form)
         else:
-            t.change("rollout.tool_format", name, "the format of the chat template", form)
+            t.change("rollout.tool_format", name, form)
     history = f"{TURNS}.use_inference_chat_template"
     if t.get(history):
-        t.change("rollout.history_thinking", "strip", "as the chat template does", history)
-    tools = [
-        t.first(f"{TURNS}.tool_config_path", "data.tool_config_path"),
-        t.first(f"{TURNS}.function_tool_path"),
-    ]
-    tools = [path for path in tools if path]
-    if files := tools + [p for p in [t.first(f"{TURNS}.interaction_config_path")] if p]:
+        t.change("rollout.history_thinking", "strip", history)
+    tools = [t.first(f"{TURNS}.tool_config_path", "data.tool_config_path")]
+    tools = [path for path in (*tools, f"{TURNS}.function_tool_path") if path in t.settings]
+    if files := [p for p in (*tools, f"{TURNS}.interaction_config_path") if p in t.settings]:
         t.take("files", [t.value(path) for path in files], *files)
     if tools:
         t.take("data.tools", "all", *tools)
@@ -641,16 +619,7 @@ def _loop(t: _Translator) -> None:
     if loop in t.settings or not t.get(enable):
         t.take("data.agent_name", agent_loops.canonical(t.name(loop)), loop)
     else:
-        t.change(
-            "data.agent_name",
-            "tool_agent",
-            "for rows without agent_name, which newer versions of verl play with single_turn_agent",
-            enable,
-        )
-
-
-def _validation(t: _Translator) -> None:
-    t.change("val.greedy", False, "verl has one pass, at val.temperature")
+        t.change("data.agent_name", "tool_agent", enable)
 
 
 def _engine(t: _Translator) -> None:
@@ -673,8 +642,7 @@ def _engine(t: _Translator) -> None:
     engines = _count(t.get(gpus[0])) * _count(t.get(gpus[1])) // _count(t.get(each))
     has_own = is_asynchronous or t.get(hybrid) is not False
     if engines > 1 and name in ("sglang", "vllm") and has_own:
-        why = "verl has as many servers as the GPUs hold"
-        t.change("rollout.engines", engines, why, *gpus, each)
+        t.change("rollout.engines", engines, *gpus, each)
     merge = "actor_rollout_ref.model.lora.merge"
     if t.get(merge):
         t.take("rollout.lora", "merge", merge)
@@ -688,14 +656,10 @@ def _staleness(t: _Translator) -> None:
     ahead, most = "trainer.v1.separate_async.num_warmup_batches", f"{SAMPLER}_threshold"
     if _is_asynchronous(t):
         batches, versions = math.ceil(t.number(ahead) or 0), t.number(most) or math.inf
-        t.change(
-            "trainer.max_staleness",
-            max(0, min(batches, versions - 1)),
-            "so many batches ahead do rollouts begin, as in verl; none is dropped for its age",
-            *(MODE, ahead, most, f"{SAMPLER}_strategy"),
-        )
+        keys = (MODE, ahead, most, f"{SAMPLER}_strategy")
+        t.change("trainer.max_staleness", max(0, min(batches, versions - 1)), *keys)
     elif t.get("trainer.use_v1") and t.get(MODE) != "sync":
-        t.refuse(MODE, "agentrl has verl's sync and separate_async (trainer.max_staleness)")
+        t.refuse(MODE)
 
 
 def _count(value: Any) -> int:
@@ -707,18 +671,17 @@ def _rows(t: _Translator) -> None:
     for path, ours in (("data.train_files", "data.train"), ("data.val_files", "data.val")):
         if paths := _files(t, path):
             t.take(ours, paths if len(paths) > 1 else paths[0], path)
+    t.change("val.greedy", False)
     if "trainer.total_training_steps" not in t.settings:
         t.take("data.drop_last", True)
 
 
 def _files(t: _Translator, path: str) -> list[str]:
-    files = t.get(path) or []
-    files = files if isinstance(files, list) else [files]
-    return [str(Path(str(file)).expanduser()) for file in files]
+    return [str(Path(str(file)).expanduser()) for file in as_list(t.get(path))]
 
 
 def _reward(t: _Translator) -> None:
-    path = t.first("reward.custom_reward_function.path", "custom_reward_function.path")
+    path = t.first("custom_reward_function.path", "reward.custom_reward_function.path")
     if path:
         name = path.replace(".path", ".name")
         function = f"{t.value(path)}:{t.get(name) or 'compute_score'}"
@@ -729,11 +692,10 @@ def _reward(t: _Translator) -> None:
         "reward.reward_kwargs.overlong_buffer_cfg",
     ):
         if t.get(f"{buffer}.enable"):
-            why = "only sampled tokens count, and validation is not penalized"
             length, penalty = t.get(f"{buffer}.len"), t.get(f"{buffer}.penalty_factor")
-            t.change("reward.overlong_buffer", length, why, f"{buffer}.len")
+            t.change("reward.overlong_buffer", length, f"{buffer}.len")
             t.take("reward.overlong_penalty", penalty or 1.0, f"{buffer}.penalty_factor")
-    for section in ("reward_model.sandbox_fusion", "reward.sandbox_fusion"):
+    for section in ("reward_model.sandbox_fusion", "reward.sandbox_fusion", "sandbox_fusion"):
         url, memory = f"{section}.url", f"{section}.memory_limit_mb"
         if t.get(url):
             t.take("sandbox.backend", str(t.get(url)).removesuffix("/run_code"), url)
@@ -747,23 +709,24 @@ def _run(t: _Translator) -> None:
         t.take("trainer.output", t.value(folder), folder)
     elif used := [name for name in names if name in t.settings]:
         output = "/".join(["checkpoints", *(str(t.get(name)) for name in used)])
-        t.change("trainer.output", output, "the run's folder has this name too", *used)
+        t.change("trainer.output", output, *used)
+    if not t.get("trainer.max_actor_ckpt_to_keep"):
+        t.take("trainer.keep", 0)
     mode, path = t.get("trainer.resume_mode"), "trainer.resume_from_path"
     if mode == "resume_path" and t.get(path):
         t.refuse(path, "agentrl does not read verl's checkpoints: export it as a model")
     elif mode:
         resume = "never" if mode == "disable" else "auto"
         t.take("trainer.resume", resume, "trainer.resume_mode")
-    loggers = t.get("trainer.logger") or []
-    loggers = loggers if isinstance(loggers, list) else [loggers]
+    loggers = as_list(t.get("trainer.logger"))
     ours = [name for name in loggers if name in TRACKERS]
     if loggers and ours != [name for name in loggers if name != "console"]:
-        t.change("trainer.logger", ours, "the others are not supported", "trainer.logger")
+        t.change("trainer.logger", ours, "trainer.logger")
     elif loggers:
         t.take("trainer.logger", ours, "trainer.logger")
 
 
 _PARTS: tuple[Callable[[_Translator], None], ...] = (
-    _algorithm, _kl, _mini_batches, _learning_rate, _positions, _memory, _importance_weights,
-    _filter, _turns, _tools, _loop, _validation, _engine, _staleness, _rows, _reward, _run,
+    _algorithm, _kl, _mini_batches, _learning_rate, _clip, _positions, _memory, _importance_weights,
+    _filter, _turns, _tools, _loop, _engine, _staleness, _rows, _reward, _run,
 )  # fmt: skip

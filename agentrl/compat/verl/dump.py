@@ -53,7 +53,6 @@ def dump_rollouts(run: Run, folder: Path, split: str = "train") -> int:
 
 def _lines(run: Run, stored: StoredRollout) -> Iterator[dict[str, Any]]:
     scored, trajectory = stored.scored, stored.scored.trajectory
-    is_validation = stored.split in ("val", "greedy")
     for i, segment in enumerate(trajectory.segments):
         prompt, response = (
             run.tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -66,7 +65,7 @@ def _lines(run: Run, stored: StoredRollout) -> Iterator[dict[str, Any]]:
             "score": scored.reward,
             "step": stored.step,
         }
-        if is_validation:  # verl's validation names the score twice
+        if stored.split in ("val", "greedy"):  # verl's validation names the score twice
             line["reward"] = scored.reward
         line |= scored.metrics
         line["request_id"] = trajectory.episode_id

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ import yaml
 from agentrl.compat.verl.adapters import interaction_name, register_interaction, register_tool
 from agentrl.compat.verl.bases import OpenAIFunctionToolSchema
 from agentrl.compat.verl.stand_in import is_missing, is_relative, load_relative, stand_in
+from agentrl.config.environment import map_leaves
 from agentrl.config.sources import load_yaml as read_yaml_file
 from agentrl.errors import UserError
 
@@ -56,7 +58,7 @@ def load_yaml(path: Path) -> None:
                 where = f"{path}: {kind}[{i}]"
                 if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
                     raise UserError(f"{where} needs a class_name, not {entry!r:.100}")
-                _refuse_interpolations(entry, where)
+                map_leaves(partial(_refuse_interpolation, where), entry)
                 name = kinds[kind](entry, where, path.parent)
                 # The registry accepts the same class under the same name again.
                 if (kind, name) in loaded_names:
@@ -143,14 +145,10 @@ def _user_errors(problem: str) -> Iterator[None]:
         raise UserError(f"{problem}: {type(e).__name__}: {e}") from e
 
 
-def _refuse_interpolations(value: Any, where: str) -> None:
+def _refuse_interpolation(where: str, leaf: Any) -> None:
     """Raise `UserError` for a value such as `${oc.env:X}`: the tool would get it as text."""
-    if isinstance(value, str) and "${" in value:
-        raise UserError(f"{where}: {value!r}: interpolations are not supported; write the value")
-    for inner in value.values() if isinstance(value, dict) else ():
-        _refuse_interpolations(inner, where)
-    for inner in value if isinstance(value, list) else ():
-        _refuse_interpolations(inner, where)
+    if isinstance(leaf, str) and "${" in leaf:
+        raise UserError(f"{where}: {leaf!r}: interpolations are not supported; write the value")
 
 
 @contextmanager

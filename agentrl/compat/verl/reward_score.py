@@ -22,22 +22,6 @@ from agentrl.rewards.math_text import same_text
 from agentrl.rewards.search_qa import compute_score as grade_search_qa
 from agentrl.workers import Processes
 
-__all__ = [
-    "compute_score_batched",
-    "default_compute_score",
-    "extract_solution",
-    "gsm8k",
-    "last_boxed_only_string",
-    "math_dapo",
-    "math_reward",
-    "math_verify",
-    "prime_code",
-    "prime_math",
-    "remove_boxed",
-    "sandbox_fusion",
-    "search_qa",
-]
-
 T = TypeVar("T")
 
 MATH_PROCESSES = 2

@@ -118,13 +118,13 @@ def policy_gradient(name, log_probs, old_log_probs, advantages, mask, **config):
     return now.grad
 
 
-def compose(overrides, folder):
+def compose(overrides, folder, name="ppo_trainer"):
     """Return the config of a run as Hydra stores it in `.hydra/config.yaml`."""
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
     with initialize_config_dir(folder, version_base=None):
-        return OmegaConf.to_yaml(compose("ppo_trainer", overrides))
+        return OmegaConf.to_yaml(compose(name, overrides))
 
 
 def main():
