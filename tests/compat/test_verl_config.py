@@ -117,6 +117,14 @@ def test_a_config_is_translated_and_reported(tmp_path):
     assert "  optim.weight_decay=0.01\n" in defaults
 
 
+@pytest.mark.parametrize("key", ["", "fsdp_config."])
+def test_ranks_that_share_rows(tmp_path, key):
+    name = "ulysses_sequence_parallel_size"
+    words = [f"actor_rollout_ref.actor.{key}{name}=4", "trainer.n_gpus_per_node=8"]
+    done = translated(tmp_path, MULTI_TURN, *words, f"actor_rollout_ref.ref.{name}=4")
+    assert config_of(done).trainer.context_parallel_size == 4
+
+
 def test_what_the_command_line_overrides_is_not_reported_as_taken(tmp_path):
     words = ["rollout.n=4", "optim.weight_decay=0.1", "algorithm.mini_batch_size=8"]
     report = translate(verl_yaml(tmp_path), words, {"model.path": "m"}).report()
