@@ -643,6 +643,9 @@ def _engine(t: _Translator) -> None:
     has_own = is_asynchronous or t.get(hybrid) is not False
     if engines > 1 and name in ("sglang", "vllm") and has_own:
         t.change("rollout.engines", engines, *gpus, each)
+    shared = [f"{ACTOR}{part}.ulysses_sequence_parallel_size" for part in ("", ".fsdp_config")]
+    if (ranks := max(_count(t.get(path)) for path in shared)) > 1:
+        t.take("trainer.context_parallel_size", ranks, *shared)
     merge = "actor_rollout_ref.model.lora.merge"
     if t.get(merge):
         t.take("rollout.lora", "merge", merge)
