@@ -16,7 +16,7 @@ import json
 import multiprocessing
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import count, product, repeat
@@ -85,29 +85,29 @@ def sweep(
         names = [f"{i}-{name}" for i, name in enumerate(names)]
     words = {n: [*(overrides or ()), *v] for n, v in zip(names, values, strict=True)}
     settings = _check_all(config, output, words)
-    titles = {name: f"run {i} of {len(words)}: {name}" for i, name in enumerate(words, 1)}
     with run_lock(output):
         finished = _read_state(output / STATE, settings)
         _write_state(output / STATE, settings, finished)
         for name in finished:
-            echo(f"{titles[name]} is finished")
+            echo(f"{_title(words, name)} is finished")
         failed: list[str] = []
         pending = {name: settings[name] for name in words if name not in finished}
         train = partial(_train, config, output, words, settings)
-        if ray:
+        ended = ((name, train(name)) for name in pending)
+        if ray and pending:
             from agentrl.cluster.runs import train_runs
 
             echo(f"the output of each run is in {output}/NAME.log")
-            ended = train_runs(ray, pending, train, output) if pending else ()
-        else:
-            ended = _train_in_turn({name: titles[name] for name in pending}, train)
+            ended = train_runs(ray, pending, train, output)
         for name, code in ended:
+            if code - 128 in FORWARDED and not ray:  # A signal that stops a run stops the sweep.
+                raise typer.Exit(code)
             (failed if code else finished).append(name)
             _write_state(output / STATE, settings, finished)
             if code:
                 echo(f"error: the run {name} failed (exit code {code})", err=True)
             elif ray:
-                echo(f"{titles[name]} is finished")
+                echo(f"{_title(words, name)} is finished")
         if len(finished) > 1:
             # Runs with validation rows of their own have prompts of their own.
             same_prompts = not any("data.val" in run for run in runs)
@@ -234,7 +234,7 @@ def _check(config: Path | None, words: Sequence[str], folder: Path) -> tuple[str
     return "", json.loads(json.dumps(values, default=str))
 
 
-def _read_state(file: Path, settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _read_state(file: Path, settings: dict[str, dict[str, Any]]) -> list[str]:
     """Return the names of the runs that are finished.
 
     Raises:
@@ -246,15 +246,14 @@ def _read_state(file: Path, settings: Mapping[str, Mapping[str, Any]]) -> list[s
     before: dict[str, dict[str, Any]] = state.get("runs", {})
     if not any((file.parent / name).exists() for name in before):  # No run has started.
         return []
-    changes = [f"{name}: not there before" for name in settings if name not in before]
-    changes += [f"{name}: not there now" for name in before if name not in settings]
-    for name, values in settings.items():
-        old = before.get(name, {})
-        changes += [
-            f"{key}: {old[key]!r} before, {value!r} now"
-            for key, value in values.items()
-            if key in old and old[key] != value
-        ]
+    changes: list[str] = []
+    for name in settings | before:
+        old, now = before.get(name), settings.get(name)
+        if old is None or now is None:
+            changes.append(f"{name}: not there {'before' if old is None else 'now'}")
+            continue
+        keys = (key for key in now if key in old and old[key] != now[key])
+        changes += [f"{key}: {old[key]!r} before, {now[key]!r} now" for key in keys]
     if changes:
         raise UserError(
             f"{file} is from a sweep with other runs:\n  "
@@ -273,20 +272,8 @@ def _write_state(file: Path, settings: Mapping[str, Any], finished: Sequence[str
 # -- the runs -------------------------------------------------------------------------------------
 
 
-def _train_in_turn(
-    titles: Mapping[str, str], train: Callable[[str], int]
-) -> Iterator[tuple[str, int]]:
-    """Train one run after the other, as `agentrl.cluster.runs.train_runs` does at the same time.
-
-    Raises:
-        Exit: a signal stopped a run, so it stops the sweep.
-    """
-    for name, title in titles.items():
-        echo(title)
-        code = train(name)
-        if code - 128 in FORWARDED:
-            raise typer.Exit(code)
-        yield name, code
+def _title(words: Mapping[str, Sequence[str]], name: str) -> str:
+    return f"run {[*words].index(name) + 1} of {len(words)}: {name}"
 
 
 def _train(
@@ -299,6 +286,7 @@ def _train(
     """Train or resume a run in a child process, and report on it; return its exit code."""
     from agentrl.cli.report import report
 
+    echo(_title(words, name))
     folder, values = output / name, settings[name]
     base = ["--config", str(config)] if config else []
     # `never` would delete what the run has made before a kill.

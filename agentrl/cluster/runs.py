@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,8 +12,7 @@ from agentrl.cluster.connect import open_cluster
 from agentrl.errors import ConfigError
 from agentrl.torch_threads import NUMBER
 
-LOCAL = "local"
-"""Instead of an address: start a cluster on this machine."""
+log = logging.getLogger("agentrl")
 
 
 def train_runs(
@@ -24,7 +24,7 @@ def train_runs(
     process. With trainer.device=cpu, or in a cluster without GPUs, its ranks use CPUs.
 
     Args:
-        address: `HOST:PORT`, `auto` or `LOCAL`.
+        address: `HOST:PORT`, `auto`, or `local` for a new cluster on this machine.
         runs: the values of the config keys of each run, by its name.
         train: trains the run with a name, and returns the exit code.
         folder: for the output of each run, `NAME.log`.
@@ -36,7 +36,7 @@ def train_runs(
         ConfigError: there is no such cluster, no machine of it has enough GPUs for a run, or a run
             needs several machines.
     """
-    with open_cluster("" if address == LOCAL else address):
+    with open_cluster("" if address == "local" else address):
         import ray
         from ray.exceptions import RayError
 
@@ -45,28 +45,25 @@ def train_runs(
         needs = {name: _devices(values, has_gpus) for name, values in runs.items()}
         for name, (kind, count) in needs.items():
             if address := runs[name]["trainer.ray_address"]:
-                raise ConfigError(
-                    f"{name}: trainer.ray_address={address}: a run is a task on one machine here."
-                    " Leave out the key, or --ray to train one run after the other"
-                )
+                problem = "a run is a task on one machine here: leave out the key, or --ray"
+                raise ConfigError(f"{name}: trainer.ray_address={address}: {problem}")
             if all(n.get(kind, 0) < count for n in nodes):
                 raise ConfigError(f"{name}: no machine of the cluster has {count} {kind}s")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "CUDA_VISIBLE"))}
         tasks = {}
         for name, (kind, count) in needs.items():
             variables = kept if kind == "GPU" else {NUMBER: "1"} | kept  # A core has one run.
-            devices = {f"num_{kind.lower()}s": count}
+            devices: dict[str, Any] = {f"num_{kind.lower()}s": count}
             task = ray.remote(max_calls=1, max_retries=0, **devices)(_train)
             tasks[task.remote(train, name, folder, os.getcwd(), variables)] = name
         while tasks:
             for task in ray.wait([*tasks], timeout=1)[0]:  # in steps, so that Ctrl-C works
+                name = tasks.pop(task)
                 try:
-                    code = ray.get(task)
+                    yield name, ray.get(task)
                 except RayError as e:
-                    code = 1
-                    with open(folder / f"{tasks[task]}.log", "a") as log:
-                        log.write(f"{e}\n")
-                yield tasks.pop(task), code
+                    log.error("%s: %s", name, e)
+                    yield name, 1
 
 
 def _devices(values: Mapping[str, Any], has_gpus: bool) -> tuple[str, int]:
@@ -87,7 +84,7 @@ def _train(
 
     os.chdir(here)
     set_variables(variables)
-    with open(folder / f"{name}.log", "ab") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+    with open(folder / f"{name}.log", "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     return train(name)
