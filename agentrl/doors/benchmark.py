@@ -31,6 +31,7 @@ from agentrl.trajectory import Message, Sample, ToolCall
 log = logging.getLogger("agentrl")
 T = TypeVar("T")
 Json = dict[str, Any]
+Names = Sequence[Sequence[str]]
 NAME = "benchmark"
 SECONDS = 60.0
 """The time limit of a method, and of a check of arguments. None takes long."""
@@ -166,13 +167,7 @@ class ExpectedCalls(Environment):
 
     _defaults: ClassVar[Mapping[str, Json]]
 
-    def __init__(
-        self,
-        turns: list[str],
-        functions: list[str],
-        sample: Sample,
-        added: Sequence[Sequence[str]] = (),
-    ):
+    def __init__(self, turns: list[str], functions: list[str], sample: Sample, added: Names = ()):
         self.tools, self._expected = [*functions], sample.ground_truth
         self._turns, self._calls = [*zip(turns, added or [()] * len(turns), strict=True)], [[]]
 
@@ -226,10 +221,14 @@ def _bfcl(path: str, schemas: Mapping[str, Json]) -> Iterator[Json]:
             [_parse_call(text, functions, schemas, truth.where) for text in turn]
             for turn in truth.get("ground_truth", list)
         ]
-        turns, added = _bfcl_turns(record, functions, schemas)
+        turns, added = _bfcl_turns(record, schemas)
         if len(turns) != len(expected):
             problem = f"ground_truth has {len(expected)} turns, question has {len(turns)}"
             raise DataError(f"{truth.where}: {problem}")
+        calls = ((i, call["name"]) for i, turn in enumerate(expected) for call in turn)
+        if early := [name for i, name in calls if name in chain.from_iterable(added[i + 1 :])]:
+            log.warning("%s: %s is left out: it adds %s after its call", path, key, early[0])
+            continue
         later = [*chain.from_iterable(added)]
         state = orjson.dumps(record.get("initial_config", dict)).decode()
         kwargs = {"turns": turns[1:], "functions": [f for f in functions if f not in later]}
@@ -238,9 +237,7 @@ def _bfcl(path: str, schemas: Mapping[str, Json]) -> Iterator[Json]:
         yield {"id": key, **_task(system, turns[0], expected, kwargs)}
 
 
-def _bfcl_turns(
-    record: Record, functions: Sequence[str], schemas: Mapping[str, Json]
-) -> tuple[list[str], list[list[str]]]:
+def _bfcl_turns(record: Record, schemas: Mapping[str, Json]) -> tuple[list[str], Names]:
     """Return the user's messages of a row, and the functions that each adds (missed_function).
 
     A message that adds functions has no text in the file. As in BFCL's mode for models without an
@@ -250,7 +247,7 @@ def _bfcl_turns(
     try:
         turns = ["\n".join(m["content"] for m in turn) for turn in record.get("question", list)]
         for turn, names in missed.items():
-            assert int(turn) > 0 and {*names} <= {*functions}
+            assert int(turn) > 0
             docs = orjson.dumps([schemas[name] for name in names]).decode()
             turns[int(turn)] = f"{docs}\n{turns[int(turn)] or BFCL_ADDED}"
     except (TypeError, LookupError, ValueError, AssertionError):
@@ -327,10 +324,8 @@ def _tau2(path: str, schemas: Mapping[str, Json]) -> Iterator[Json]:
     """Yield the rows of a `tasks.json` of tau2. Its `policy.md` becomes the system message."""
     policy = Path(path).expanduser().with_name("policy.md")
     if not policy.is_file():
-        raise DataError(
-            f"{path}: no {policy.name} next to it. The domain telecom has none, because its"
-            " customers have tools of their own: play it with tau2's package through a door"
-        )
+        problem = "no policy.md next to it. Telecom has none: use tau2's package through a door"
+        raise DataError(f"{path}: {problem}")
     system = policy.read_text(encoding="utf-8")
     left_out: list[str] = []
     for record in read_records(path):
@@ -395,16 +390,14 @@ def _environment(name: str, path: str) -> str:
 def rows(address: str) -> list[Json]:
     """Return the rows of `benchmark:NAME:FILE`."""
     name, path, schemas = _read(address)
-    if name in QUESTIONS:
-        made = [QUESTIONS[name](record) for record in read_records(path)]
-    else:
-        made = [*_playable(name, path, schemas)]
+    is_task = name in TASKS
+    made = [*(_tasks(name, path, schemas) if is_task else map(QUESTIONS[name], read_records(path)))]
     if not made:
-        raise DataError(f"{path}: has no {'rows' if name in QUESTIONS else 'tasks to play'}")
+        raise DataError(f"{path}: has no {'tasks to play' if is_task else 'rows'}")
     return made
 
 
-def _playable(name: str, path: str, schemas: Mapping[str, Json]) -> Iterator[Json]:
+def _tasks(name: str, path: str, schemas: Mapping[str, Json]) -> Iterator[Json]:
     """Yield the rows of tasks whose expected calls the schemas of their tools accept."""
     names = {"data_source": f"{NAME}/{name}", "environment": _environment(name, path)}
     checks = {n: Validator(schema["parameters"]) for n, schema in schemas.items()}
