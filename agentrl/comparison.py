@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 from agentrl.errors import DataError, UserError
@@ -134,11 +135,15 @@ class Validation:
     """The rollouts of one validation, read from the folder of a run or of `agentrl eval`."""
 
     step: int
-    groups: Mapping[str, Group]
-    """The sampled rollouts of each row, by the row's id."""
+    groups: Mapping[str, Sequence[Group]]
+    """The sampled rollouts of each row, by the row's id: a group for each seed of the run."""
 
     def __iter__(self) -> Iterator[Group]:
-        return iter(self.groups.values())
+        return chain.from_iterable(self.groups.values())
+
+    def values(self, value: Value, key: str) -> list[float]:
+        """Return the values of a row: those of each seed."""
+        return [x for group in self.groups[key] for x in value(group)]
 
     @property
     def has_tools(self) -> bool:
@@ -199,25 +204,20 @@ def read_validation(folder: Path, step: int | None = None, split: str = "val") -
     scored: dict[str, list[Scored]] = defaultdict(list)
     for rollout in store.read(step, split):
         scored[rollout.scored.trajectory.sample.id].append(rollout.scored)
-    groups = {key: Group(s[0].trajectory.sample, tuple(s)) for key, s in scored.items()}
+    groups = {key: [Group(s[0].trajectory.sample, tuple(s))] for key, s in scored.items()}
     return Validation(step, groups)
 
 
 def merge_seeds(validations: Sequence[Validation]) -> Validation:
     """Return one validation with the rollouts of runs that differ in their seeds alone.
 
-    Its rows are those that all runs validated. A row's value is then the mean over the seeds.
+    Its rows are those that all runs validated. A row's value is then the mean over the seeds: its
+    pass@k is that of one policy, not that of k policies.
     """
     first, *others = validations
     keys = [key for key in first.groups if all(key in other.groups for other in others)]
-    groups = {key: [v.groups[key] for v in validations] for key in keys}
-    return Validation(
-        max(v.step for v in validations),
-        {
-            key: Group(same[0].sample, tuple(s for group in same for s in group.scored))
-            for key, same in groups.items()
-        },
-    )
+    groups = {key: [g for v in validations for g in v.groups[key]] for key in keys}
+    return Validation(max(v.step for v in validations), groups)
 
 
 def shared_rows(first: Validation, second: Validation, same_prompts: bool = True) -> list[str]:
@@ -238,8 +238,8 @@ def shared_rows(first: Validation, second: Validation, same_prompts: bool = True
 
     return [
         key
-        for key, group in first.groups.items()
-        if key in second.groups and content(second.groups[key]) == content(group)
+        for key, groups in first.groups.items()
+        if key in second.groups and content(second.groups[key][0]) == content(groups[0])
     ]
 
 
@@ -263,7 +263,7 @@ def paired_difference(
         DataError: there is no shared row.
     """
     differences = [
-        mean(value(second.groups[key])) - mean(value(first.groups[key]))
+        mean(second.values(value, key)) - mean(first.values(value, key))
         for key in (shared_rows(first, second) if rows is None else rows)
     ]
     if not differences:
@@ -280,8 +280,8 @@ def flipped_rows(
     """
 
     def passes(validation: Validation, key: str) -> bool:
-        scored = validation.groups[key].scored
-        return 2 * sum(accuracy(s) >= 1 for s in scored) > len(scored)
+        accuracies = validation.values(accuracies_of, key)
+        return 2 * sum(accuracy >= 1 for accuracy in accuracies) > len(accuracies)
 
     gained = [k for k in rows if passes(second, k) and not passes(first, k)]
     return gained, [k for k in rows if passes(first, k) and not passes(second, k)]
@@ -298,13 +298,13 @@ def tool_metrics(played: Sequence[Group], without: Sequence[Group]) -> dict[str,
         played: the groups of a validation.
         without: the groups of the same rows that were played without tools.
     """
-    bare = Validation(0, {g.sample.id: g for g in without})
-    tooled = Validation(0, {g.sample.id: g for g in played if g.sample.id in bare.groups})
+    bare = Validation(0, {g.sample.id: [g] for g in without})
+    tooled = Validation(0, {g.sample.id: [g] for g in played if g.sample.id in bare.groups})
     if not tooled.groups:
         return {}
     difference = paired_difference(bare, tooled, rewards_of, [*tooled.groups])
     name = "val/tool_dependence"
-    calls = [count_calls(s.trajectory) > 0 for g in tooled.groups.values() for s in g.scored]
+    calls = [count_calls(s.trajectory) > 0 for g in tooled for s in g.scored]
     metrics = {name: difference.mean, f"{name}/calls": mean(calls)}
     if difference.n > 1:
         metrics |= {f"{name}/low": difference.low, f"{name}/high": difference.high}

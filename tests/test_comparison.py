@@ -18,7 +18,10 @@ from agentrl.comparison import (
     flipped_rows,
     interval_of,
     maj_at_k,
+    merge_seeds,
+    paired_difference,
     pass_at_k,
+    rewards_of,
     shared_rows,
     tool_metrics,
     values_of,
@@ -146,9 +149,9 @@ def test_rows_without_tools_are_played_with_the_same_seeds_and_compared_by_row()
 
 
 def test_other_prompts_pair_rows_by_id_and_truth():
-    first = Validation(0, {"0": group("a"), "1": group("a", key="1", truth="2")})
+    first = Validation(0, {"0": [group("a")], "1": [group("a", key="1", truth="2")]})
     second = Validation(
-        0, {"0": group("a", prompt="Compute:"), "1": group("a", key="1", truth="3")}
+        0, {"0": [group("a", prompt="Compute:")], "1": [group("a", key="1", truth="3")]}
     )
     assert shared_rows(first, second) == [] and shared_rows(first, second, same_prompts=False) == [
         "0"
@@ -158,9 +161,26 @@ def test_other_prompts_pair_rows_by_id_and_truth():
 def test_a_row_passes_if_more_than_half_of_its_rollouts_do():
     rows = {"0": ("ab", "aab"), "1": ("aa", "ab"), "2": ("ab", "bb"), "3": ("a", "a")}
     first, second = (
-        Validation(0, {key: group(row[i], key=key) for key, row in rows.items()}) for i in (0, 1)
+        Validation(0, {key: [group(row[i], key=key)] for key, row in rows.items()}) for i in (0, 1)
     )
     assert flipped_rows(first, second, [*rows]) == (["0"], ["1"])
+
+
+def test_pass_at_k_over_seeds_is_that_of_one_policy():
+    """Two policies that each pass with both rollouts or none: pass@2 is 1/2, not 5/6."""
+    seeds = [Validation(0, {"0": [group(answers)]}) for answers in ("aa", "bb")]
+    merged = merge_seeds(seeds)
+    values = values_of([*merged])
+    assert [*values] == ["reward", "acc", "pass@2", "maj@2"]
+    assert {name: merged.values(value, "0") for name, value in values.items()} == {
+        "reward": [1.0, 1.0, 0.0, 0.0],
+        "acc": [1.0, 1.0, 0.0, 0.0],
+        "pass@2": [1.0, 0.0],
+        "maj@2": [1.0, 0.0],
+    }
+    single = merge_seeds([Validation(0, {"0": [group(a)]}) for a in ("a", "b")])
+    assert [*values_of([*single])] == ["reward", "acc"], "no policy has two rollouts"
+    assert paired_difference(single, seeds[0], rewards_of).mean == 0.5
 
 
 # -- expectations ---------------------------------------------------------------------------------

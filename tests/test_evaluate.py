@@ -106,7 +106,7 @@ def test_rows_are_paired_by_id_and_content(store):
 def test_a_validation_is_read_by_step(store):
     folder = store("a", validation([1.0, 0.0]), step=10)
     store("a", validation([1.0, 1.0]), step=20)
-    assert [len(g.scored) for g in read_validation(folder).groups.values()] == [2]
+    assert [len(g.scored) for g in read_validation(folder)] == [2]
     assert read_validation(folder).step == 20 and read_validation(folder, 10).step == 10
     with pytest.raises(DataError, match=r"not validated at step 15\. Its validations: 10, 20"):
         read_validation(folder, 15)

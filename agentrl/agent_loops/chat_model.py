@@ -26,6 +26,8 @@ from agentrl.trajectory import Generation, Message, ToolCall, float_array, token
 
 MAX_REQUESTS = 64
 """The most requests in flight to a server."""
+TOKEN_COUNTS = "prompt_tokens", "completion_tokens"
+"""The counts that are read of a server's `usage`; a missing one is 0."""
 CHARACTERS = 4
 """The characters that count as a token where a tool result is cut."""
 
@@ -94,10 +96,13 @@ class ChatModel(Sampler):
             fix = "Check URL and name of --model, and the key (--token-env)"
             raise RequestRefused(f"{e}. {fix}") from None
         try:
-            choice, usage = answer["choices"][0], dict(answer.get("usage") or {})
+            choice, counts = answer["choices"][0], answer.get("usage") or {}
+            usage = {name: int(counts.get(name) or 0) for name in TOKEN_COUNTS}
             calls = enumerate(choice["message"].get("tool_calls") or ())
             text = choice["message"].get("content") or ""
-            message = Message("assistant", str(text), tuple(_read_call(i, c) for i, c in calls))
+            if not isinstance(text, str):  # A list of parts would be scored as the text "[{...".
+                raise TypeError
+            message = Message("assistant", text, tuple(_read_call(i, c) for i, c in calls))
         except (TypeError, LookupError, AttributeError, ValueError):
             problem = f"{self._address}: not a chat completion: {answer!r:.300}"
             raise Infrastructure(problem) from None
@@ -128,7 +133,7 @@ def _read_call(index: int, call: Any) -> ToolCall:
         if isinstance(arguments, dict):
             return ToolCall(str(function["name"]), arguments, id=call_id)
         error = "the arguments are not a JSON object"
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         error = f"the arguments are not JSON: {e}"
     return ToolCall(str(function["name"]), str(text), error, call_id)
 
@@ -202,9 +207,9 @@ class ChatEpisode(Episode):
                 raise
         if parse:
             message = replace(message, tool_calls=tuple(parse(message.content)))
-        prompt = usage.get("prompt_tokens", 0)
+        prompt, completion = (usage[name] for name in TOKEN_COUNTS)
         self._first_prompt = self._first_prompt or prompt
-        self._tokens = prompt + usage.get("completion_tokens", 0) - self._first_prompt
+        self._tokens = prompt + completion - self._first_prompt
         reason = "length" if reason == "length" else "stop"
         turn = Generation(token_array(), float_array(), token_array(), reason, prompt)
         row, seconds = self._first_row, time.monotonic() - start

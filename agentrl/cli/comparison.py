@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentrl.comparison import (
+    LEVEL,
     WITHOUT_TOOLS,
     MeanInterval,
     Validation,
@@ -95,7 +96,7 @@ def print_comparison(
     write_comparison(curves, output)
     echo(f"\nvalidation rewards over steps: {output}")
     for difference in differences[: len(pairs)] if margin is not None else ():
-        _check_margin(difference["name"], difference["reward"], margin or 0.0)
+        _check_margin(difference["name"], difference["rows"], difference["reward"], margin or 0.0)
 
 
 def _print_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
@@ -104,11 +105,13 @@ def _print_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
     echo("\n".join(aligned([[*header], *padded], 1)))
 
 
-def _check_margin(name: str, reward: Mapping[str, Any], margin: float) -> None:
+def _check_margin(name: str, rows: int, reward: Mapping[str, Any], margin: float) -> None:
     """Raise `UserError` unless the interval of a difference begins at or above `-margin`."""
     low, high = reward["low"], reward["high"]
     if low is None:
         raise UserError(f"{name}: one row has no interval, so --fail-if-worse cannot be tested")
+    if low == high:  # No row differs: see `interval_of`. A row is assumed to lose 1 at most.
+        low -= 1 - (1 - LEVEL) ** (1 / rows)
     if low < -margin:
         verb = "is" if high < -margin else "may be"
         ends = f"{reward['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
@@ -188,7 +191,7 @@ def _measure(
     numbers: dict[str, Any] = {"step": validation.step, "rows": len(validation.groups)}
     cells = [name, *map(str, numbers.values())]
     for key, value in values.items():
-        rows = [value(group) for group in validation]
+        rows = [validation.values(value, row) for row in validation.groups]
         center, error = mean([x for row in rows for x in row]), standard_error(rows)
         has_error = math.isfinite(error)
         cells.append(f"{center:.3f}" + f" ± {error:.3f}" * has_error)

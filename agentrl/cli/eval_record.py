@@ -19,7 +19,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.generate import check_settings, settings_of
+from agentrl.cli.generate import check_settings, read_state, settings_of
 from agentrl.data import Rows
 from agentrl.errors import UserError
 from agentrl.store import TrajectoryStore
@@ -72,7 +72,7 @@ class EvalRecord:
         self._folder, self._thread = folder, thread
         self._played = TrajectoryStore(folder / "played")
         file = folder / METRICS
-        self.metrics: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
+        self.metrics: dict[str, float] = read_state(file) if file.exists() else {}
 
     def of(self, split: str) -> SplitRecord:
         """Return the record of a split."""
@@ -103,7 +103,7 @@ def open_record(folder: Path, plan: Plan) -> Iterator[EvalRecord]:
     file = folder / "settings.json"
     with run_lock(folder), ThreadPoolExecutor(1, thread_name_prefix="record") as thread:
         if file.exists():
-            check_settings(folder, json.loads(file.read_text()), settings)
+            check_settings(folder, read_state(file), settings)
         elif (folder / METRICS).exists() or (folder / "metrics.jsonl").exists():
             raise UserError(f"--output {folder} has other results already: choose another folder")
         else:

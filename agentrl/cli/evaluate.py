@@ -147,7 +147,7 @@ def _folder_names(models: Sequence[str | None]) -> list[str]:
     """Return names for the folders of models: the last parts of their paths, if these differ."""
     for pattern in (r".*[/#]", ""):
         names = [re.sub(pattern, "", str(m).rstrip("/")) for m in models]
-        names = [re.sub(r"[^\w.-]+", "-", name).lstrip(".-") for name in names]
+        names = [re.sub(r"[^\w.=-]+", "-", name).lstrip(".-") for name in names]
         if len(set(names)) == len(names) and all(names):
             return names
     return [f"{i}-{name}" for i, name in enumerate(names)]
@@ -269,16 +269,12 @@ def _score_table(groups: Sequence[Group]) -> tuple[list[list[str]], dict[str, fl
         accs = [mean([accuracy(s) for s in group.scored]) for group in part]
         count = sum(len(group.scored) for group in part)
         over, error = MeanInterval.of(scores), standard_error([[x] for x in scores])
-        interval, score_text = "-", f"{over.mean:.3f}"
+        metrics |= {f"test_score/{source}": over.mean, f"test_score_rows/{source}": len(part)}
+        score, interval = f"{over.mean:.3f}", "-"
         if len(part) > 1:
-            interval = f"[{over.low:.3f}, {over.high:.3f}]"
-            score_text += f" ± {error:.3f}"
-        cells = [str(len(part)), str(count), score_text, interval, f"{mean(accs):.3f}"]
-        lines.append([source, *cells])
-        metrics[f"test_score/{source}"] = over.mean
-        metrics |= {f"test_score_rows/{source}": len(part)}
-        if len(part) > 1:
+            score, interval = f"{score} ± {error:.3f}", f"[{over.low:.3f}, {over.high:.3f}]"
             metrics[f"test_score_se/{source}"] = error
+        lines.append([source, str(len(part)), str(count), score, interval, f"{mean(accs):.3f}"])
         scored = [s for group in part for s in group.scored]
         metrics |= {f"test_{name}/{source}": x for name, x in grader_metrics(scored).items()}
     return lines, metrics

@@ -8,6 +8,7 @@ all are, it writes the output and removes the record.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -210,6 +211,21 @@ def _open_record(
         yield record, texts
     finally:
         os.close(fd)
+
+
+def read_state(file: Path) -> dict[str, Any]:
+    """Return the JSON object of a file that a command keeps in its folder.
+
+    Raises:
+        UserError: it is no JSON object.
+    """
+    try:
+        state = json.loads(file.read_text())
+        assert isinstance(state, dict)
+    except (ValueError, AssertionError):
+        advice = f"use another folder, or delete {file.parent} to start over"
+        raise UserError(f"{file} is damaged, or of another program: {advice}") from None
+    return state
 
 
 def check_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -1,10 +1,12 @@
-"""`agentrl sweep`: a run for each combination of values, one after the other, and one table.
+"""`agentrl sweep`: a run for each combination of values, and one table.
 
-The trainer is `agentrl train` in a child process, so a run resumes there as it does alone.
+The trainer is `agentrl train` in a child process, so a run resumes there as it does alone. The runs
+are trained one after the other, or as tasks of a Ray cluster.
 
     runs/sweep/
       sweep.json        the config of each run, and the runs that are finished
       kl=0-seed=1/      the folder of a run
+      kl=0-seed=1.log   with --ray: its output
       compare.svg       the picture of `agentrl compare`, with compare.json
 """
 
@@ -16,12 +18,14 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import count, product, repeat
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from agentrl.cli.generate import read_state
 from agentrl.cli.restarts import FORWARDED, run_supervised
 from agentrl.errors import AgentRLError, ConfigError, UserError
 from agentrl.plural import plural
@@ -44,6 +48,14 @@ def sweep(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Config keys of all runs."),
     ] = None,
+    ray: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Train at the same time what fits on a Ray cluster, each run with GPUs of its own:"
+            " HOST:PORT, `auto`, or `local` for this machine. Default: one run after the other.",
+        ),
+    ] = "",
 ) -> None:
     """Train one run for each combination of config values and seeds, and compare them.
 
@@ -59,6 +71,8 @@ def sweep(
         agentrl sweep recipes/sweeps/kl.yaml
 
         agentrl sweep recipes/sweeps/tools.yaml trainer.total_steps=20
+
+        agentrl sweep recipes/sweeps/kl.yaml --ray local
     """
     from agentrl.cli.comparison import print_comparison
     from agentrl.config.sources import assignment
@@ -73,17 +87,27 @@ def sweep(
     settings = _check_all(config, output, words)
     with run_lock(output):
         finished = _read_state(output / STATE, settings)
+        _write_state(output / STATE, settings, finished)
+        for name in finished:
+            echo(f"{_title(words, name)} is finished")
         failed: list[str] = []
-        for number, name in enumerate(words, 1):
-            echo(f"run {number} of {len(words)}: {name}" + " is finished" * (name in finished))
-            if name not in finished:
-                _write_state(output / STATE, settings, finished)
-                if code := _train(config, output / name, words[name], settings[name]):
-                    failed.append(name)
-                    echo(f"error: the run {name} failed (exit code {code})", err=True)
-                    continue
-                finished.append(name)
-                _write_state(output / STATE, settings, finished)
+        pending = {name: settings[name] for name in words if name not in finished}
+        train = partial(_train, config, output, words, settings)
+        ended = ((name, train(name)) for name in pending)
+        if ray and pending:
+            from agentrl.cluster.runs import train_runs
+
+            echo(f"the output of each run is in {output}/NAME.log")
+            ended = train_runs(ray, pending, train, output)
+        for name, code in ended:
+            if code - 128 in FORWARDED and not ray:  # A signal that stops a run stops the sweep.
+                raise typer.Exit(code)
+            (failed if code else finished).append(name)
+            _write_state(output / STATE, settings, finished)
+            if code:
+                echo(f"error: the run {name} failed (exit code {code})", err=True)
+            elif ray:
+                echo(f"{_title(words, name)} is finished")
         if len(finished) > 1:
             # Runs with validation rows of their own have prompts of their own.
             same_prompts = not any("data.val" in run for run in runs)
@@ -150,9 +174,12 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
 
 
 def _name_of(words: Sequence[str]) -> str:
-    """Return a name for the folder of a run: the last parts of its keys, with the values."""
+    """Return a name for the folder of a run: the last parts of its keys, with the values.
+
+    It is "base" for a run without values of its own.
+    """
     texts = [re.sub(r"^[^=]*[.](?=[^=]*=)", "", word) for word in words]
-    return re.sub(r"[^\w.=+-]+", "_", "-".join(texts))[:MAX_NAME]
+    return re.sub(r"[^\w.=+-]+", "_", "-".join(texts))[:MAX_NAME] or "base"
 
 
 # -- the checks -----------------------------------------------------------------------------------
@@ -207,7 +234,7 @@ def _check(config: Path | None, words: Sequence[str], folder: Path) -> tuple[str
     return "", json.loads(json.dumps(values, default=str))
 
 
-def _read_state(file: Path, settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _read_state(file: Path, settings: dict[str, dict[str, Any]]) -> list[str]:
     """Return the names of the runs that are finished.
 
     Raises:
@@ -215,17 +242,18 @@ def _read_state(file: Path, settings: Mapping[str, Mapping[str, Any]]) -> list[s
     """
     if not file.exists():
         return []
-    state = json.loads(file.read_text())
-    before: dict[str, dict[str, Any]] = state["runs"]
-    changes = [f"{name}: not there before" for name in settings if name not in before]
-    changes += [f"{name}: not there now" for name in before if name not in settings]
-    for name, values in settings.items():
-        old = before.get(name, {})
-        changes += [
-            f"{key}: {old[key]!r} before, {value!r} now"
-            for key, value in values.items()
-            if key in old and old[key] != value
-        ]
+    state = read_state(file)
+    before: dict[str, dict[str, Any]] = state.get("runs", {})
+    if not any((file.parent / name).exists() for name in before):  # No run has started.
+        return []
+    changes: list[str] = []
+    for name in settings | before:
+        old, now = before.get(name), settings.get(name)
+        if old is None or now is None:
+            changes.append(f"{name}: not there {'before' if old is None else 'now'}")
+            continue
+        keys = (key for key in now if key in old and old[key] != now[key])
+        changes += [f"{key}: {old[key]!r} before, {now[key]!r} now" for key in keys]
     if changes:
         raise UserError(
             f"{file} is from a sweep with other runs:\n  "
@@ -244,24 +272,28 @@ def _write_state(file: Path, settings: Mapping[str, Any], finished: Sequence[str
 # -- the runs -------------------------------------------------------------------------------------
 
 
-def _train(
-    config: Path | None, folder: Path, words: Sequence[str], settings: Mapping[str, Any]
-) -> int:
-    """Train or resume a run in a child process, and report on it; return its exit code.
+def _title(words: Mapping[str, Sequence[str]], name: str) -> str:
+    return f"run {[*words].index(name) + 1} of {len(words)}: {name}"
 
-    Raises:
-        Exit: a signal stopped the run, so it stops the sweep.
-    """
+
+def _train(
+    config: Path | None,
+    output: Path,
+    words: Mapping[str, Sequence[str]],
+    settings: Mapping[str, Mapping[str, Any]],
+    name: str,
+) -> int:
+    """Train or resume a run in a child process, and report on it; return its exit code."""
     from agentrl.cli.report import report
 
+    echo(_title(words, name))
+    folder, values = output / name, settings[name]
     base = ["--config", str(config)] if config else []
     # `never` would delete what the run has made before a kill.
-    resume = ["trainer.resume=auto"] if settings["trainer.resume"] == "never" else []
-    command = ["train", *base, "--output", str(folder), "--", *words, *resume]
+    resume = ["trainer.resume=auto"] if values["trainer.resume"] == "never" else []
+    command = ["train", *base, "--output", str(folder), "--", *words[name], *resume]
     _wait_until_free(folder)
-    code = run_supervised(command, folder, settings["trainer.max_restarts"])
-    if code - 128 in FORWARDED:
-        raise typer.Exit(code)
+    code = run_supervised(command, folder, values["trainer.max_restarts"])
     if code == 0:
         try:
             report(folder)

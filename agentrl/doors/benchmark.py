@@ -31,6 +31,7 @@ from agentrl.trajectory import Message, Sample, ToolCall
 log = logging.getLogger("agentrl")
 T = TypeVar("T")
 Json = dict[str, Any]
+Names = Sequence[Sequence[str]]
 NAME = "benchmark"
 SECONDS = 60.0
 """The time limit of a method, and of a check of arguments. None takes long."""
@@ -43,6 +44,8 @@ BFCL_DOCS = {
 """BFCL's files of function docs, by the class that a row names."""
 BFCL_TYPES = {"dict": "object", "float": "number", "tuple": "array"}
 """BFCL's names of JSON's types."""
+BFCL_ADDED = "I have updated some more functions you can choose from. What about now?"
+"""What BFCL's user says in a turn that adds functions."""
 
 
 # -- files ----------------------------------------------------------------------------------------
@@ -112,6 +115,8 @@ def read_records(path: str | Path) -> Iterator[Record]:
 
 def _question(prompt: str, source: str, truth: Any, record: Record, *extra: str) -> Json:
     """Return a row that the grader of a data source scores, with other fields of the record."""
+    if not truth:
+        raise DataError(f"{record.where}: the answer is empty")
     kept = {name: record.values[name] for name in extra if name in record.values}
     row = {"prompt": prompt, "data_source": source, "ground_truth": truth}
     return {**row, "agent_name": "single_turn", **({"extra_info": kept} if kept else {})}
@@ -135,11 +140,11 @@ def _math(record: Record) -> Json:
 
 def _hotpotqa(record: Record) -> Json:
     context = record.values.get("context")
-    if isinstance(context, dict):  # the columns of Hugging Face's version
-        context = zip(context.get("title", ()), context.get("sentences", ()), strict=False)
     try:
+        if isinstance(context, dict):  # the columns of Hugging Face's version
+            context = zip(context["title"], context["sentences"], strict=True)
         passages = [f"{title}: {''.join(sentences)}" for title, sentences in context or ()]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, KeyError):
         problem = "context must be a list of pairs: a title and a list of sentences"
         raise DataError(f"{record.where}: {problem}") from None
     question = f"{record.get('question', str)}\n\nWrite the answer in <answer> and </answer>."
@@ -156,14 +161,15 @@ class ExpectedCalls(Environment):
 
     Args:
         turns: the user's messages after the first one.
-        functions: the functions of the row.
+        functions: the functions that the row has from the beginning.
+        added: the functions that each of these messages adds; empty if none does.
     """
 
     _defaults: ClassVar[Mapping[str, Json]]
 
-    def __init__(self, turns: list[str], functions: list[str], sample: Sample):
-        self.tools, self._expected = functions, sample.ground_truth
-        self._turns, self._calls = [*turns], [[]]
+    def __init__(self, turns: list[str], functions: list[str], sample: Sample, added: Names = ()):
+        self.tools, self._expected = [*functions], sample.ground_truth
+        self._turns, self._calls = [*zip(turns, added or [()] * len(turns), strict=True)], [[]]
 
     async def call_function(self, name: str, arguments: Json, messages: Sequence[Message]) -> str:
         """Record a call."""
@@ -175,7 +181,9 @@ class ExpectedCalls(Environment):
         if not self._turns:
             return None
         self._calls.append([])
-        return Reply(self._turns.pop(0))
+        message, added = self._turns.pop(0)
+        self.tools = [*(self.tools or ()), *added]
+        return Reply(message)
 
     async def reward(self) -> float:
         """Return 1.0 if each turn has exactly the expected calls, in order; else 0.0.
@@ -204,8 +212,6 @@ def _bfcl(path: str, schemas: Mapping[str, Json]) -> Iterator[Json]:
     classes = _bfcl_classes(path)
     for record in read_records(file):
         key, where = record.get("id", str), record.where
-        if record.values.get("missed_function"):
-            raise DataError(f"{where}: missed_function: the tools of a row cannot change in it")
         if (truth := answers.get(key)) is None:
             raise DataError(f"{where}: possible_answer/{file.name} has no id {key!r}")
         excluded = record.values.get("excluded_function") or ()
@@ -215,14 +221,39 @@ def _bfcl(path: str, schemas: Mapping[str, Json]) -> Iterator[Json]:
             [_parse_call(text, functions, schemas, truth.where) for text in turn]
             for turn in truth.get("ground_truth", list)
         ]
-        turns = ["\n".join(m["content"] for m in turn) for turn in record.get("question", list)]
+        turns, added = _bfcl_turns(record, schemas)
         if len(turns) != len(expected):
             problem = f"ground_truth has {len(expected)} turns, question has {len(turns)}"
             raise DataError(f"{truth.where}: {problem}")
+        calls = ((i, call["name"]) for i, turn in enumerate(expected) for call in turn)
+        if early := [name for i, name in calls if name in chain.from_iterable(added[i + 1 :])]:
+            log.warning("%s: %s is left out: it adds %s after its call", path, key, early[0])
+            continue
+        later = [*chain.from_iterable(added)]
         state = orjson.dumps(record.get("initial_config", dict)).decode()
-        kwargs = {"turns": turns[1:], "functions": functions}
+        kwargs = {"turns": turns[1:], "functions": [f for f in functions if f not in later]}
+        kwargs |= {"added": added[1:]} if later else {}
         system = f"The state at the beginning: {state}"
         yield {"id": key, **_task(system, turns[0], expected, kwargs)}
+
+
+def _bfcl_turns(record: Record, schemas: Mapping[str, Json]) -> tuple[list[str], Names]:
+    """Return the user's messages of a row, and the functions that each adds (missed_function).
+
+    A message that adds functions has no text in the file. As in BFCL's mode for models without an
+    API of functions, it has their schemas.
+    """
+    missed = record.get("missed_function", dict) if "missed_function" in record.values else {}
+    try:
+        turns = ["\n".join(m["content"] for m in turn) for turn in record.get("question", list)]
+        for turn, names in missed.items():
+            assert int(turn) > 0
+            docs = orjson.dumps([schemas[name] for name in names]).decode()
+            turns[int(turn)] = f"{docs}\n{turns[int(turn)] or BFCL_ADDED}"
+    except (TypeError, LookupError, ValueError, AssertionError):
+        problem = "must be lists of messages, and map a later turn to names of functions"
+        raise DataError(f"{record.where}: question and missed_function {problem}") from None
+    return turns, [missed.get(str(turn), []) for turn in range(len(turns))]
 
 
 def _task(system: str, user: str, expected: Sequence[Sequence[Json]], kwargs: Json) -> Json:
@@ -292,7 +323,10 @@ def _parse_call(
 def _tau2(path: str, schemas: Mapping[str, Json]) -> Iterator[Json]:
     """Yield the rows of a `tasks.json` of tau2. Its `policy.md` becomes the system message."""
     policy = Path(path).expanduser().with_name("policy.md")
-    system = policy.read_text(encoding="utf-8") if policy.is_file() else ""
+    if not policy.is_file():
+        problem = "no policy.md next to it. Telecom has none: use tau2's package through a door"
+        raise DataError(f"{path}: {problem}")
+    system = policy.read_text(encoding="utf-8")
     left_out: list[str] = []
     for record in read_records(path):
         actions = record.get("evaluation_criteria", dict).get("actions") or []
@@ -309,6 +343,8 @@ def _tau2(path: str, schemas: Mapping[str, Json]) -> Iterator[Json]:
         scenario = record.get("user_scenario", dict).get("instructions")
         if isinstance(scenario, dict):
             scenario = "\n\n".join(f"{k}: {v}" for k, v in scenario.items() if v)
+        if not isinstance(scenario, str):
+            raise DataError(f"{record.where}: user_scenario has no instructions")
         user = f"Solve the case of this customer.\n\n{scenario}"
         row = _task(system, user, [expected], {"turns": [], "functions": [*schemas]})
         yield {"id": str(record.values.get("id")), **row}
@@ -354,18 +390,23 @@ def _environment(name: str, path: str) -> str:
 def rows(address: str) -> list[Json]:
     """Return the rows of `benchmark:NAME:FILE`."""
     name, path, schemas = _read(address)
-    if name in QUESTIONS:
-        return [QUESTIONS[name](record) for record in read_records(path)]
+    is_task = name in TASKS
+    made = [*(_tasks(name, path, schemas) if is_task else map(QUESTIONS[name], read_records(path)))]
+    if not made:
+        raise DataError(f"{path}: has no {'tasks to play' if is_task else 'rows'}")
+    return made
+
+
+def _tasks(name: str, path: str, schemas: Mapping[str, Json]) -> Iterator[Json]:
+    """Yield the rows of tasks whose expected calls the schemas of their tools accept."""
     names = {"data_source": f"{NAME}/{name}", "environment": _environment(name, path)}
     checks = {n: Validator(schema["parameters"]) for n, schema in schemas.items()}
-    made = []
     for row in TASKS[name](path, schemas):
         calls = [call for turn in row["ground_truth"] for call in turn]
         if unfit := [c for c in calls if checks[c["name"]].errors(c["arguments"], SECONDS)]:
             log.warning("%s: %s is left out: its tool refuses %s", path, row["id"], unfit[0])
         else:
-            made.append({**row, **names})
-    return made
+            yield {**row, **names}
 
 
 def load(alias: str, address: str) -> None:

@@ -53,7 +53,9 @@ class Environment:
 
     Attributes:
         tools: the names of the methods that the model may call in this episode; None: all public
-            ones. The constructor or `start` may set it, so that the model sees fewer tools.
+            ones. The constructor or `start` may set it, so that the model sees fewer tools. If
+            `respond` adds names, the model may call them from then on, but no schema of them is in
+            its context: the reply must describe them.
         reward_range: the least and the greatest possible outcome. `agentrl check environment`
             reads it.
         chance: the average reward that random valid calls may earn; None: the least outcome.

@@ -357,6 +357,8 @@ def clean_schema(schema: Any, defs: Mapping[str, Any], within: tuple[str, ...], 
                 f"{where}: the type {ref!r} contains itself, and chat templates print schemas"
                 " without references. Use a string, or a type with a fixed depth."
             )
+        if ref not in defs:
+            raise UserError(f"{where}: the schema refers to {ref!r}, but its $defs do not have it")
         siblings = {k: v for k, v in schema.items() if k != "$ref"}
         return clean_schema({**defs[ref], **siblings}, defs, (*within, ref), where)
     clean: dict[str, Any] = {}

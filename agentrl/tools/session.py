@@ -133,7 +133,9 @@ class ToolSession:
         specs = [t.spec for t in row_tools]
         schemas_of(specs)  # raises if two functions have the same name
         self.serial_groups = serial_groups_of(specs)
-        self._functions = {f.name: (t, f) for t in row_tools for f in t.functions}
+        self._known_functions = {f.name: (t, f) for t in row_tools for f in t.functions}
+        self._functions = self._known_functions
+        """Those that the model may call."""
         self._classes = [t for t in row_tools if t.is_class]
         self._create_kwargs: dict[str, dict[str, Any]] = {}
         """The row's constructor arguments of each class tool."""
@@ -185,10 +187,18 @@ class ToolSession:
                 self._instances[tool.name] = instance
                 messages += await self._runner.opening(tool, instance)
             if tool.is_environment:
-                offered = offered_functions(tool, self._instances[tool.name].value)
-                self._functions = {name: self._functions[name] for name in offered}
+                self._offer(tool)
         hooks = environment_hooks([tool.spec for tool in self._classes])
         return Opened(tuple(messages), tuple(self._functions), hooks)
+
+    def _offer(self, tool: Tool) -> None:
+        """Let the model call the functions that an environment offers now.
+
+        Raises:
+            UserCodeError: the environment's `tools` has a name that is no public method.
+        """
+        offered = offered_functions(tool, self._instances[tool.name].value)
+        self._functions = {name: self._known_functions[name] for name in offered}
 
     async def respond(self, turn: int, messages: Sequence[Message]) -> Reply | None:
         """Return the environment's reply to a turn. A turn that is sent again gets the same reply.
@@ -204,6 +214,7 @@ class ToolSession:
 
     async def _reply(self, messages: Sequence[Message]) -> Reply | None:
         tool, reply = await self._ask("respond", messages)
+        self._offer(tool)
         checked = check_reply(tool.label, reply)
         return checked and Reply(clean(checked.content), float(checked.score), bool(checked.done))
 

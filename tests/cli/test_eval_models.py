@@ -150,7 +150,13 @@ def test_an_episode_of_a_url_has_messages_and_no_tokens(api, run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"), [("{", "bad_call"), ("[1]", "bad_call"), ('{"x": 1}', "schema")]
+    ("arguments", "error"),
+    [
+        ("{", "bad_call"),
+        ("[1]", "bad_call"),
+        pytest.param("[" * 100_000, "bad_call", id="deep"),
+        ('{"x": 1}', "schema"),
+    ],
 )
 def test_a_wrong_call_is_answered_with_an_error(api, run, tmp_path, arguments, error):
     def answer(body):
@@ -195,6 +201,10 @@ FAULTS = {
     "empty": Response('{"choices": []}', 200, media_type="application/json"),
     "null": Response("null", 200, media_type="application/json"),
     "odd": Response('{"choices": [{"message": {"tool_calls": [1]}}]}', 200),
+    "parts": Response('{"choices": [{"message": {"content": [{"text": "#### 1"}]}}]}', 200),
+    "counts": Response(
+        '{"choices": [{"message": {"content": "a"}}], "usage": {"prompt_tokens": "many"}}', 200
+    ),
 }
 
 
@@ -207,6 +217,13 @@ def test_a_fault_of_the_server_is_no_answer(api, run, monkeypatch, fault):
     api.faults = [FAULTS[fault]] * 10**4
     output = run(*PLAY, "--model", f"{api.url}#caller", code=1)
     assert "8 of 8 rollouts were dropped" in output and api.url.split("//")[1] in output
+
+
+@pytest.mark.parametrize("usage", ['{"prompt_tokens": null}', '{"prompt_tokens": "10"}', "null"])
+def test_counts_of_tokens_may_be_missing(api, run, usage):
+    answer = f'{{"choices": [{{"message": {{"content": "#### 1"}}}}], "usage": {usage}}}'
+    api.faults = [Response(answer, 200)] * 8
+    assert re.search(r"sampled +8 +0.125", run(*PLAY, "--model", f"{api.url}#caller"))
 
 
 def test_a_refused_request_is_not_repeated(api, run):
@@ -326,6 +343,15 @@ def test_gates_exit_with_1(api, run):
     assert "may be worse by more than 0.5" in output
 
 
+def test_equal_results_of_few_rows_are_no_evidence(api, run):
+    """As `--expect`: of 8 rows that do not differ, up to 1 - 0.025^(1/8) = 37 % may be worse."""
+    for name in ("a", "b"):
+        run(*PLAY, "--model", f"{api.url}#caller", "--output", name)
+    output = run("compare", "a", "b", "--fail-if-worse", "0.36", code=1)
+    assert "b - a: may be worse by more than 0.36: reward +0.000 [-0.369, +0.000]" in output
+    run("compare", "a", "b", "--fail-if-worse", "0.37")
+
+
 # -- records --------------------------------------------------------------------------------------
 
 
@@ -371,6 +397,16 @@ def test_results_of_other_rows_code_or_settings_are_not_mixed(api, run, tmp_path
     (tmp_path / "b" / "metrics.json").write_text("{}")
     assert "has other results already" in run(*words[:-1], "b", code=1)
     assert len(api.requests) == 16
+
+
+@pytest.mark.parametrize("name", ["settings.json", "metrics.json"])
+def test_a_damaged_file_of_a_folder_is_named(api, run, tmp_path, name):
+    words = [*PLAY, "--model", f"{api.url}#caller", "--output", "a"]
+    run(*words)
+    for text in ("", "{", "[]"):
+        (tmp_path / "a" / name).write_text(text)
+        output = run(*words, code=1)
+        assert f"a/{name} is damaged, or of another program: use another folder, or del" in output
 
 
 def test_dropped_rollouts_are_played_again(api, run, tmp_path, monkeypatch):

@@ -11,7 +11,9 @@ import pytest
 from support.forked_python import ForkedPython, run_agentrl
 
 from agentrl.cli import main
+from agentrl.cli.sweep import _name_of as name_of
 from agentrl.cli.sweep import read_sweep
+from agentrl.cluster.runs import _devices as devices_of
 from agentrl.data import read_rows, write_rows
 from agentrl.errors import ConfigError
 
@@ -117,6 +119,20 @@ def test_all_configs_are_checked_before_the_first_run(refused, folder):
     assert not (folder / "out").exists()
 
 
+def test_a_run_without_values_has_a_folder_of_its_own(tmp_path):
+    """In the sweep's own folder, it would wait for the sweep that waits for it."""
+    (tmp_path / "sweep.yaml").write_text("output: out\nruns: [{}, {optim.lr: 1e-5}]\n")
+    runs = read_sweep(tmp_path / "sweep.yaml")[2]
+    assert [name_of([f"{k}={v}" for k, v in run.items()]) for run in runs] == ["base", "lr=1e-05"]
+
+
+def test_a_damaged_state_is_named(refused, folder):
+    (folder / "out").mkdir()
+    (folder / "out/sweep.json").write_text("{")
+    text = "config: recipes/sweeps/run.yaml\noutput: out\ngrid: {trainer.seed: [0]}"
+    assert "out/sweep.json is damaged" in refused(text)
+
+
 # -- the runs -------------------------------------------------------------------------------------
 
 
@@ -215,3 +231,70 @@ def test_a_signal_stops_the_sweep(tiny_model, folder):
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 143
     assert "run 2 of 2" not in process.read()[0] and not (folder / "out/seed=1").exists()
+
+
+# -- on a Ray cluster -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_runs_as_ray_tasks(tiny_model, folder):
+    """They are the runs that are trained one after the other; a failed one is tried again."""
+    text = "config: recipes/sweeps/run.yaml\noutput: OUT\ngrid: {trainer.seed: [0, 1, 2]}\n"
+    (folder / "sweep.yaml").write_text(text.replace("OUT", "out"))
+    (folder / "fail.py").write_text(
+        "import os, sys\nif 'out/seed=1' in sys.argv and not os.path.exists('fixed'): os._exit(7)\n"
+    )
+    words = ["sweep.yaml", "--ray", "local", "trainer.device=cpu"]
+    words += ["files=[shelf:calculator, fail.py]"]
+    done = sweep(*words)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "error: the run seed=1 failed (exit code 7)" in done.stderr
+    assert "run 3 of 3: seed=2 is finished" in done.stdout
+    assert "done: 2 steps" in (folder / "out/seed=2.log").read_text()
+    assert (folder / "out/seed=2/report.html").exists()
+    (folder / "fixed").touch()
+    done = sweep(*words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("is finished") == 3
+    assert re.search(r"^seed=1 - seed=0 +6 ", done.stdout, re.M)
+
+    (folder / "one.yaml").write_text(text.replace("OUT", "one").replace("[0, 1, 2]", "[2]"))
+    alone = sweep("one.yaml", "trainer.device=cpu", words[-1])
+    assert alone.returncode == 0, alone.stderr
+    scores = [
+        [
+            json.loads(line)["data"]["critic/score/mean"]
+            for line in Path(path).read_text().splitlines()
+        ]
+        for path in ("out/seed=2/metrics.jsonl", "one/seed=2/metrics.jsonl")
+    ]
+    assert scores[0] == scores[1] and len(scores[0]) == 2
+
+
+@pytest.mark.ray
+def test_runs_that_are_no_tasks_are_refused(refused, folder):
+    text = "config: recipes/sweeps/run.yaml\noutput: out\ngrid: {trainer.seed: [0, 1]}\n"
+    error = refused(text, "--ray", "nowhere")
+    assert "nowhere is neither auto nor HOST:PORT" in error
+    error = refused(text, "--ray", "local", "trainer.ray_address=auto", "trainer.nnodes=2")
+    assert "seed=0: trainer.ray_address=auto: a run is a task on one machine here" in error
+    error = refused(text, "--ray", "local", "trainer.n_gpus_per_node=512", "trainer.device=cpu")
+    assert "seed=0: no machine of the cluster has 512 CPUs" in error
+
+
+@pytest.mark.parametrize(
+    ("keys", "has_gpus", "expected"),
+    [
+        ({}, True, ("GPU", 2)),
+        ({}, False, ("CPU", 2)),
+        ({"trainer.device": "cpu"}, True, ("CPU", 2)),
+        ({"trainer.device": "cuda"}, False, ("GPU", 2)),
+        ({"trainer.placement": "separate"}, True, ("GPU", 2 + 3 * 4)),
+        ({"trainer.placement": "separate", "rollout.urls": ["http://a"]}, True, ("GPU", 2)),
+    ],
+)
+def test_the_devices_of_a_run(keys, has_gpus, expected):
+    values = {"trainer.device": "auto", "trainer.n_gpus_per_node": 2, "rollout.urls": []}
+    values |= {"trainer.placement": "colocated", "rollout.engines": 3}
+    assert devices_of(values | {"rollout.tensor_parallel_size": 4} | keys, has_gpus) == expected

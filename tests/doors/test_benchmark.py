@@ -9,7 +9,7 @@ from agentrl import load_config, play
 from agentrl.cli import main
 from agentrl.data import write_rows
 from agentrl.doors import benchmark, door
-from agentrl.errors import ConfigError, DataError
+from agentrl.errors import ConfigError, DataError, UserError
 from agentrl.preflight import make_plan
 from agentrl.testing import Scripted, byte_tokenizer, call
 
@@ -120,6 +120,19 @@ def test_hotpotqa_of_its_authors_and_of_hugging_face():
         ("math", '{"solution": "\\\\boxed{5}"}', "problem is missing"),
         ("hotpotqa", '{"question": "q", "answer": "a", "context": [1]}', "context must be a list"),
         ("hotpotqa", '{"question": "q", "context": []}', "answer is missing"),
+        ("hotpotqa", '{"question": "q", "answer": ""}', "line 1: the answer is empty"),
+        (
+            "hotpotqa",
+            '{"question": "q", "answer": "a", "context": {"title": ["t"], "sentences": []}}',
+            "context must be a list",
+        ),
+        (
+            "hotpotqa",
+            '{"question": "q", "answer": "a", "context": {"title": 5, "sentences": 6}}',
+            "context must be a list",
+        ),
+        ("gsm8k", "", "f: has no rows"),
+        ("gsm8k", "[]", "f: has no rows"),
     ],
 )
 def test_wrong_fields_are_named(tmp_path, name, text, message):
@@ -212,6 +225,30 @@ def test_bfcl(tmp_path):
     assert not removed.turns[0].tool_results[0].ok
 
 
+def test_functions_that_bfcl_adds_in_a_later_turn(tmp_path, caplog):
+    """As in BFCL's multi_turn_miss_func: a turn without text adds functions."""
+    question = [*BFCL["question"], []]
+    calls = [["cd('docs')"], [], ["tail(file_name='a.txt')"]]
+    plan = plan_of(write_bfcl(tmp_path, calls, question=question, missed_function={"2": ["tail"]}))
+    [sample] = plan.train
+    tail = call("tail", file_name="a.txt")
+    right = call("cd", folder="docs"), "", "I have no function for it.", tail, "The end."
+    trajectory = play(sample, Scripted([*right], TOKENIZER), TOKENIZER)
+    assert trajectory.scores and trajectory.scores.outcome == 1.0
+    last = [m.content for m in trajectory.messages if m.role == "user"][-1]
+    assert last.startswith('[{"name":"tail"') and last.endswith("What about now?")
+    prompt = TOKENIZER.decode([*trajectory.segments[0].prompt_ids])
+    assert '"ls"' in prompt and '"tail"' not in prompt
+    calls = [["tail(file_name='a.txt')"], [], []]
+    write_bfcl(tmp_path, calls, question=question, missed_function={"2": ["tail"]})
+    with pytest.raises(DataError, match="no tasks to play"):  # BFCL v4 has one such row: 49
+        benchmark.rows("benchmark:bfcl:BFCL_v4_multi_turn_base.json")
+    assert "multi_turn_base_0 is left out: it adds tail after its call" in caplog.text
+    early = play(sample, Scripted([tail, "", "", ""], TOKENIZER), TOKENIZER)
+    assert early.turns[0].tool_results[0].error == "unknown_tool"
+    assert reward_of(plan, 0, right[0], "", tail, "", "") == 0.0
+
+
 def test_types_of_bfcl_become_those_of_json(tmp_path):
     address = write_bfcl(tmp_path, [["mean(numbers=[1, 2.5])"], []])
     plan = plan_of(address)
@@ -230,7 +267,10 @@ def test_types_of_bfcl_become_those_of_json(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"missed_function": {"1": ["ls"]}}, "missed_function: the tools of a row cannot change"),
+        ({"missed_function": {"1": ["cp"]}}, "missed_function must be lists of messages, and map"),
+        ({"missed_function": {"2": ["ls"]}}, "missed_function must be lists of messages, and map"),
+        ({"missed_function": {"0": ["ls"]}}, "missed_function must be lists of messages, and map"),
+        ({"question": [{"role": "user", "content": "a"}]}, "question and missed_function must be"),
         ({"id": "multi_turn_base_1"}, "has no id 'multi_turn_base_1'"),
         ({"involved_classes": ["MathAPI"]}, "math_api.json with the docs of 'MathAPI'"),
         ({"calls": [["cd('docs')", "rm(file_name='a')"], []]}, "\"rm(file_name='a')\" is no call"),
@@ -252,7 +292,8 @@ def test_what_bfcl_rows_cannot_be_is_named(tmp_path, changes, message):
 def test_rows_whose_calls_their_tools_refuse_are_left_out(tmp_path, caplog):
     """BFCL v4 has one: multi_turn_base_173 expects a text where its docs have an integer."""
     address = write_bfcl(tmp_path, [["tail(file_name='a', lines='3')"], []])
-    assert benchmark.rows(address) == []
+    with pytest.raises(DataError, match=r"multi_turn_base\.json: has no tasks to play"):
+        benchmark.rows(address)
     assert "multi_turn_base_0 is left out: its tool refuses {'name': 'tail'" in caplog.text
 
 
@@ -305,6 +346,32 @@ def test_tau2(tmp_path, caplog):
     right = call("get_reservation", r="R1"), call("cancel_reservation", r="R1"), "Done."
     assert reward_of(plan, 0, *right) == 1.0
     assert reward_of(plan, 0, right[1], "Done.") == reward_of(plan, 0, "Done.") == 0.0
+    reference = {"type": "object", "properties": {"r": {"$ref": "#/$defs/Missing"}}}
+    tools[0]["function"]["parameters"] = reference
+    (tmp_path / "tools.json").write_text(json.dumps(tools))
+    with pytest.raises(UserError, match="the schema refers to 'Missing'"):
+        benchmark.rows("benchmark:tau2:tasks.json?tools=tools.json")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ([], "has no tasks to play"),
+        ([tau2_task("0", [])], "has no tasks to play"),
+        ([{**tau2_task("0", [action("t")]), "user_scenario": {}}], "user_scenario has no instr"),
+    ],
+)
+def test_what_tau2_tasks_cannot_be_is_named(tmp_path, tasks, message):
+    parameters = {"type": "object", "properties": {}}
+    tool = {"type": "function", "function": {"name": "t", "parameters": parameters}}
+    (tmp_path / "tools.json").write_text(json.dumps([tool]))
+    (tmp_path / "tasks.json").write_text(json.dumps(tasks))
+    address = "benchmark:tau2:tasks.json?tools=tools.json"
+    with pytest.raises(DataError, match=r"no policy\.md next to it\. Telecom has none"):
+        benchmark.rows(address)
+    (tmp_path / "policy.md").write_text("Be kind.")
+    with pytest.raises(DataError, match=message):
+        benchmark.rows(address)
 
 
 def test_cheats_earn_nothing(tmp_path, capsys):
