@@ -42,7 +42,7 @@ for name in DRAWS:
     setattr(Curve, name, lambda self, event: None)
 
 # Deadlines fail by chance where three processes share two cores. `make test-all` uses "thorough".
-settings.register_profile("quick", deadline=None, derandomize=CI, max_examples=30)
+settings.register_profile("quick", deadline=None, derandomize=CI, max_examples=20)
 settings.register_profile("thorough", deadline=None, derandomize=CI, max_examples=100)
 settings.load_profile("quick")
 

@@ -104,7 +104,7 @@ class ShowsTheSeed(Sound):
 class Hangs(Sound):
     def guess(self, word: str) -> str:
         """Guess the word."""
-        time.sleep(1.0)
+        time.sleep(0.3)
         return super().guess(word)
 
 
