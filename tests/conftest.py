@@ -4,6 +4,7 @@ import ast
 import fcntl
 import gc
 import os
+import socket
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -41,7 +42,7 @@ for name in DRAWS:
     setattr(Curve, name, lambda self, event: None)
 
 # Deadlines fail by chance where three processes share two cores. `make test-all` uses "thorough".
-settings.register_profile("quick", deadline=None, derandomize=CI, max_examples=30)
+settings.register_profile("quick", deadline=None, derandomize=CI, max_examples=20)
 settings.register_profile("thorough", deadline=None, derandomize=CI, max_examples=100)
 settings.load_profile("quick")
 
@@ -177,6 +178,10 @@ def pytest_sessionstart(session):
     Otherwise all of them compile the same file at the same time, and not each a part of the files.
     """
     worker, tests = getattr(session.config, "workerinput", None), Path(__file__).parent
+    if reruns := worker and getattr(session.config, "failures_db", None):
+        # pytest-rerunfailures asks the first process about each test. Without this option, the
+        # kernel collects small messages, and each test waits 40 ms for its answer.
+        reruns.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if worker and [Path(arg).absolute() for arg in session.config.args] == [tests]:
         parts = [f for f in sorted(tests.iterdir()) if f.is_dir() or f.match("test_*.py")]
         parts = [str(f) for f in parts if not f.name.startswith("_")]

@@ -104,7 +104,7 @@ class ShowsTheSeed(Sound):
 class Hangs(Sound):
     def guess(self, word: str) -> str:
         """Guess the word."""
-        time.sleep(1.0)
+        time.sleep(0.3)
         return super().guess(word)
 
 
@@ -202,6 +202,7 @@ def test_a_sound_environment_passes():
 
 
 def test_a_slow_environment_shows_its_progress(monkeypatch, capsys):
+    monkeypatch.setattr(environment_check, "PROGRESS_SECONDS", 600.0)
     check(Sound, WORDS[:1])
     assert not capsys.readouterr().err
     monkeypatch.setattr(environment_check, "PROGRESS_SECONDS", 0.0)

@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -21,6 +22,7 @@ from agentrl.chat import ChatTemplate
 from agentrl.config import Config, DataConfig, RolloutConfig
 from agentrl.engine.remote.pool import EnginePool
 from agentrl.engine.remote.sglang import SGLangEngine
+from agentrl.engine.scripted import Scripted
 from agentrl.errors import (
     ConfigError,
     EngineError,
@@ -38,53 +40,14 @@ from agentrl.testing import call
 pytestmark = pytest.mark.usefixtures("no_other_names")
 
 TURNS = [call("calculator", expression="3*4"), "#### 12"]
-FILE = '''
-import os, signal, time
-from agentrl import agent_loop, reward
-
-@agent_loop("deadly")
-async def deadly(ep):
-    """Kill the process that plays row r1."""
-    if ep.sample.id == "r1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    await ep.generate()
-
-@agent_loop("slow")
-async def slow(ep):
-    """Compute for a while, and block the event loop meanwhile."""
-    time.sleep(0.05)
-    await ep.generate()
-    print("a line of a loop", flush=True)
-
-@reward("process")
-def process(trajectory) -> float:
-    """Return the process that scores."""
-    return float(os.getpid())
-
-@reward("mean")
-def mean(group: list) -> list[float]:
-    """Return the number of rollouts of the group."""
-    return [float(len(group))] * len(group)
-
-@reward("broken")
-def broken(trajectory) -> float:
-    raise KeyError("a bug in the reward")
-'''
-
-
-@pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "own.py"
-    path.write_text(FILE)
-    registry.load_file(str(path))
-    return str(path)
+OWN = str(Path(__file__).parent / "support/loops_of_workers.py")
 
 
 @contextmanager
 def playing(
     engine, workers=2, files=(), tools="in_process", reward=None, start=LocalProcess, **rollout
 ):
-    files = ["shelf:calculator", *files]
+    files = ["shelf:calculator", OWN, *files]
     config = Config.model_validate(
         {
             "files": files,
@@ -98,6 +61,36 @@ def playing(
     scorer = Scorer(config.reward)
     with open_rollouts(config, engine, ChatTemplate(TOKENIZER), scorer, start=start) as opened:
         yield opened
+
+
+class Chosen(Scripted):
+    """The engine of workers that start once, of which each test chooses another one."""
+
+    def __init__(self):
+        super().__init__(TURNS, TOKENIZER)
+        self.engine = FailingEngine(TURNS)
+
+    def begin(self, *args, **options):
+        self.engine.begin(*args, **options)
+
+    def end(self, *args):
+        self.engine.end(*args)
+
+    async def generate(self, *args, **options):
+        return await self.engine.generate(*args, **options)
+
+
+@pytest.fixture(scope="module")
+def two(no_other_names):
+    """Return a function that gives two workers an engine. Their reward is the id of a process."""
+    chosen = Chosen()
+    with playing(chosen, reward="process") as rollouts:
+
+        def with_engine(engine):
+            chosen.engine = engine
+            return rollouts
+
+        yield with_engine
 
 
 def content(groups):
@@ -130,32 +123,33 @@ def wait_for_two(rollouts):
 
 def test_workers_play_what_one_process_plays():
     played = []
-    for workers, tools in ((1, "in_process"), (2, "http"), (3, "in_process")):
+    for workers, tools in ((1, "in_process"), (3, "http")):
         engine = FailingEngine(TURNS)
         with playing(engine, workers, tools=tools) as rollouts:
             played.append(rollouts.collect(rows(6), n=4, sampling=SAMPLING, step=7))
         assert sorted(engine.begun) == sorted(engine.ended) and len(engine.begun) == 24
-    one, two, three = map(content, played)
-    assert one == two == three and len(one) == 6
+    one, three = map(content, played)
+    assert one == three and len(one) == 6
 
 
-def test_each_worker_plays_about_as_many_and_scores_its_groups(file):
-    with playing(FailingEngine(TURNS), files=[file], reward="process") as rollouts:
-        groups = rollouts.collect(rows(8), n=4, sampling=SAMPLING, step=0)
-        scored_in = [{s.reward for s in g.scored} for g in groups]
-        assert all(len(processes) == 1 for processes in scored_in)
-        of_groups = [int(*processes) for processes in scored_in]
-        assert sorted(map(of_groups.count, pids(rollouts))) == [4, 4]
-        assert os.getpid() not in of_groups
+def test_each_worker_plays_about_as_many_and_scores_its_groups(two):
+    rollouts = two(FailingEngine(TURNS))
+    groups = rollouts.collect(rows(8), n=4, sampling=SAMPLING, step=0)
+    scored_in = [{s.reward for s in g.scored} for g in groups]
+    assert all(len(processes) == 1 for processes in scored_in)
+    of_groups = [int(*processes) for processes in scored_in]
+    assert sorted(map(of_groups.count, pids(rollouts))) == [4, 4]
+    assert os.getpid() not in of_groups
 
 
-def test_the_progress_counts_episodes_of_all_workers():
+def test_the_progress_counts_episodes_of_all_workers(two):
     class Uneven(FailingEngine):
         async def generate(self, *args, **kwargs):
             await asyncio.sleep(0.03 * (kwargs["seed"] % 40))
             return await super().generate(*args, **kwargs)
 
-    with playing(Uneven(TURNS)) as rollouts, ThreadPoolExecutor() as pool:
+    rollouts = two(Uneven(TURNS))
+    with ThreadPoolExecutor() as pool:
         work = pool.submit(rollouts.collect, rows(40), n=2, sampling=SAMPLING, step=0)
         seen = []
         while not work.done():
@@ -170,21 +164,18 @@ def test_the_progress_counts_episodes_of_all_workers():
     assert states == {"generate"}
 
 
-def test_errors_of_an_engine_are_retried_by_the_worker():
+def test_errors_of_an_engine_are_retried_by_the_worker(two):
     engine = FailingEngine(TURNS, failures=3)
-    with playing(engine) as rollouts:
-        groups = rollouts.collect(rows(2), n=4, sampling=SAMPLING, step=0)
+    groups = two(engine).collect(rows(2), n=4, sampling=SAMPLING, step=0)
     tries = [s.trajectory.episode_id.partition("+")[2] for g in groups for s in g.scored]
     assert sum(map(bool, tries)) >= 1 and len(tries) == 8
     assert sorted(engine.begun) == sorted(engine.ended)
 
 
-def test_a_bug_in_a_reward_reaches_the_run(file):
-    with (
-        playing(FailingEngine(TURNS), files=[file], reward="broken") as rollouts,
-        pytest.raises(UserCodeError, match="a bug in the reward"),
-    ):
-        rollouts.collect(rows(2), n=2, sampling=SAMPLING, step=0)
+def test_a_bug_in_a_reward_reaches_the_run(two):
+    broken = rows(2, extra={"is_broken": True})
+    with pytest.raises(UserCodeError, match="a bug in the reward"):
+        two(FailingEngine(TURNS)).collect(broken, n=2, sampling=SAMPLING, step=0)
 
 
 def test_a_mistake_in_the_config_of_tools_ends_the_start(tmp_path):
@@ -237,9 +228,9 @@ def test_a_worker_that_is_killed_every_second_costs_nothing():
         assert rollouts.metrics()["workers/restarts"] >= 9
 
 
-def test_a_row_that_kills_its_worker_is_dropped_by_its_name(file, caplog):
+def test_a_row_that_kills_its_worker_is_dropped_by_its_name(caplog):
     engine = FailingEngine(TURNS)
-    with playing(engine, files=[file]) as rollouts:
+    with playing(engine) as rollouts:
         with pytest.raises(RunStopped, match="row r1: each worker that played it ended, 3 in"):
             rollouts.collect(rows(4, "deadly"), n=2, sampling=SAMPLING, step=0)
         others = [row for row in rows(40) if row.id != "r1"]
@@ -284,21 +275,21 @@ def test_a_worker_that_hangs_is_killed_and_costs_nothing(monkeypatch, caplog):
     assert sorted(engine.begun) == sorted(engine.ended)
 
 
-def test_a_row_that_cannot_be_sent_is_a_mistake_of_the_row(monkeypatch):
+def test_a_row_that_cannot_be_sent_is_a_mistake_of_the_row(two, monkeypatch):
     module = ModuleType("only_in_this_process")
     exec("class Missing: pass", module.__dict__)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    with playing(FailingEngine(["a"])) as rollouts:
-        processes = pids(rollouts)
-        for value, cause in (
-            (threading.Lock(), "cannot pickle '_thread.lock' object"),
-            (module.Missing(), "No module named 'only_in_this_process'"),
-        ):
-            row = rows(1, "single_turn", extra={"value": value})
-            with pytest.raises(UserError, match=f"{cause}.*set rollout.workers=1"):
-                rollouts.collect(row, n=2, sampling=SAMPLING, step=0)
-        assert len(rollouts.collect(rows(2), n=2, sampling=SAMPLING, step=0)) == 2
-        assert pids(rollouts) == processes
+    rollouts = two(FailingEngine(["a"]))
+    processes = pids(rollouts)
+    for value, cause in (
+        (threading.Lock(), "cannot pickle '_thread.lock' object"),
+        (module.Missing(), "No module named 'only_in_this_process'"),
+    ):
+        row = rows(1, "single_turn", extra={"value": value})
+        with pytest.raises(UserError, match=f"{cause}.*set rollout.workers=1"):
+            rollouts.collect(row, n=2, sampling=SAMPLING, step=0)
+    assert len(rollouts.collect(rows(2), n=2, sampling=SAMPLING, step=0)) == 2
+    assert pids(rollouts) == processes
 
 
 def test_if_one_worker_cannot_start_the_others_end(tmp_path):
@@ -323,12 +314,9 @@ def test_if_one_worker_cannot_start_the_others_end(tmp_path):
     assert not [pid for pid in processes if os.path.exists(f"/proc/{pid}")]
 
 
-def test_nothing_is_left_behind(file):
+def test_nothing_is_left_behind():
     engine = FailingEngine(TURNS)
-    with (
-        pytest.raises(KeyboardInterrupt),
-        playing(engine, files=[file], tools="http") as rollouts,
-    ):
+    with pytest.raises(KeyboardInterrupt), playing(engine, tools="http") as rollouts:
         processes = pids(rollouts)
         threading.Timer(0.5, signal.raise_signal, (signal.SIGINT,)).start()
         rollouts.collect(rows(400, "slow"), n=2, sampling=SAMPLING, step=0)
@@ -336,76 +324,51 @@ def test_nothing_is_left_behind(file):
     assert not engine.playing
 
 
-def test_lines_and_warnings_of_workers_are_logged_once(file, caplog):
+def test_lines_and_warnings_of_workers_are_logged_once(two, caplog):
     caplog.set_level("INFO", logger="agentrl")
-    with playing(FailingEngine(["<tool_call>"]), files=[file]) as rollouts:
-        rollouts.collect(rows(1, "slow"), n=1, sampling=SAMPLING, step=0)
+    engine = FailingEngine(["<tool_call>"])
+    two(engine).collect(rows(1, "slow"), n=1, sampling=SAMPLING, step=0)
     assert caplog.text.count("a line of a loop") == 1
 
 
-def test_a_warning_that_each_worker_logs_is_shown_once(tmp_path, caplog):
-    path = tmp_path / "warns.py"
-    path.write_text(
-        "import logging, os\n"
-        "from agentrl import agent_loop\n"
-        "log = logging.getLogger('agentrl')\n"
-        "@agent_loop('warns')\n"
-        "async def warns(ep):\n"
-        "    'Warn in the same words everywhere.'\n"
-        "    log.warning('the same in all workers')\n"
-        "    log.error('an error of %d', os.getpid())\n"
-        "    await ep.generate()\n"
-    )
-    with playing(FailingEngine(TURNS), files=[str(path)]) as rollouts:
-        processes = pids(rollouts)
-        rollouts.collect(rows(4, "warns"), n=1, sampling=SAMPLING, step=0)
-    counts = [caplog.text.count(f"an error of {pid}") for pid in processes]
+def test_a_warning_that_each_worker_logs_is_shown_once(two, caplog):
+    rollouts = two(FailingEngine(TURNS))
+    rollouts.collect(rows(4, "warns"), n=1, sampling=SAMPLING, step=0)
+    counts = [caplog.text.count(f"an error of {pid}") for pid in pids(rollouts)]
     assert counts == [2, 2]
     # The worker that warned first may warn again.
     assert caplog.text.count("the same in all workers") == 2
 
 
-def test_turns_go_to_servers_without_the_run():
+def test_turns_go_to_servers_without_the_run_until_one_fails():
     template = ChatTemplate(TOKENIZER)
     turns = [[*template.encode(text), template.stop_ids[0]] for text in TURNS]
-    with small_sglang(turns, 0.01) as first, small_sglang(turns, 0.01) as second:
-        opener = [
-            lambda url=url: SGLangEngine(url, vocabulary=len(TOKENIZER)) for url in (first, second)
-        ]
-        pool = EnginePool(opener)
-        requests = []
-        for replica in pool.replicas:
-            ask = replica.engine.generate
-            replica.engine.generate = lambda *a, ask=ask, **k: requests.append(1) or ask(*a, **k)
-        with playing(pool) as rollouts:
-            groups = rollouts.collect(rows(20), n=4, sampling=SAMPLING, step=0)
-            served = [json.loads(_get(url, "/requests"))["turns"] for url in (first, second)]
-        pool.close()
-    assert [len(g.scored) for g in groups] == [4] * 20 and not requests
-    assert sum(served) == 160 and min(served) > 40
-
-
-def test_a_server_that_fails_is_left_by_all_workers():
-    template = ChatTemplate(TOKENIZER)
-    turns = [[*template.encode(text), template.stop_ids[0]] for text in TURNS]
-    with small_sglang(turns, 0.05) as first:
-        with small_sglang(turns, 0.05) as second:
+    with ExitStack() as stack:
+        first = stack.enter_context(small_sglang(turns, 0.02))
+        with small_sglang(turns, 0.02) as second:
             pool = EnginePool(
                 [
                     lambda url=url: SGLangEngine(url, vocabulary=len(TOKENIZER))
                     for url in (first, second)
                 ]
             )
-            opened = playing(pool)
-            rollouts = opened.__enter__()
-            rollouts.collect(rows(4), n=2, sampling=SAMPLING, step=0)
-        # `second` has ended.
+            stack.callback(pool.close)
+            requests = []
+            for replica in pool.replicas:
+                ask = replica.engine.generate
+                replica.engine.generate = lambda *a, ask=ask, **k: (
+                    requests.append(1) or ask(*a, **k)
+                )
+            rollouts = stack.enter_context(playing(pool))
+            groups = rollouts.collect(rows(20), n=4, sampling=SAMPLING, step=0)
+            served = [json.loads(_get(url, "/requests"))["turns"] for url in (first, second)]
+        assert [len(g.scored) for g in groups] == [4] * 20 and not requests
+        assert sum(served) == 160 and min(served) > 40
+        # `second` has ended. All workers leave it.
         groups = rollouts.collect(rows(20), n=4, sampling=SAMPLING, step=1)
         assert [(len(g.scored), g.dropped) for g in groups] == [(4, 0)] * 20
         assert pool.metrics()["engine/usable"] == 1
         assert rollouts.metrics()["engine/failovers"] > 0
-        opened.__exit__(None, None, None)
-        pool.close()
 
 
 def _get(url, path):

@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,10 +81,14 @@ class Policy:
         self.model = model
         self.temperature = temperature
         self.peft: PeftModel | None = None
-        self._adaptable_modules = find_adaptable_modules(model)
         self.packed_model = PackedModel(model)
         if prove:
             self.packed_model.prove()
+
+    @cached_property
+    def _adaptable_modules(self) -> list[str]:
+        """Those of the base, found before the first adapter renames them."""
+        return find_adaptable_modules(self.model)
 
     def logprobs(
         self,

@@ -208,7 +208,11 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", [*FAULTS])
+@pytest.mark.parametrize(
+    "fault",
+    # It is retried as `busy` is, which takes seconds.
+    [pytest.param(f, marks=pytest.mark.slow) if f == "error" else f for f in FAULTS],
+)
 def test_a_fault_of_the_server_is_no_answer(api, run, monkeypatch, fault):
     monkeypatch.setattr("agentrl.player.RETRY_SECONDS", (0.01, 0.01))
     api.faults = [FAULTS[fault]]

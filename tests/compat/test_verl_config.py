@@ -427,7 +427,7 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize("value", ["[1]", "''", "{a: 1}"])
+@pytest.mark.parametrize("value", ["[1]", "''", pytest.param("{a: 1}", marks=pytest.mark.slow)])
 def test_nonsense_is_a_mistake_and_never_a_crash(tmp_path, value):
     file = verl_yaml(tmp_path)
     for path in sorted({*CHANGED, *SHARED, *RENAMED}):

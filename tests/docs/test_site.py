@@ -74,7 +74,8 @@ def test_no_page_loads_anything_from_another_host(site):
 def test_pages_fit_and_axe_finds_nothing_serious(page, address, place, scheme):
     colors = [{"name": "prefers-color-scheme", "value": scheme}]
     page.send("Emulation.setEmulatedMedia", features=colors)
-    for width in (400, 1000, 1600):
+    # The colors of a scheme do not depend on the width, nor the layout on the scheme.
+    for width in (400, 1000, 1600) if scheme == "light" else (1000,):
         page.resize(width)
         page.send("Page.navigate", url=f"{address}/{VERSION}/{place}")
         page.wait("document.readyState == 'complete' && document.querySelector('h1') !== null")

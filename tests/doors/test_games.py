@@ -49,28 +49,26 @@ def test_rows_are_those_of_the_package(games):
             r'letter "(.)" appear in the text: "(.*)"', sample.prompt[1].content
         )[0]
         assert sample.ground_truth == str(text.lower().count(letter)) and len(text.split()) <= 5
-
-
-def test_rows_repeat_and_seeds_share_no_row(games):
-    first, again = rows_of(LETTERS), rows_of(LETTERS)
+    # They repeat, and seeds share no row.
+    assert [s.prompt for s in rows_of(LETTERS)] == [s.prompt for s in samples]
     other = rows_of("reasoning-gym:letter_counting?n=3&seed=2&max_words=5")
-    assert [s.prompt for s in first] == [s.prompt for s in again]
-    assert not {s.prompt[1].content for s in first} & {s.prompt[1].content for s in other}
+    assert not {s.prompt[1].content for s in samples} & {s.prompt[1].content for s in other}
 
 
 @pytest.mark.proves("reasoning-gym", "reward")
 def test_the_package_scores(games):
-    sample = rows_of(LETTERS)[0]
-    right = f"I count. <answer>{sample.ground_truth}</answer>"
-    for text, outcome in ((right, 1.0), ("<answer>99</answer>", 0.0), (sample.ground_truth, 0.0)):
-        assert play_script(sample, [text]).scores.outcome == outcome
+    forms = ["I count. <answer>{}</answer>", "<answer>99</answer>", "{}"]
+    played = play_at_once(
+        rows_of(LETTERS), lambda s: [forms[s.row].format(s.ground_truth)], TOKENIZER
+    )
+    assert [t.scores.outcome for t in played] == [1.0, 0.0, 0.0]
 
 
 def test_questions_that_depend_on_the_number_of_rows_are_scored(games):
     """The questions of acre with 3 rows are not the first ones of those with 6 rows."""
-    for sample in rows_of("reasoning-gym:acre?n=6"):
-        trajectory = play_script(sample, [f"<answer>{sample.ground_truth}</answer>"])
-        assert trajectory.scores.outcome == 1.0
+    samples = rows_of("reasoning-gym:acre?n=6")
+    played = play_at_once(samples, lambda s: [f"<answer>{s.ground_truth}</answer>"], TOKENIZER)
+    assert [t.scores.outcome for t in played] == [1.0] * 6
 
 
 def test_rows_of_another_version_of_the_package_have_no_reward(games):
@@ -149,10 +147,10 @@ def test_an_invalid_move_ends_a_game_without_a_reward(games):
 @pytest.mark.proves("textarena", "200 episodes at once")
 @pytest.mark.load
 def test_200_games_at_once_are_those_of_one_after_another(games):
-    samples = rows_of("textarena:GuessTheNumber-v0?n=10")
+    samples = rows_of("textarena:GuessTheNumber-v0?n=4")
     texts = [f"[{i}]" for i in range(1, 21)]
     alone = {s.row: play_script(s, texts, "rollout.max_turns=20").messages for s in samples}
-    played = play_at_once(samples * 20, texts, TOKENIZER, ["rollout.max_turns=20"])
+    played = play_at_once(samples * 50, texts, TOKENIZER, ["rollout.max_turns=20"])
     assert len(played) == 200
     assert all(t.messages == alone[t.sample.row] for t in played)
 

@@ -551,7 +551,7 @@ async def test_the_speed_of_tools_changes_no_bit():
     assert runs[0] == runs[1] == runs[2]
 
 
-@pytest.mark.parametrize("slots", [1, 3, 7])
+@pytest.mark.parametrize("slots", [1, pytest.param(3, marks=pytest.mark.slow), 7])
 async def test_fewer_slots_than_episodes(slots: int):
     with running(slots=256) as engine:
         roomy = await play(engine)
@@ -781,7 +781,7 @@ async def test_a_deadline_passes_while_decoding():
         assert len((await other).token_ids) == 60
 
 
-@pytest.mark.parametrize("slots", [1, 4, 256])
+@pytest.mark.parametrize("slots", [1, pytest.param(4, marks=pytest.mark.slow), 256])
 async def test_an_idle_episode_delays_the_others_for_a_limited_time(slots: int, caplog):
     """An episode goes silent after its first turn; the others play three, within 10 s."""
     sampling = Sampling(max_tokens=12)

@@ -90,9 +90,9 @@ def run(
             marks=pytest.mark.proves("openai/responses", "streaming", "tools"),
         ),
         ("openai_responses previous", "clean"),
-        pytest.param(
+        pytest.param(  # `test_sub_agents_at_the_same_time` plays it, too.
             "openai_agents responses", "clean",
-            marks=pytest.mark.proves("openai-agents/responses", "tools"),
+            marks=[pytest.mark.slow, pytest.mark.proves("openai-agents/responses", "tools")],
         ),
         pytest.param(
             "langgraph_agent", "clean",
@@ -117,6 +117,8 @@ def test_a_plain_run_is_one_row(packages_python, agent, matched):
 
 CLIENTS = ["openai_client", "openai_responses", "anthropic_client"]
 """The agents with a client and no framework."""
+ONE_BY_DEFAULT = ["openai_client", *(pytest.param(c, marks=pytest.mark.slow) for c in CLIENTS[1:])]
+"""What happens after the dialect is read is the same for all: `test_session_fuzz` compares rows."""
 
 
 @pytest.mark.proves("openai/chat openai/responses anthropic/messages", "thinking", "parallel calls")
@@ -135,7 +137,7 @@ def test_a_client_keeps_thinking_and_parallel_calls(packages_python, agent, mode
 
 
 @pytest.mark.proves("openai/chat openai/responses anthropic/messages", "compaction")
-@pytest.mark.parametrize("agent", CLIENTS)
+@pytest.mark.parametrize("agent", ONE_BY_DEFAULT)
 def test_a_client_goes_on_from_a_summary(packages_python, agent):
     t = run(packages_python, f"{agent} summarize", [CALCULATE, "I know that it is 12.", "12."])
     assert t.counts == {"gateway/first": 1, "gateway/clean": 1, "gateway/spawn": 1}
@@ -160,7 +162,7 @@ def answer_with_helpers(prompt: str, turn: int) -> str:
 
 
 @pytest.mark.proves("openai/chat openai/responses anthropic/messages", "sub-agents")
-@pytest.mark.parametrize("agent", CLIENTS)
+@pytest.mark.parametrize("agent", ONE_BY_DEFAULT)
 def test_a_client_has_helpers_at_the_same_time(packages_python, agent):
     t = run(packages_python, f"{agent} helpers", answer_with_helpers)
     assert t.counts == {"gateway/first": 1, "gateway/spawn": 2, "gateway/clean": 3}
@@ -172,7 +174,9 @@ def test_a_client_has_helpers_at_the_same_time(packages_python, agent):
 MISTAKES = {"openai_agents": call("no_such_tool"), "langgraph_agent": call("divide", a=1, b=0)}
 
 
-@pytest.mark.parametrize("agent", MISTAKES)
+@pytest.mark.parametrize(
+    "agent", ["langgraph_agent", pytest.param("openai_agents", marks=pytest.mark.slow)]
+)
 def test_a_mistake_that_a_package_raises(packages_python, agent):
     config = Config(agent=AgentConfig(command=f"{packages_python} {HERE / agent}.py"))
     t = play(SAMPLE, Scripted([MISTAKES[agent]], TOKENIZER), TOKENIZER, config=config)
@@ -226,7 +230,11 @@ class SlowOnce(Scripted):
 
 
 @pytest.mark.proves("openai/chat openai/responses anthropic/messages", "retry")
-@pytest.mark.parametrize("agent", CLIENTS)
+@pytest.mark.parametrize(
+    "agent",
+    # Both APIs of OpenAI have the same client.
+    [pytest.param(c, marks=pytest.mark.slow) if c == "openai_responses" else c for c in CLIENTS],
+)
 def test_a_retry_gets_the_same_answer(packages_python, agent):
     t = run(packages_python, f"{agent} retry", [CALCULATE, "It is 12."], SlowOnce)
     assert t.counts["gateway/retry"] >= 1 and len(t.turns) == 2 and len(t.segments) == 1

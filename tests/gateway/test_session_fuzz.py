@@ -38,6 +38,8 @@ TOOLS = [
         "type": "object", "properties": {"x": {"type": "string"}}}}}
     for name in ("calc", "search")
 ]  # fmt: skip
+EXAMPLES = settings.default.max_examples
+"""Of the profile: 20, or 100 in `make test-all`. A session of 12 steps is many examples already."""
 SCHEMAS = ({"type": "object"}, {"type": "object", "required": ["x"]})
 
 
@@ -299,6 +301,7 @@ def check(t: Trajectory, engine: RandomEngine) -> None:
 
 @pytest.mark.parametrize("is_concurrent", [False, True], ids=["in turn", "concurrent"])
 @pytest.mark.parametrize("dialect", WIRES)
+@settings(max_examples=EXAMPLES * 2 // 3)
 @given(seed=st.integers(0, 2**32))
 def test_each_sampled_token_trains_once(dialect, is_concurrent, seed):
     tokenizer = byte_tokenizer()
@@ -308,7 +311,7 @@ def test_each_sampled_token_trains_once(dialect, is_concurrent, seed):
 
 @pytest.mark.parametrize("dialect", [name for name in WIRES if name != "chat_completions"])
 @pytest.mark.parametrize("strip", [False, True], ids=["keep", "strip"])
-@settings(max_examples=30)
+@settings(max_examples=EXAMPLES // 2)
 @given(seed=st.integers(0, 2**32))
 def test_the_rows_of_all_dialects_are_the_same(dialect, strip, seed):
     tokenizer = tokenizer_of_trl("qwen3")  # It has thinking.
@@ -323,7 +326,7 @@ def test_the_rows_of_all_dialects_are_the_same(dialect, strip, seed):
 
 @pytest.mark.parametrize("strip", [False, True], ids=["keep", "strip"])
 @pytest.mark.parametrize("name", ["qwen3", "llama3_2", "gptoss", "deepseekv3", "nemotron_3_nano"])
-@settings(max_examples=8)
+@settings(max_examples=EXAMPLES // 5)
 @given(seed=st.integers(0, 2**32))
 def test_each_sampled_token_trains_once_with_other_templates(name, strip, seed):
     t, engine, _ = play(tokenizer_of_trl(name), seed, 8, is_concurrent=True, strip=strip)

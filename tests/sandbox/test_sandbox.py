@@ -660,7 +660,11 @@ async def test_a_thousand_runs_leave_nothing_and_keep_their_pace(capsys):
 
 
 @pytest.mark.parametrize(
-    "backend", [pytest.param("bubblewrap", marks=needs_sandbox), "unsafe-subprocess"]
+    "backend",
+    [
+        pytest.param("bubblewrap", marks=needs_sandbox),
+        pytest.param("unsafe-subprocess", marks=pytest.mark.slow),  # the same code moves the bytes
+    ],
 )
 async def test_large_files_are_written_and_read_in_seconds(backend):
     """The time was proportional to the square of the size: 60 MB took longer than the limit."""

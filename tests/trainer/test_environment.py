@@ -66,6 +66,7 @@ READ_AT_IMPORT: list[dict[str, str]] = [
     {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "1"},
     {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"},
 ]
+ALL = {name: value for each in reversed(VARIABLES) for name, value in each.items()}
 ALL_READ_AT_IMPORT = {name: value for each in READ_AT_IMPORT for name, value in each.items()}
 
 
@@ -115,7 +116,17 @@ def moved(actual: dict[str, torch.Tensor]) -> bool:
     return all(not torch.equal(actual[n], p) for n, p in tiny_model().named_parameters())
 
 
-@pytest.mark.parametrize("variables", VARIABLES, ids=lambda v: "+".join(map("=".join, v.items())))
+@pytest.mark.parametrize(
+    "variables",
+    # `make test-all` finds which one.
+    [
+        pytest.param(ALL, id="all at once"),
+        *(
+            pytest.param(v, id="+".join(map("=".join, v.items())), marks=pytest.mark.slow)
+            for v in VARIABLES
+        ),
+    ],
+)
 def test_a_variable_of_the_environment_changes_no_bit_of_a_step(
     folder, expected, monkeypatch, variables
 ):
