@@ -21,6 +21,7 @@ from support.architectures import (
     mode_of,
 )
 from support.exact_rank import AnyRank
+from support.needs import needs_newest_models
 from support.processes import Processes
 from support.trainer_fixtures import as_sampled_by, config, plain_logprobs, random_groups
 from transformers import AutoModelForCausalLM
@@ -75,6 +76,7 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
+@needs_newest_models
 @pytest.mark.parametrize("lora", [0, 4], ids=["full", "LoRA"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_is_saved_resumed_and_exported(name, lora, folder, tmp_path):
@@ -135,6 +137,7 @@ def test_two_ranks_share_the_tokens_of_each_row(groups, name, folder):
     check_two_ranks(groups, name, folder, config(**keys, trainer__context_parallel_size=2))
 
 
+@needs_newest_models
 @pytest.mark.parametrize(
     ("name", "ranks", "reason"),
     [

@@ -20,6 +20,7 @@ from support.architectures import (
 )
 from support.exact_rank import EXACT, ExactRank
 from support.models_page import KINDS
+from support.needs import needs_newest_models
 from support.processes import Processes
 from support.trainer_fixtures import (
     as_sampled_by,
@@ -130,6 +131,7 @@ def own_logprobs(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     return torch.cat(found)
 
 
+@needs_newest_models
 @pytest.mark.parametrize(
     "name",
     [
@@ -228,6 +230,7 @@ def test_a_scored_row_is_that_of_the_plain_model():
         expected = logits.log_softmax(-1).gather(1, row[1:, None])[:, 0]
         rank = object.__new__(ExactRank)
         rank.policy, rank.device = Policy(model, 0.5), torch.device("cpu")
+        rank._context = None
         torch.testing.assert_close(rank.score(row.tolist()), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -264,6 +267,7 @@ def test_a_model_in_which_tokens_see_later_ones_is_refused(name):
         prove_mode(model)
 
 
+@needs_newest_models
 def test_rotary_positions_that_depend_on_earlier_passes_are_refused():
     """The logits of a row change for good once a longer row has run."""
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
@@ -279,6 +283,7 @@ def test_rotary_positions_that_depend_on_earlier_passes_are_refused():
         prove_mode(model)
 
 
+@needs_newest_models
 @pytest.mark.parametrize(
     ("name", "left_out"), [("Nemotron-H", "out_proj"), ("llama4", "router"), ("LFM2", None)]
 )
@@ -298,6 +303,7 @@ def test_all_linear_leaves_out_what_cannot_have_an_adapter(name, left_out):
     assert all(g is not None and g.any() for g in b)
 
 
+@needs_newest_models
 def test_the_reason_of_a_slower_mode_is_kept_and_the_model_keeps_its_own_attention():
     model = model_of("Qwen3.5")
     own = model.config._attn_implementation
@@ -423,6 +429,7 @@ def test_rows_that_see_tokens_far_back_in_the_flat_row_are_padded(distance, has_
     assert mode is Mode.PADDED and "for longer rows packed logits differ" in reason
 
 
+@needs_newest_models
 @pytest.mark.parametrize("heads", [4, 8])
 def test_positions_in_bfloat16_are_not_packed(heads):
     """Falcon computes ALiBi with the positions in the flat row: they are exact up to 256."""
@@ -439,6 +446,7 @@ RIGHT = (
 )
 
 
+@needs_newest_models
 @pytest.mark.parametrize(
     "name",
     [
@@ -454,6 +462,7 @@ def test_what_a_config_says_of_layers_is_true_in_the_copy(name):
     assert (packed_model.mode, packed_model.mode_reason) == (Mode.PACKED, "")
 
 
+@needs_newest_models
 def test_the_logits_of_inkling_have_their_factor():
     kind, values = KINDS["a bias of relative positions"]["Inkling"]
     model = make_model(kind, values | {"logits_mup_width_multiplier": 24.0})
@@ -613,6 +622,7 @@ def test_own_passes_are_run_once_for_all_modes(monkeypatch):
     assert len(runs) == 3
 
 
+@needs_newest_models
 @pytest.mark.parametrize("name", ["Nemotron-H", "Granite 4 hybrid"])
 def test_the_steps_of_mamba_layers_are_not_called_limits(name):
     with pytest.raises(CannotDecode) as caught:
