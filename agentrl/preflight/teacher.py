@@ -26,8 +26,8 @@ def check_teacher_rows(config: Config, samples: Sequence[Sample]) -> Iterator[st
         sources = dict.fromkeys(kind.sample.data_source for kind in find_kinds(samples))
         if missing := [repr(source) for source in sources if source not in teacher.model]:
             yield (
-                f"teacher.model has no teacher for rows of data_source {', '.join(missing)}. It has one"
-                f" for {', '.join(map(repr, teacher.model))}"
+                f"teacher.model has no teacher for rows of data_source {', '.join(missing)}. It has"
+                f" one for {', '.join(map(repr, teacher.model))}"
             )
     for sample in draw(samples, sample_rows(samples)) if teacher.prompt else ():
         try:

@@ -130,7 +130,7 @@ def restore_ties(meta: Mapping[str, Any], top_k: int, top_p: float) -> None:
         mass_before = math.exp(whole - logprobs[i]) - math.exp(whole)
         if 0 < top_k < len(ids) or mass_before > top_p + TOP_P_ROUNDING:
             del ids[-2]
-            logprobs[i] -= math.log1p(-math.exp(logprobs[i]))
+            logprobs[i] = min(0.0, logprobs[i] - math.log1p(-math.exp(logprobs[i])))
 
 
 def read_scores(answer: Any, row: Sequence[int], vocabulary: int, where: str) -> array[float]:
