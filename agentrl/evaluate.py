@@ -79,7 +79,7 @@ def evaluate(
     Raises:
         RunStopped: too many rollouts were dropped.
     """
-    sampling = Sampling(temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
+    sampling = Sampling.of(val)
 
     def play(split: str, samples: Sequence[Sample], n: int, sampling: Sampling) -> list[Group]:
         return rollouts.collect(

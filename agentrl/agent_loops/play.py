@@ -210,7 +210,7 @@ def play(
         sampler: a `LocalEngine`, or `Scripted` in tests.
         tokenizer: the policy's tokenizer.
         toolbox: the tools; by default the registered ones, in this process.
-        config: the budgets and the temperature; by default the config's defaults.
+        config: the budgets and the sampling parameters; by default the config's defaults.
         seed: the seed of all sampling.
 
     Raises:
@@ -226,7 +226,7 @@ def play(
     runtime = Runtime(sampler, template, tools, config)
     episode_id = f"play-{uuid.uuid4().hex[:12]}"
     sampler.begin(episode_id)
-    sampling = Sampling(temperature=config.rollout.temperature)
+    sampling = Sampling.of(config.rollout)
     episode = play_episode(
         runtime, sample, episode_id=episode_id, rollout=0, sampling=sampling, seed=seed
     )

@@ -62,7 +62,7 @@ def chat(
     template = load_template(settings)
     engine = open_engine(settings, template.tokenizer)
     names = tuple(registry.tools.user_names()) or tuple(registry.tools.names())
-    sampled = describe_sampling(settings.rollout.temperature)
+    sampled = describe_sampling(settings.rollout)
     echo(f"tools: {', '.join(names) or 'none'}; {sampled}. /reset, /exit")
     registry.interactions.add("person", Person)
     Person.has_left = False

@@ -172,7 +172,7 @@ def _evaluate(
         if val.without_tools and not any(k.sample.tools for k in plan.kinds):
             raise UserError("val.without_tools (--without tools): no row has tools")
         record = stack.enter_context(open_record(folder, plan)) if folder else None
-        sampling = describe_sampling(val.temperature)
+        sampling = describe_sampling(val)
         greedy = ", and a greedy pass" if val.greedy and val.temperature else ""
         bare = ", and without tools" if val.without_tools else ""
         rows = plural(len(plan.train), "row")

@@ -88,7 +88,7 @@ def generate(
 
     settings = read_config_to_play(config, overrides, dataset, model, file)
     val = settings.val
-    sampling = Sampling(temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
+    sampling = Sampling.of(val)
     with open_session(settings) as (plan, rollouts):
         rows = plan.train
         assert isinstance(rows, Rows)  # `make_plan` reads them from files
@@ -96,7 +96,7 @@ def generate(
         with _open_record(output, header) as (record, texts):
             echo(
                 f"{file_names(settings.data.train)}: {plural(len(rows), 'row')} x {n}"
-                f" ({describe_sampling(val.temperature)})"
+                f" ({describe_sampling(val)})"
             )
             if texts:
                 echo(f"{plural(len(texts), 'row')} are in {_record_path(output)} already")

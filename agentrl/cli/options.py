@@ -16,6 +16,7 @@ from agentrl.terminal import echo
 
 if TYPE_CHECKING:
     from agentrl.config import Config
+    from agentrl.config.sections import RolloutConfig, ValConfig
     from agentrl.config.sources import Setting
 
 Overrides = Annotated[
@@ -384,9 +385,13 @@ def rows_to_play(config: Config, rows: Any = "") -> Config:
     return config.with_values("data", train=rows, val="")
 
 
-def describe_sampling(temperature: float) -> str:
-    """Return a short text about the sampling, for the console."""
-    return f"sampled at T={temperature}" if temperature else "greedy"
+def describe_sampling(config: RolloutConfig | ValConfig) -> str:
+    """Return a short text about the sampling that a section sets, for the console."""
+    if not config.temperature:
+        return "greedy"
+    top_k = f", top_k={config.top_k}" if config.top_k else ""
+    top_p = f", top_p={config.top_p:g}" if config.top_p < 1 else ""
+    return f"sampled at T={config.temperature}{top_k}{top_p}"
 
 
 def _refuse_mistakes(

@@ -53,12 +53,11 @@ def play(
         files = file_names(settings.data.train)
         if not rows:
             raise DataError(f"no row of {files} has the agent loop {agent!r}")
-        temperature = settings.rollout.temperature
         echo(
             f"{files}: {len(rows)} of {plural(len(plan.train), 'row')}"
-            f" ({describe_sampling(temperature)})\n"
+            f" ({describe_sampling(settings.rollout)})\n"
         )
-        sampling = Sampling(temperature=temperature)
+        sampling = Sampling.of(settings.rollout)
         for group in rollouts.collect(rows, n=1, sampling=sampling, step=0, tag="play"):
             for scored in group.scored:
                 echo(transcript(scored, rollouts.runtime.template))

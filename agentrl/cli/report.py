@@ -49,7 +49,7 @@ def report(
         echo(to_markdown(content), nl=False)
         return
     for label, text in content.summary:
-        echo(f"{label + ':':10}{text}")
+        echo(f"{label + ':':9} {text}")
     for finding in findings:
         echo("\n" + describe(finding))
         if finding.episodes:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
+from agentrl.config.sections import RolloutConfig, ValConfig
 from agentrl.trajectory import Generation
 
 CONTINUATION = "continuation"
@@ -34,6 +35,11 @@ class Sampling:
     """Token ids that end a turn. The token is kept."""
     returns_kept: bool = False
     """Return the tokens that `top_p` and `top_k` keep, and logprobs over them (`Generation`)."""
+
+    @classmethod
+    def of(cls, config: RolloutConfig | ValConfig) -> Sampling:
+        """Return the parameters that a section of the config sets; `max_tokens` is not one."""
+        return cls(config.temperature, config.top_p, config.top_k)
 
     def as_greedy(self) -> Sampling:
         """Return the parameters of the same turn at temperature 0."""

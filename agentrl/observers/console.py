@@ -25,6 +25,7 @@ COLUMNS = (
     ("turns", "num_turns/mean", "{:.1f}"),
     ("length", "response_length/mean", "{:.0f}"),
     ("ppo_kl", "actor/ppo_kl", "{:.4f}"),
+    ("teacher_kl", "teacher/reverse_kl", "{:.3f}"),
     ("grad", "actor/grad_norm", "{:.2f}"),
     ("tokens/s", "perf/throughput", "{:,.0f}"),
     ("s", "timing_s/step", "{:.1f}"),

@@ -65,8 +65,8 @@ def _servers(plan: Plan) -> Iterator[ConfiguredServer]:
     if config.rollout.name != "local":
         for i, url in enumerate(config.rollout.urls):
             yield ConfiguredServer(f"rollout.urls[{i}]", url, "/health", "AGENTRL_ENGINE_TOKEN")
-    for i, url in enumerate(name for name in config.teacher.names if is_url(name)):
-        yield ConfiguredServer(f"teacher.model[{i}]", url, "/health", "AGENTRL_TEACHER_TOKEN")
+    for url in filter(is_url, config.teacher.names):
+        yield ConfiguredServer("teacher.model", url, "/health", "AGENTRL_TEACHER_TOKEN")
 
 
 def _server(key: str, name: str, kwargs: Mapping[str, Any] | None) -> Iterator[ConfiguredServer]:

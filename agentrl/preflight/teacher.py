@@ -27,7 +27,7 @@ def check_teacher_rows(config: Config, samples: Sequence[Sample]) -> Iterator[st
         if missing := [repr(source) for source in sources if source not in teacher.model]:
             yield (
                 f"teacher.model has no teacher for rows of data_source {', '.join(missing)}. It has"
-                f" {', '.join(teacher.model)}"
+                f" one for {', '.join(map(repr, teacher.model))}"
             )
     for sample in draw(samples, sample_rows(samples)) if teacher.prompt else ():
         try:

@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -113,7 +113,7 @@ class RolloutStream:
             self._order = self.curriculum = Curriculum(self._order, **settings.model_dump())
         self._n = config.rollout.n
         r = config.rollout
-        self._sampling = Sampling(r.temperature, r.top_p, r.top_k, returns_kept=r.is_truncated)
+        self._sampling = replace(Sampling.of(r), returns_kept=r.is_truncated)
         self._greedy = self._algorithm.adv_estimator == "remax"
         self._batch_size = self._round_size = config.data.batch_size
         max_rounds = 1

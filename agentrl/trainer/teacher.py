@@ -68,7 +68,11 @@ class Teacher:
         self._servers: dict[str, SGLangEngine] = {}
         for name in config.teacher.names:
             if is_url(name):
-                self._servers[name] = _connect(name, template.tokenizer, config.model.path)
+                try:
+                    self._servers[name] = _connect(name, template.tokenizer, config.model.path)
+                except EngineError as e:
+                    advice = f"If it needs an API key, set {TOKEN}"
+                    raise EngineError(f"teacher.model={name}: {e}. {advice}") from e
                 self._max_lengths[name] = self._servers[name].max_length
             else:
                 path = config.model.path if name == POLICY else name

@@ -520,6 +520,26 @@ def test_top_k_and_top_p_narrow_the_support_and_nothing_else(logits, temperature
     np.testing.assert_allclose(logprobs, logp[drawn], atol=1e-4)
 
 
+@pytest.mark.parametrize("scale", [0.0, 1.0, 12.0])
+def test_kept_tokens_and_logprobs_over_them(scale):
+    """With ties at every boundary; no logprob is above 0, also if one token alone is kept."""
+    n, size = 4000, 40
+    generator = torch.Generator().manual_seed(0)
+    logits = (scale * torch.randn(n, size, generator=generator)).round()
+    top_k = np.arange(n) % 7
+    top_p = np.where(top_k == 0, 0.8, np.array([1.0, 0.6, 0.95])[np.arange(n) % 3])
+    u, asked = np.random.default_rng(0).random(n), np.arange(n) % 5 > 0
+    drawn, logprobs, kept = sample(logits, np.ones(n, np.float32), top_k, top_p, u, asked)
+    assert kept is not None and (logprobs <= 0).all()
+    p = logits.double().softmax(-1)
+    for i in np.flatnonzero(asked):
+        mass = p[i, kept[i].astype(int)]
+        assert drawn[i] in kept[i] and len({*kept[i]}) == len(kept[i]) <= (top_k[i] or size)
+        assert logprobs[i] == pytest.approx((p[i, drawn[i]] / mass.sum()).log().item(), abs=1e-5)
+        likely = p[i].sort(descending=True).values[: len(mass)]
+        torch.testing.assert_close(mass, likely, rtol=0, atol=0)
+
+
 def test_each_row_has_its_own_sampling_parameters():
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]]).repeat(5, 1)
     drawn, logprobs, _ = sample(

@@ -1,6 +1,7 @@
 """Parsing SGLang's responses without a server: turns, spans of versions, refusals, errors."""
 
 import copy
+import math
 from array import array
 
 import pytest
@@ -8,7 +9,7 @@ from support.fake_sglang import FakeSGLang
 
 from agentrl.engine.remote.admin import refusal
 from agentrl.engine.remote.client import PolicyVersion
-from agentrl.engine.remote.sglang import SGLangEngine, read_generation, read_scores
+from agentrl.engine.remote.sglang import SGLangEngine, read_generation, read_scores, restore_ties
 from agentrl.errors import (
     EngineError,
     EngineOverloaded,
@@ -88,6 +89,29 @@ def test_versions_are_never_guessed():
 def test_malformed_answers_are_refused(changes):
     with pytest.raises(InvalidEngineResponse, match="here: not a valid answer of SGLang"):
         read_generation(answer(**changes), 3, PolicyVersion("7", 7), "here")
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprob", "top_k", "top_p", "kept", "restored"),
+    [
+        ([7, 8, 3], 0.2 / 0.8, 2, 1.0, [7, 3], 0.2 / 0.6),  # 8 and 3 are equally likely
+        ([7, 8, 3], 0.2 / 0.8, -1, 0.5, [7, 3], 0.2 / 0.6),
+        ([7, 8, 3], 0.2 / 0.8, 3, 0.6, [7, 8, 3], 0.2 / 0.8),  # as many as were kept
+        ([7, 8, 3], 0.2 / 0.8, -1, 0.6 - 1e-6, [7, 8, 3], 0.2 / 0.8),  # rounding of the sums
+        ([3], 1.0, -1, 1e-6, [3], 1.0),
+        ([5, 3, 8], 0.2 / 0.8, 3, 0.5, [5, 3, 8], 0.2 / 0.8),  # it was found among the others
+    ],
+)
+def test_the_token_too_many_of_equally_likely_ones(ids, logprob, top_k, top_p, kept, restored):
+    """Token 3 was sampled, of probability 0.2; 0.4 and 0.2 are before it."""
+    meta = {
+        "output_token_logprobs": [[math.log(0.2), 3, None]],
+        "output_token_sampling_mask": [ids],
+        "output_token_sampling_logprobs": [math.log(logprob)],
+    }
+    restore_ties(meta, top_k, top_p)
+    assert meta["output_token_sampling_mask"] == [kept]
+    assert meta["output_token_sampling_logprobs"] == pytest.approx([math.log(restored)], abs=1e-12)
 
 
 @pytest.mark.parametrize("nonsense", [None, [], "text", {}, {"meta_info": None}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from array import array
@@ -132,6 +133,49 @@ def test_a_run_trains_over_the_tokens_that_the_server_kept(
     stored = load_trajectories(tmp_path / "run/trajectories", 2, "train")
     counts = [c for s in stored for segment in s.trajectory.segments for c in segment.kept_counts]
     assert 1 < max(counts) <= 20 and min(counts) < max(counts)
+
+
+@pytest.mark.parametrize(
+    "cut", [{"top_k": 3}, {"top_k": 50, "top_p": 0.7}, {"top_k": 6, "top_p": 0.6}]
+)
+async def test_equally_likely_tokens_at_the_boundary(engine, model, cut):
+    """Each token has three that are as likely. The logprobs are those of the sampler all the same.
+
+    SGLang returns one token too many where it finds others of these tokens than it sampled from.
+    """
+    tied = copy.deepcopy(model)
+    weight = tied.lm_head.weight.data
+    weight.copy_(weight[torch.arange(len(weight)) // 4 * 4])
+    named = [(n, p.detach()) for n, p in tied.named_parameters()]
+    publish(engine, update(named, engine.version + 1))
+    sampling = Sampling(max_tokens=60, temperature=1.5, returns_kept=True, **cut)
+    top_k, top_p = cut["top_k"], cut.get("top_p", 1.0)
+    is_cut_apart = []
+    for k in range(6):
+        turn = await engine.generate(
+            array("i", PROMPT[k:]), sampling, episode_id="e", seed=k, deadline=time.monotonic() + 60
+        )
+        with torch.no_grad():
+            ids = torch.tensor([[*PROMPT[k:], *turn.token_ids]])
+            logits = tied(input_ids=ids).logits[0, len(PROMPT[k:]) - 1 : -1].double() / 1.5
+        ends = pairwise([0, *accumulate(turn.kept_counts)])
+        for p, token, (a, b), logprob in zip(
+            logits.softmax(-1), turn.token_ids, ends, turn.logprobs, strict=True
+        ):
+            kept = turn.kept_ids[a:b].tolist()
+            likely = p.sort(descending=True).values[:top_k]
+            mass_before = likely.cumsum(0) - likely
+            if (mass_before - top_p).abs().min() < 1e-5:
+                continue  # Rounding decides how many tokens are kept.
+            n = int((mass_before < top_p).sum())
+            assert token in kept and len({*kept}) == len(kept) == n
+            torch.testing.assert_close(p[kept], likely[:n], rtol=1e-4, atol=1e-7)
+            expected = (p[token] / likely[:n].sum()).log()
+            assert logprob == pytest.approx(expected.item(), abs=1e-5)
+            is_cut_apart.append(n % 4 != 0 and kept[-1] == token)
+    named = [(n, p.detach()) for n, p in model.named_parameters()]
+    publish(engine, update(named, engine.version + 1))
+    assert any(is_cut_apart)
 
 
 def test_a_sampling_backend_that_does_not_return_ties_is_refused(sglang_server, model, monkeypatch):

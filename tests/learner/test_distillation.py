@@ -125,6 +125,29 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl_of_each_token():
     assert (clipped - exact).abs().max() > 1e-2, "a clip that takes effect biases it"
 
 
+@pytest.mark.parametrize("renormalized", [False, True])
+def test_the_kl_over_the_likely_tokens_of_a_teacher_has_another_minimum(renormalized):
+    """Why the teacher's top k is not used, as docs/distillation.md says.
+
+    The sum over these tokens alone has a gradient where the policy is its teacher. Renormalized, it
+    is 0 for policies that spend most of their mass elsewhere.
+    """
+    teacher = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64).log()
+    logits = teacher.clone().requires_grad_()
+    if renormalized:
+        logits = (teacher + torch.tensor([0.0, 0.0, 3.0, 3.0])).requires_grad_()
+    mine, theirs = logits.log_softmax(0)[:2], teacher[:2]
+    if renormalized:
+        mine, theirs = mine.log_softmax(0), theirs.log_softmax(0)
+    kl = (mine.exp() * (mine - theirs)).sum()
+    kl.backward()
+    whole = (logits.log_softmax(0).exp() * (logits.log_softmax(0) - teacher)).sum()
+    if renormalized:
+        assert abs(kl) < 1e-12 < 0.5 < whole and logits.grad.abs().max() < 1e-12
+    else:
+        assert abs(whole) < 1e-12 and logits.grad.abs().max() > 0.05
+
+
 # --- the logprobs of a teacher -------------------------------------------------------------------
 
 

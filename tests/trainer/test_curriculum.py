@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from agentrl.cli import main
 from agentrl.config import load_config
 from agentrl.data import POOLS
 from agentrl.errors import ConfigError, RunStopped
@@ -118,7 +119,7 @@ def test_a_run_that_was_killed_draws_the_same_rows(kind, keys, start, tmp_path, 
     assert state_of(killed) == state_of(tmp_path / "whole")
 
 
-def test_rows_in_the_band_are_drawn_more_often(start, tmp_path):
+def test_rows_in_the_band_are_drawn_more_often(start, tmp_path, capsys):
     """The success is `acc`, not the reward, which is at least 1."""
     start(tmp_path, "trainer.total_steps=18")
     rows = rows_of(tmp_path)
@@ -133,6 +134,9 @@ def test_rows_in_the_band_are_drawn_more_often(start, tmp_path):
     summary = dict(make_report(load_run(tmp_path), []).summary)
     line = "0 not played, 4 too hard, 4 in band, 4 too easy (rows, after step 18)"
     assert summary["curriculum"] == line
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path)])
+    assert f"\ncurriculum: {line}\n" in capsys.readouterr().out
 
 
 def test_a_resumed_run_keeps_the_curriculum_and_a_fork_may_change_it(start, tmp_path):

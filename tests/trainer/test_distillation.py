@@ -409,6 +409,18 @@ def test_a_server_that_stays_away_ends_the_run_and_nothing_is_trained(train, ser
     assert metrics_of(tmp_path / "run") == metrics_of(whole)
 
 
+@pytest.mark.parametrize("status", [None, 401])
+def test_a_server_that_does_not_answer_at_the_start_is_named(train, server, status):
+    url = server.url
+    if status:
+        server.answer = lambda path, body: (status, {"error": "no key"})
+    else:
+        server.shutdown()
+        server.server_close()
+    with pytest.raises(EngineError, match=rf"teacher\.model={url}: .*AGENTRL_TEACHER_TOKEN"):
+        train(f"teacher.model={url}")
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 
@@ -453,7 +465,7 @@ def test_a_teacher_of_too_short_rows_is_refused(train, home, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["teacher.model={a: x}"], r"no teacher for rows of data_source 'b'. It has a"),
+        (["teacher.model={a: x}"], r"no teacher for rows of data_source 'b'. It has one for 'a'"),
         (
             ["teacher.prompt='{prompt} {solution}'"],
             r"row 0 has no field 'solution'. Fields: hint, ground_truth, data_source, prompt",

@@ -18,6 +18,7 @@ from support.trainer_fixtures import config, in_float64, scored, tiny_folder, ti
 from transformers import AutoModelForCausalLM
 
 from agentrl.agent_loops.context import TokenRow
+from agentrl.cli import main
 from agentrl.config import load_config
 from agentrl.engine.local import LocalEngine
 from agentrl.errors import EngineError, RunStopped
@@ -205,6 +206,35 @@ def test_an_engine_that_does_not_return_the_kept_tokens_is_refused(start, tmp_pa
     monkeypatch.setattr(LocalEngine, "generate", generate)
     with pytest.raises(RunStopped, match=r"top_p=0\.7 and rollout.top_k=6: the engine does not"):
         start(tmp_path / "run")
+
+
+@pytest.mark.parametrize("command", ["play", "generate"])
+def test_commands_sample_as_they_say(
+    random_model, tmp_path, monkeypatch, capsys, command, shipped_registries
+):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Say 1.", "ground_truth": "1"}')
+    (tmp_path / "env.py").write_text(ENV)
+    samplings, real = [], LocalEngine.generate
+
+    async def generate(self, prompt_ids, sampling, **kwargs):
+        samplings.append(sampling)
+        return await real(self, prompt_ids, sampling, **kwargs)
+
+    monkeypatch.setattr(LocalEngine, "generate", generate)
+    section = "rollout" if command == "play" else "val"
+    output = [] if command == "play" else ["--output", f"{tmp_path}/answers.jsonl"]
+    with pytest.raises(SystemExit) as e:
+        main([
+            command, "--dataset", f"{tmp_path}/rows.jsonl", "--model", str(random_model), "--file",
+            f"{tmp_path}/env.py", *output, "reward.function=letters_truncation",
+            "trainer.device=cpu", "rollout.max_turn_tokens=4", f"{section}.top_k=6",
+            f"{section}.top_p=0.7", f"{section}.temperature=0.8",
+        ])  # fmt: skip
+    assert e.value.code == 0
+    assert "(sampled at T=0.8, top_k=6, top_p=0.7)" in capsys.readouterr().out
+    assert {(s.temperature, s.top_k, s.top_p, s.returns_kept) for s in samplings} == {
+        (0.8, 6, 0.7, False)
+    }
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,8 @@ def sample(
         if returns_kept is not None:
             kept = np.empty(len(logits), object)
             kept[cut] = _split_kept(order, last)
-            logprobs[at] -= log_mass.where(_column(returns_kept[cut], logits), 0.0).float()
+            log_mass = log_mass.where(_column(returns_kept[cut], logits), 0.0).float()
+            logprobs[at] = (logprobs[at] - log_mass).clamp(max=0.0)  # Rounding may give 1e-8.
     sampled_logprobs = logprobs.gather(-1, tokens)
     # One transfer for ids and logprobs: on an accelerator each transfer waits for the device. A
     # float32 has a mantissa of 24 bits, too few for some token ids, so both become float64.

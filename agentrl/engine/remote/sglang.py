@@ -34,6 +34,8 @@ from agentrl.trajectory import Generation, float_array, token_array
 
 ABORT_SECONDS = 10.0
 MIN_TOP_P = 1e-6
+TOP_P_ROUNDING = 1e-5
+"""The mass of the likelier tokens may exceed `top_p` by rounding, but not by more."""
 ROUNDING_TOLERANCE = 1e-2
 """A logprob may be above 0 by rounding, but not by more."""
 MEMORY_TAGS = {"none": (), "kv_cache": ("kv_cache",), "all": ("weights", "kv_cache")}
@@ -105,6 +107,30 @@ def read_generation(
             kept_ids=token_array([*chain(*kept)]),
             kept_counts=token_array([*map(len, kept)]),
         )
+
+
+def restore_ties(meta: Mapping[str, Any], top_k: int, top_p: float) -> None:
+    """Make the kept tokens of an answer those that the token was sampled from.
+
+    SGLang sorts the tokens again to find the kept ones, and equally likely ones may come in another
+    order. If the sampled token is cut off by that, SGLang appends it, which is one token too many.
+    The token before it is as likely. Without that one, number and mass are the sampler's.
+
+    Args:
+        meta: the `meta_info` of the answer, which is changed.
+        top_k: of the request; -1: all tokens.
+        top_p: of the request.
+    """
+    kept = meta.get("output_token_sampling_mask") or []
+    logprobs = meta.get("output_token_sampling_logprobs") or []
+    tokens = meta.get("output_token_logprobs") or []
+    for i, (ids, (whole, token, *_)) in enumerate(zip(kept, tokens, strict=False)):
+        if ids[-1] != token or len(ids) == 1:
+            continue
+        mass_before = math.exp(whole - logprobs[i]) - math.exp(whole)
+        if 0 < top_k < len(ids) or mass_before > top_p + TOP_P_ROUNDING:
+            del ids[-2]
+            logprobs[i] = min(0.0, logprobs[i] - math.log1p(-math.exp(logprobs[i])))
 
 
 def read_scores(answer: Any, row: Sequence[int], vocabulary: int, where: str) -> array[float]:
@@ -291,6 +317,10 @@ class SGLangEngine(RemoteEngine):
             adapter = body.get("lora_path")
             # A restarted server has lost the adapter: the request is not at fault.
             raise EngineError(str(error)) if adapter and adapter in str(error) else error
+        if "return_sampling_mask" in body:
+            params = body["sampling_params"]
+            with reading(self.name, where):
+                restore_ties(answer["meta_info"], params["top_k"], params["top_p"])
         return answer
 
     async def _abort(self, rid: str) -> None:
