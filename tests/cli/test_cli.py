@@ -268,12 +268,24 @@ import time
 print("loading", flush=True)
 time.sleep(60)
 """
+WAIT_IN_DEL = """
+import time
+
+class Slow:
+    def __del__(self):  # Python ignores exceptions here
+        print("loading", flush=True)
+        time.sleep(60)
+
+Slow()
+time.sleep(60)
+"""
 
 
+@pytest.mark.parametrize("code_of_file", [WAIT, WAIT_IN_DEL], ids=["file", "del"])
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_the_exit_codes_of_signals(tmp_path, rows, sent, code):
+def test_the_exit_codes_of_signals(tmp_path, rows, sent, code, code_of_file):
     file = tmp_path / "slow.py"
-    file.write_text(WAIT)
+    file.write_text(code_of_file)
     words = ["check", "--dataset", rows, "--model", "tiny", "-f", str(file)]
     with ForkedPython(["-m", "agentrl", *words]) as process:
         assert process.read_line() == "loading\n"
