@@ -473,10 +473,12 @@ def _run(loader: Loader, module: ModuleType, path: Path) -> ModuleType:
 
 def _missing_package(error: Exception) -> str:
     """Return the advice to install the package of a module that was not found, or ""."""
-    package = (isinstance(error, ModuleNotFoundError) and error.name or "").partition(".")[0]
+    package = ((isinstance(error, ModuleNotFoundError) and error.name) or "").partition(".")[0]
     if not package or package in sys.modules or importlib.util.find_spec(package):
         return ""  # The package lacks a part.
-    return f". Install the package that has it, for example: {sys.executable} -m pip install {package}"
+    return (
+        f". Install the package that has it, for example: {sys.executable} -m pip install {package}"
+    )
 
 
 def _line_of_sibling(path: Path, error: Exception) -> str:
