@@ -437,7 +437,7 @@ def load_file(name: str) -> Any:
     except Exception as e:
         del sys.modules[module_name]
         line = _line_in(path, e)
-        inner = _line_of_sibling(path, e)
+        inner = _line_of_sibling(path, e) + _missing_package(e)
         raise UserError(f"{name}{line} cannot be loaded: {type(e).__name__}: {e}{inner}") from e
     return module
 
@@ -469,6 +469,16 @@ def _run(loader: Loader, module: ModuleType, path: Path) -> ModuleType:
         verl.stand_in()
         return _run(loader, module, path)
     return module
+
+
+def _missing_package(error: Exception) -> str:
+    """Return the advice to install the package of a module that was not found, or ""."""
+    package = ((isinstance(error, ModuleNotFoundError) and error.name) or "").partition(".")[0]
+    if not package or package in sys.modules or importlib.util.find_spec(package):
+        return ""  # The package lacks a part.
+    return (
+        f". Install the package that has it, for example: {sys.executable} -m pip install {package}"
+    )
 
 
 def _line_of_sibling(path: Path, error: Exception) -> str:

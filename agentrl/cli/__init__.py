@@ -153,7 +153,10 @@ def main(words: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _raise_on_sigterm() -> Iterator[None]:
-    """Raise `Terminated` in the main thread if SIGTERM arrives within the block."""
+    """Raise `Terminated` in the main thread if SIGTERM arrives within the block.
+
+    Python ignores an exception in a `__del__`. If a signal arrives there, it is sent again.
+    """
     from agentrl.errors import Terminated
 
     if threading.current_thread() is not threading.main_thread():
@@ -163,8 +166,17 @@ def _raise_on_sigterm() -> Iterator[None]:
     def on_sigterm(*_: object) -> None:
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, on_sigterm)
+    def on_ignored(ignored: sys.UnraisableHookArgs) -> None:
+        signals = {Terminated: signal.SIGTERM, KeyboardInterrupt: signal.SIGINT}
+        if number := signals.get(ignored.exc_type):
+            threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+        else:
+            show(ignored)
+
+    before, show = signal.signal(signal.SIGTERM, on_sigterm), sys.unraisablehook
+    sys.unraisablehook = on_ignored
     try:
         yield
     finally:
+        sys.unraisablehook = show
         signal.signal(signal.SIGTERM, before)

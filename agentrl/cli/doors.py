@@ -56,6 +56,7 @@ def install(
     if not door.requirements:
         echo(f"{name} needs no package: agentrl talks to a server of this project")
         return
+    echo(f"installing {' '.join([*door.requirements, *(packages or ())])}: a few minutes", err=True)
     echo(f"{name} {install_door(door, packages or (), python)}")
 
 

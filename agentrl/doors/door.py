@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl
 
 from agentrl.config import Config
 from agentrl.data.files import write_generated
-from agentrl.errors import ConfigError, DataError
+from agentrl.errors import ConfigError, DataError, UserCodeError
 from agentrl.file_loaders import SHIPPED_DOORS, door_names, door_of
 from agentrl.registry import ENVIRONMENT, did_you_mean
 
@@ -52,6 +52,34 @@ class Door:
     check: Callable[[Config], None] | None = None
     requirements: tuple[str, ...] = ()
     python: tuple[int, int] = (3, 11)
+
+
+class Named:
+    """What a config names of a door, with its settings. Rows cannot name anything else.
+
+    Args:
+        kind: what it is, for messages.
+    """
+
+    def __init__(self, kind: str):
+        self._kind = kind
+        self._named: list[tuple[str, Any]] = []
+
+    def add(self, name: str, settings: Any = None) -> None:
+        """Add what an address of the config names."""
+        self._named.append((name, settings))
+
+    def require(self, *names: Any, settings: Any = None) -> None:
+        """Raise `UserCodeError` if the config names none of `names` with exactly these settings."""
+        if not any((name, settings) in self._named for name in names):
+            chosen, *known = (
+                repr(name) + (f" with {given}" if given else "")
+                for name, given in [(names[0], settings), *self._named]
+            )
+            raise UserCodeError(
+                f"the config does not name the {self._kind} {chosen}."
+                f" It names: {', '.join(known) or 'none'}"
+            )
 
 
 @cache

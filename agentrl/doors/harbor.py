@@ -15,10 +15,10 @@ from typing import Any
 from agentrl.agent_loops import Episode
 from agentrl.agent_loops.control import EpisodeControl
 from agentrl.config import Config, SandboxConfig
-from agentrl.doors.door import Door, read_address
+from agentrl.doors.door import Door, Named, read_address
 from agentrl.doors.episodes import PackageEnvironment, package_loop, play_in_package
 from agentrl.doors.program import call_once
-from agentrl.errors import UserCodeError, UserError
+from agentrl.errors import UserError
 from agentrl.file_loaders import door_of
 from agentrl.sandbox import current_config
 from agentrl.tools.environment import environment
@@ -31,8 +31,7 @@ TIMEOUT = 7200.0
 MAX_SECONDS = 3600
 """The longest time limit of a command."""
 
-_allowed: list[tuple[str, dict[str, Any]]] = []
-"""The folders that the config names, with the settings of their tasks. Rows cannot have others."""
+_named = Named("task")  # or the folder of tasks
 
 
 class HarborTask(PackageEnvironment):
@@ -85,11 +84,7 @@ def _settings(task: Mapping[str, Any], config: SandboxConfig) -> dict[str, Any]:
     """
     path = Path(os.path.normpath(task.get("task") or ""))  # DIR/.. is not a task of DIR
     settings = {k: v for k, v in task.items() if k != "task"}
-    if not any((str(p), settings) in _allowed for p in (path, path.parent)):
-        names = ", ".join(f"{folder} with {named}" for folder, named in _allowed) or "none"
-        raise UserCodeError(
-            f"the config does not name the task {str(path)!r} with {settings}. It names: {names}"
-        )
+    _named.require(str(path), str(path.parent), settings=settings)
     backend, options = _backend(config)
     return {**settings, "task": str(path), "backend": backend, "options": options}
 
@@ -139,7 +134,7 @@ def load(alias: str, address: str) -> None:
     """Register the environment and the loop, and allow rows to name the tasks of this folder."""
     environment(alias, timeout=TIMEOUT)(HarborTask)
     package_loop(AGENT_LOOP)(harbor_agent)
-    _allowed.append(_read(address))
+    _named.add(*_read(address))
 
 
 def check(config: Config) -> None:

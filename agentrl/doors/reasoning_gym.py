@@ -9,29 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.doors.door import Door, read_address
+from agentrl.doors.door import Door, Named, read_address
 from agentrl.doors.episodes import SEEDS, TIMEOUT
 from agentrl.doors.program import call_once, program
-from agentrl.errors import UserCodeError
 from agentrl.tools.environment import Environment, environment
 from agentrl.trajectory import Message, Sample
 
 NAME = "reasoning-gym"
 
-_allowed: list[tuple[str, int, dict[str, Any]]] = []
-"""The tasks that the config names, with their seeds and options. Rows cannot name others."""
+_named = Named("task")
 
 
 class ReasoningTask(Environment):
     """A question. The answer is the text in <answer> and </answer>."""
 
     def __init__(self, task: str, seed: int, options: dict[str, Any], index: int, size: int):
-        if (task, seed, options) not in _allowed:
-            names = ", ".join(f"{named} with {chosen}" for named, _, chosen in _allowed) or "none"
-            raise UserCodeError(
-                f"the config does not name the task {task!r} with seed={seed} and {options}."
-                f" It names: {names}"
-            )
+        _named.require(task, settings={"seed": seed, **options})
         # The questions of some tasks (acre) depend on how many there are.
         self._entry = {"task": task, "seed": seed, "options": options, "index": index, "n": size}
 
@@ -78,7 +71,7 @@ def _read(address: str) -> tuple[str, int, dict[str, Any], int]:
 def load(alias: str, address: str) -> None:
     """Register the environment, and allow rows to name this task."""
     task, seed, options, _ = _read(address)
-    _allowed.append((task, seed, options))
+    _named.add(task, {"seed": seed, **options})
     environment(alias, timeout=TIMEOUT)(ReasoningTask)
 
 

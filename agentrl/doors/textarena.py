@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.doors.door import Door, read_address
+from agentrl.doors.door import Door, Named, read_address
 from agentrl.doors.episodes import SEEDS, TIMEOUT, PackageEnvironment
 from agentrl.doors.program import call_once
-from agentrl.errors import UserCodeError
 from agentrl.replies import Reply
 from agentrl.tools.environment import environment
 from agentrl.trajectory import Message, Scores
 
 NAME = "textarena"
 
-_allowed: set[str] = set()
-"""The games that the config names. Rows cannot name others."""
+_named = Named("game")
 
 
 class TextGame(PackageEnvironment):
@@ -30,9 +28,7 @@ class TextGame(PackageEnvironment):
     _door = NAME
 
     def __init__(self, game: str, seed: int):
-        if game not in _allowed:
-            names = ", ".join(sorted(_allowed)) or "none"
-            raise UserCodeError(f"the config does not name the game {game!r}. It names: {names}")
+        _named.require(game)
         self._game, self._seed, self._outcome = game, seed, 0.0
 
     async def start(self) -> list[Message]:
@@ -69,7 +65,7 @@ def rows(address: str) -> list[Mapping[str, Any]]:
 
 def load(alias: str, address: str) -> None:
     """Register the environment, and allow rows to name this game."""
-    _allowed.add(address.partition(":")[2].partition("?")[0])
+    _named.add(read_address(address, {})[0])
     environment(alias, timeout=TIMEOUT)(TextGame)
 
 

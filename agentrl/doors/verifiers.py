@@ -12,28 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.agent_loops import Episode
-from agentrl.doors.door import Door, read_address
+from agentrl.doors.door import Door, Named, read_address
 from agentrl.doors.episodes import package_loop, play_in_package
 from agentrl.doors.program import call_once
-from agentrl.errors import UserCodeError
 
 NAME = "verifiers"
 
-_allowed: list[tuple[str, dict[str, Any]]] = []
-"""The environments that the config names, with their options. Rows cannot name others: an option
-may be the address of a judge, or the variable with its key."""
+# An option may be the address of a judge, or the variable with its key.
+_named = Named("environment")
 
 
 async def verifiers(ep: Episode) -> None:
     """Let an environment of verifiers drive the episode."""
     task = ep.sample.extra.get(NAME) or {}
-    env, options = task.get("env"), task.get("options") or {}
-    if (env, options) not in _allowed:
-        names = ", ".join(f"{name!r} with {named}" for name, named in _allowed) or "none"
-        raise UserCodeError(
-            f"row {ep.sample.row}: no environment {env!r} of verifiers with the options {options}"
-            f" in the config. It names: {names}"
-        )
+    _named.require(task.get("env"), settings=task.get("options"))
     await play_in_package(ep, NAME, "play", task)
 
 
@@ -56,7 +48,7 @@ def load(alias: str, address: str) -> None:
     """Register the loop, and allow rows to name this environment."""
     package_loop(alias)(verifiers)
     env, _, options = _read(address)
-    _allowed.append((env, options))
+    _named.add(env, options)
 
 
 def _read(address: str) -> tuple[str, int, dict[str, Any]]:

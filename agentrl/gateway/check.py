@@ -91,6 +91,8 @@ class CheckedEpisode:
     @property
     def fix(self) -> str:
         """The advice for a lost episode."""
+        if "ModuleNotFoundError" in self.loss and not self.events:
+            return "Install its package for the Python that agent.command runs"
         if not self.events:
             return "Use OPENAI_BASE_URL and OPENAI_API_KEY (or ANTHROPIC_...): docs/agents.md"
         is_late = self.trajectory and self.trajectory.stop_reason == "time"

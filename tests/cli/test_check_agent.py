@@ -262,6 +262,12 @@ def test_an_agent_that_hangs(check):
     assert code == 1 and "1 episode lost: the agent had not ended after 2 s" in text
 
 
+def test_a_missing_package_of_a_program(check):
+    code, text = check("import no_such_package", "--rollouts", "1", as_program=True)
+    assert code == 1 and "No module named 'no_such_package'" in text
+    assert "Install its package for the Python that agent.command runs" in text
+
+
 def test_config_keys_come_before_the_command(check):
     code, text = check(HANGS, "rollout.timeout_s=2", "--rollouts", "1", as_program=True)
     assert code == 1 and "1 episode lost: the agent had not ended after 2 s" in text

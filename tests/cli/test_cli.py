@@ -172,6 +172,17 @@ def test_a_file_that_does_not_load_causes_no_second_mistake(run_cli, tmp_path, m
     assert "Did you mean 'my_env.py'?" in lines[0] and "use --dataset rows.jsonl" in lines[2]
 
 
+def test_a_missing_package_and_the_file_that_needs_it_are_named(run_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text("import json\nimport no_such_package.part")
+    (tmp_path / "typo.py").write_text("import json.no_such_part")
+    _, err = run_cli("check", "agent", "--python", "agent.py:run")
+    assert "agent.py:2 cannot be loaded: ModuleNotFoundError: No module named" in err
+    assert err.rstrip().endswith(f"for example: {sys.executable} -m pip install no_such_package")
+    _, err = run_cli("check", "agent", "--python", "typo.py:run")
+    assert "typo.py:1 cannot be loaded" in err and "pip" not in err
+
+
 def test_mistakes_of_all_kinds_are_one_message(run_cli, tmp_path):
     rows = tmp_path / "val.jsonl"
     rows.write_text(json.dumps({**ROW, "tools": ["calculater"]}))
@@ -257,12 +268,24 @@ import time
 print("loading", flush=True)
 time.sleep(60)
 """
+WAIT_IN_DEL = """
+import time
+
+class Slow:
+    def __del__(self):  # Python ignores exceptions here
+        print("loading", flush=True)
+        time.sleep(60)
+
+Slow()
+time.sleep(60)
+"""
 
 
+@pytest.mark.parametrize("code_of_file", [WAIT, WAIT_IN_DEL], ids=["file", "del"])
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_the_exit_codes_of_signals(tmp_path, rows, sent, code):
+def test_the_exit_codes_of_signals(tmp_path, rows, sent, code, code_of_file):
     file = tmp_path / "slow.py"
-    file.write_text(WAIT)
+    file.write_text(code_of_file)
     words = ["check", "--dataset", rows, "--model", "tiny", "-f", str(file)]
     with ForkedPython(["-m", "agentrl", *words]) as process:
         assert process.read_line() == "loading\n"

@@ -147,6 +147,17 @@ def test_a_program_frees_its_resources_at_the_end(own_program, tmp_path):
     assert (tmp_path / "closed").read_text() == "closed"
 
 
+def test_a_process_that_still_imports_its_package_ends_at_once(own_program):
+    slow = "import os, time; print('imports', flush=True); time.sleep(60); os.abort()"
+    (program.PROGRAMS / "pytest.py").write_text(slow)
+    child = program._start(own_program)
+    while not child.tail:
+        time.sleep(0.05)
+    start = time.monotonic()
+    child.stop(30)
+    assert child.exit_code == 0 and time.monotonic() - start < 10
+
+
 def test_a_killed_run_leaves_no_process(tmp_path):
     """The process reads the end of its input, and calls `close`, also after SIGKILL of the run."""
     code = f"""

@@ -87,7 +87,7 @@ def test_a_row_cannot_choose_an_environment(use_packages):
     use_packages("verifiers-v0", "verifiers")
     [sample] = rows_of(f"{V0}?n=1")
     sample.extra["verifiers"]["env"] = "/tmp/other.py"
-    with pytest.raises(UserCodeError, match=r"no environment '/tmp/other.py' of verifiers"):
+    with pytest.raises(UserCodeError, match=r"does not name the environment '/tmp/other.py'"):
         play_at_once([sample], ["It is 1"], TOKENIZER)
 
 
@@ -107,7 +107,7 @@ def test_a_row_cannot_choose_options(use_packages):
     use_packages("verifiers-v0", "verifiers")
     [sample] = rows_of(f"{V0}?n=1&count=1")
     sample.extra["verifiers"]["options"] = {"count": 1, "judge_url": "http://other"}
-    with pytest.raises(UserCodeError, match=r"with the options .*other.* in the config"):
+    with pytest.raises(UserCodeError, match=r"does not name the environment .*other.*It names: "):
         play_at_once([sample], ["It is 1"], TOKENIZER)
 
 

@@ -24,8 +24,10 @@ import importlib.util
 import inspect
 import json
 import os
+import select
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -120,6 +122,15 @@ async def _serve(program: Any, channel: socket.socket) -> None:
             await close()
 
 
+def _end_import(channel: socket.socket, imported: threading.Event) -> None:
+    """End the process if standard input ends before the package is imported: it holds nothing."""
+    poll = select.poll()
+    poll.register(channel, 0)  # The end is reported nevertheless.
+    while not imported.is_set():
+        if poll.poll(200) and not imported.is_set():
+            os._exit(0)
+
+
 def main(file: str) -> None:
     """Serve a program's functions until standard input ends."""
     channel = socket.socket(fileno=os.dup(0))
@@ -129,7 +140,10 @@ def main(file: str) -> None:
     assert spec and spec.loader
     program = importlib.util.module_from_spec(spec)
     sys.modules["door_program"] = program
+    imported = threading.Event()
+    threading.Thread(target=_end_import, args=(channel, imported), daemon=True).start()
     spec.loader.exec_module(program)
+    imported.set()
     asyncio.run(_serve(program, channel))
     os._exit(0)  # A thread of the package may still run.
 
