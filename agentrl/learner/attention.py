@@ -43,7 +43,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from agentrl.learner.context import Context
+from agentrl.learner.context_parallel import ContextGroup
 
 PACKED = "agentrl_packed"
 """The name under which transformers finds `packed_attention`."""
@@ -148,7 +148,7 @@ class Layout:
     whole: bool = False
     """True if every response has a prompt of its own, so that rows are also whole for layers that
     mix tokens by other means than attention."""
-    context: Context | None = None
+    context: ContextGroup | None = None
     """The ranks that share the tokens; None: this one has all."""
 
     def sequences(self, device: torch.device) -> dict[str, Any]:

@@ -376,7 +376,7 @@ class _Learner:
         s = self.shape
         context = self.config.trainer.context_parallel_size
         groups = s.heads * s.key_width // s.query_width
-        copies = math.lcm(groups, context) // groups  # of key-value heads, see `Context`
+        copies = math.lcm(groups, context) // groups  # of key-value heads, see `ContextGroup`
         keys = s.key_width * copies if self.shares_keys else s.query_width
         # Queries, outputs; keys, values. Ranks that share rows also keep what they exchange.
         attention = 2 * s.query_width + 2 * keys + (context > 1) * s.query_width

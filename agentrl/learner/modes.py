@@ -44,7 +44,7 @@ from agentrl.installation import home
 from agentrl.learner import attention, head, packing
 from agentrl.learner.attention import HALF, PACKED
 from agentrl.learner.batch import TokenRows
-from agentrl.learner.context import Context, count_copies
+from agentrl.learner.context_parallel import ContextGroup, count_copies
 from agentrl.learner.head import Head
 from agentrl.learner.packing import Mode, PackedRows, has_new_prompt, pack
 from agentrl.plural import plural
@@ -233,7 +233,7 @@ def check_context(config: PretrainedConfig, mode: Mode, ranks: int) -> None:
         raise _cannot_share(config.model_type, ranks, str(e)) from e
 
 
-def prove_context(model: PreTrainedModel, mode: Mode, context: Context) -> None:
+def prove_context(model: PreTrainedModel, mode: Mode, context: ContextGroup) -> None:
     """Compare the states of rows that ranks share with those of one rank; all ranks call it.
 
     Args:

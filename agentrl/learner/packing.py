@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 
 from agentrl.learner.attention import Layout
 from agentrl.learner.batch import KeptTokens, TokenRows
-from agentrl.learner.context import Context
+from agentrl.learner.context_parallel import ContextGroup
 
 
 class Mode(Enum):
@@ -75,7 +75,7 @@ class PackedRows:
     """(M,) bool, if ranks share the rows: which of the M chosen tokens of all ranks are in this
     part."""
 
-    def part(self, context: Context | None) -> PackedRows:
+    def part(self, context: ContextGroup | None) -> PackedRows:
         """Return the part of a flat row that this rank runs; None: the whole row.
 
         Tokens that belong to no row are added, so that all parts have the same length.
@@ -155,7 +155,7 @@ class MicroBatch:
         columns = {n: x.to(device, non_blocking=True) for n, x in self.columns.items()}
         return MicroBatch(self.packed.to(device), self.mask.to(device, non_blocking=True), columns)
 
-    def part(self, context: Context | None) -> MicroBatch:
+    def part(self, context: ContextGroup | None) -> MicroBatch:
         """Return what this rank runs (`PackedRows.part`), with the numbers of all tokens."""
         return replace(self, packed=self.packed.part(context))
 

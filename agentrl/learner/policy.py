@@ -39,7 +39,7 @@ from agentrl.engine.local.load import (
 )
 from agentrl.engine.local.quantize import Linear4bit
 from agentrl.errors import ConfigError
-from agentrl.learner.context import Context
+from agentrl.learner.context_parallel import ContextGroup
 from agentrl.learner.head import Head, chosen_logprobs
 from agentrl.learner.modes import (
     decoder_of,
@@ -391,7 +391,7 @@ class PackedModel(nn.Module):
         self,
         compute: torch.dtype | None = None,
         tokens: int | None = None,
-        context: Context | None = None,
+        context: ContextGroup | None = None,
     ) -> None:
         """Find how rows become the input of the model, and set its attention implementation.
 

@@ -27,7 +27,7 @@ from agentrl.engine.remote.senders import (
     WeightsSender,
     check_folder_visible,
 )
-from agentrl.learner.context import open_context
+from agentrl.learner.context_parallel import open_context
 from agentrl.learner.dispatch import BROADCAST, SPLIT, Placement, RankGroup, dispatch
 from agentrl.learner.losses import (
     ESTIMATORS,

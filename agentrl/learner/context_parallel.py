@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class ContextGroup:
     """The ranks that run the same rows."""
 
     group: dist.ProcessGroup
@@ -106,7 +106,7 @@ def count_copies(heads: int, shared: int, ranks: int) -> int:
 
 
 @cache
-def open_context(size: int, device: str) -> Context | None:
+def open_context(size: int, device: str) -> ContextGroup | None:
     """Return the ranks that run the same rows as this one: `size` consecutive ones; None for 1.
 
     A learner of one rank, which computes the steps of a run again for example, shares no rows. All
@@ -119,4 +119,4 @@ def open_context(size: int, device: str) -> Context | None:
     if size == 1 or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     mesh = init_device_mesh(device, (dist.get_world_size() // size, size))
-    return Context(mesh.get_group(1), size, mesh.get_local_rank(1))
+    return ContextGroup(mesh.get_group(1), size, mesh.get_local_rank(1))
