@@ -141,6 +141,7 @@ def test_the_kl_over_the_likely_tokens_of_a_teacher_has_another_minimum(renormal
         mine, theirs = mine.log_softmax(0), theirs.log_softmax(0)
     kl = (mine.exp() * (mine - theirs)).sum()
     kl.backward()
+    assert logits.grad is not None
     whole = (logits.log_softmax(0).exp() * (logits.log_softmax(0) - teacher)).sum()
     if renormalized:
         assert abs(kl) < 1e-12 < 0.5 < whole and logits.grad.abs().max() < 1e-12

@@ -14,7 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.exact_rank import EXACT, ExactRank
-from support.trainer_fixtures import config, in_float64, scored, tiny_folder, tiny_model
+from support.processes import Processes
+from support.trainer_fixtures import (
+    VOCABULARY,
+    config,
+    in_float64,
+    random_groups,
+    scored,
+    tiny_folder,
+    tiny_model,
+)
 from transformers import AutoModelForCausalLM
 
 from agentrl.agent_loops.context import TokenRow
@@ -23,7 +32,7 @@ from agentrl.config import load_config
 from agentrl.engine.local import LocalEngine
 from agentrl.errors import EngineError, RunStopped
 from agentrl.learner.algorithms import make_targets
-from agentrl.learner.batch import collate
+from agentrl.learner.batch import KeptTokens, collate
 from agentrl.learner.learner import Learner
 from agentrl.learner.rank import LocalRankGroup
 from agentrl.store import TrajectoryStore
@@ -168,6 +177,51 @@ def test_the_gradient_is_that_of_the_enumerated_truncated_distribution(tmp_path)
     actual = learner.gradient(batch, targets)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(actual[name], parameter.grad, atol=EXACT, rtol=EXACT, msg=name)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_two_ranks_learn_over_the_kept_tokens(tmp_path, n):
+    """Over gloo, also if one of them has no row. A seventh of the tokens was sampled from all."""
+    batch = collate(random_groups(5, groups=n, n=n, dead=[]))
+    ids, counts = [], torch.zeros(batch.response_mask.shape, dtype=torch.int32)
+    for i, (b, t) in enumerate(batch.response_mask.nonzero().tolist()):
+        if i % 7:
+            token = int(batch.response_ids[b, t])
+            ids += [token, *((token + j) % VOCABULARY for j in range(1, i % 7))]
+            counts[b, t] = i % 7
+    batch = replace(batch, kept=KeptTokens(torch.tensor(ids, dtype=torch.int32), counts))
+    folder = tiny_folder(tmp_path / "model")
+    cfg = config(
+        algorithm__name="reinforce_plus_plus", algorithm__kl_loss_coef=0.1,
+        algorithm__entropy_coef=0.01, optim__micro_batch_tokens=40, model__lora_rank=2,
+    )  # fmt: skip
+
+    def run(ranks: Any):
+        ranks.begin(cfg)
+        learner = Learner("", cfg, total_steps=1, group=ranks)
+        old, reference = learner.logprobs(batch), learner.reference_logprobs(batch)
+        learner.update(batch, make_targets(batch, cfg, old, None, reference), 1)
+        return reference, learner.logprobs(batch), ranks.weights()
+
+    results = []
+    for ranks in (LocalRankGroup(ExactRank(folder)), Processes(2, ExactRank, folder)):
+        try:
+            results.append(run(ranks))
+        finally:
+            ranks.close()
+    (reference, scores, weights), (_, of_two, weights_of_two) = results
+    model, ends = in_float64(tiny_model()), counts.flatten().cumsum(0).view(counts.shape)
+    for b, t in batch.response_mask.nonzero().tolist():
+        prompt = batch.prompt_ids[b, -int(batch.prompt_lengths[b]) :]
+        with torch.no_grad():
+            row = torch.cat([prompt, batch.response_ids[b, :t]])
+            logits = model(input_ids=row[None]).logits[0, -1]
+        kept = ids[ends[b, t] - counts[b, t] : ends[b, t]] or range(VOCABULARY)
+        expected = logits[batch.response_ids[b, t]] - logits[[*kept]].logsumexp(0)
+        assert reference[b, t].item() == pytest.approx(expected.item(), abs=1e-5)
+    torch.testing.assert_close(of_two, scores, rtol=0, atol=2e-6)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(weights_of_two[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 def weights(output: Path) -> str:
