@@ -225,7 +225,7 @@ def check_context(config: PretrainedConfig, mode: Mode, ranks: int) -> None:
     heads = getattr(text, "num_attention_heads", None)
     try:
         if ranks > 1 and mode is not Mode.PACKED:
-            raise NotImplementedError(f"its rows are {mode.value}, and only packed rows are shared")
+            raise NotImplementedError(f"it runs {mode.value}, and only packed rows can be shared")
         if isinstance(heads, int):
             shared = getattr(text, "num_key_value_heads", None)
             count_copies(heads, shared or heads, ranks)

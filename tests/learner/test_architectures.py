@@ -141,8 +141,8 @@ def test_two_ranks_share_the_tokens_of_each_row(groups, name, folder):
 @pytest.mark.parametrize(
     ("name", "ranks", "reason"),
     [
-        ("Qwen3.5", 2, "its rows are packed whole, and only packed rows are shared"),
-        ("Phi-4-mini", 2, "its rows are rows alone, and only packed rows are shared"),
+        ("Qwen3.5", 2, "it runs rows padded, and only packed rows can be shared"),
+        ("Phi-4-mini", 2, "it runs rows alone, and only packed rows can be shared"),
         ("Qwen3", 3, "its attention has 4 heads and 2 key-value heads, which 3 ranks cannot share"),
     ],
 )

@@ -13,7 +13,7 @@ needs_newest_models = pytest.mark.skipif(
     reason=f"expects what models of transformers {MODELS} compute",
 )
 """For tests of the modes that models get. In 5.12, for example, Nemotron-H is not causal over long
-rows, and is refused; Qwen3.5 ignores the limits of whole rows, and runs padded."""
+rows, and is refused; Qwen3.5 is not packed for another reason."""
 needs_sandbox = pytest.mark.skipif(
     not shutil.which("bwrap") and not os.environ.get("CI"),
     reason="no bwrap: install bubblewrap",

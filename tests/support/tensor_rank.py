@@ -28,6 +28,7 @@ class TensorRank(Rank):
     def __init__(self, config: Config, **outputs: Tensor):
         self.config = config
         self.device = torch.device("cpu")
+        self._context = None
         self.outputs = {name: x.clone().requires_grad_() for name, x in outputs.items()}
         self.policy: Any = SimpleNamespace(logprobs=self._logprobs, peft=None)
         self.critic: Any = SimpleNamespace(values=lambda packed: self._output("values", packed))
