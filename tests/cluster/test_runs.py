@@ -40,6 +40,7 @@ print("CODES", json.dumps(dict(train_runs("local", runs, train, Path("out")))))
 """
 
 
+@pytest.mark.slow
 def test_each_run_has_devices_of_its_own(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

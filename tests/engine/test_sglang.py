@@ -524,6 +524,7 @@ def check_steps(steps):
         assert metrics["timing_s/update_weights"] > 0
 
 
+@pytest.mark.slow
 def test_a_few_steps_move_the_reward(engine, keys, sglang_server, model, tiny_model, tmp_path):
     val = pq.read_table(DATA / "arithmetic_val.parquet").slice(0, 120)
     pq.write_table(val, tmp_path / "val.parquet")

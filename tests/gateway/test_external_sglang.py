@@ -142,6 +142,7 @@ def test_what_trains_is_what_the_published_policy_sampled(
         assert sorted(others) == [rendered(tiny_tokenizer, sub, question) for sub in subs]
 
 
+@pytest.mark.slow
 def test_the_turns_of_agents_train_over_the_tokens_that_were_kept(
     keys, sglang_server, tiny_model, tmp_path, shipped_registries
 ):
