@@ -354,13 +354,21 @@ class Expectation:
         return is_kept, f"{text}: {'' if is_kept else 'not '}{self.operator} {self.bound:g}"
 
 
+def least_probability(successes: int) -> float:
+    """Return the end of the interval of 95 % of a probability after successes without a failure.
+
+    It is that of Clopper and Pearson (1934) for R of R successes, 0.025^(1/R): with a smaller
+    probability, R of them would be unlikely.
+    """
+    return (1 - LEVEL) ** (1 / successes)
+
+
 def interval_of(metrics: Mapping[str, float], name: str) -> tuple[float, float]:
     """Return the interval of 95 % of a metric of an evaluation.
 
     For a mean it is mean ± t(0.975, R - 1) * SE, with the standard error SE clustered by the R rows
     (`agentrl.metrics.standard_error`). If all rows have the value 1 (or 0), SE is 0 and says
-    nothing. Then the end is that of Clopper and Pearson (1934) for R of R successes, 0.025^(1/R):
-    with a smaller probability of a 1, R of them would be unlikely.
+    nothing. Then the end is `least_probability` of R of R successes.
 
     Raises:
         UserError: there is no such metric, or it has no interval.
@@ -382,7 +390,7 @@ def interval_of(metrics: Mapping[str, float], name: str) -> tuple[float, float]:
         )
     rows = int(metrics[f"{name.rsplit('/', 2)[0]}/rows"])
     if error == 0 and value in (0.0, 1.0):
-        end = (1 - LEVEL) ** (1 / rows)
+        end = least_probability(rows)
         return (end, 1.0) if value else (0.0, 1 - end)
     half = t_quantile(LEVEL, rows - 1) * error
     return value - half, value + half

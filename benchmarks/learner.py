@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import statistics
 import tempfile
 import traceback
@@ -50,7 +51,7 @@ from workload.updates import (
     memory,
     peak_flops,
     release,
-)  # fmt: skip
+)
 
 from agentrl.config import Config
 from agentrl.errors import RunStopped
@@ -92,16 +93,25 @@ def settings(args: argparse.Namespace) -> Config:
 
 
 @contextmanager
-def open_learner(folder: Path, config: Config) -> Iterator[tuple[Learner, MemoryUse]]:
-    """Yield a learner as in a run, in this process or on ranks, and a function of its memory."""
+def open_learner(
+    folder: Path, config: Config, limit: float = math.inf
+) -> Iterator[tuple[Learner, MemoryUse]]:
+    """Yield a learner as in a run, in this process or on ranks, and a function of its memory.
+
+    Args:
+        folder: the model.
+        config: the config of the run.
+        limit: the bytes of a GPU that PyTorch may use.
+    """
     if config.trainer.n_gpus_per_node == 1:
+        limit_memory(limit)
         yield Learner(folder, config, total_steps=1000), memory
         return
     from agentrl.cluster import open_placement
 
     with open_placement(config) as placement:
         group = placement.start_ranks(Weighed, folder, config)
-        group.limit(CARD)
+        group.limit(limit)
         learner = Learner(folder, config, total_steps=1000, group=group)
         yield learner, lambda: most(group.memory([None] * group.size))
 
@@ -248,12 +258,11 @@ def long(folder: Path, model: Any, args: argparse.Namespace) -> None:
     rollouts = draw(1, 1, args.prompt, lambda _: response, model.vocab_size, args.seed)
     rollouts = replace(rollouts, rewards=[1.0])
     batch = rollouts.batch(model.vocab_size)
-    limit_memory(CARD)
     context = {"shape": args.shape, "lora": args.lora, "recompute": args.recompute}
     context |= {"ranks": args.ranks, "context": args.context, "tokens": rollouts.tokens}
     try:
-        with agentrl_arm(folder, batch, args) as (update, memory_use):
-            took = measure({"long": update}, args.steps)["long"]
+        with open_learner(folder, settings(args), CARD) as (learner, memory_use):
+            took = measure({"long": partial(update_of, learner, batch)}, args.steps)["long"]
             used = memory_use()
     except (torch.cuda.OutOfMemoryError, RunStopped) as e:
         if "out of memory" not in str(e):

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentrl.comparison import (
-    LEVEL,
     WITHOUT_TOOLS,
     MeanInterval,
     Validation,
     Value,
     flipped_rows,
+    least_probability,
     merge_seeds,
     paired_difference,
     read_validation,
@@ -110,8 +110,8 @@ def _check_margin(name: str, rows: int, reward: Mapping[str, Any], margin: float
     low, high = reward["low"], reward["high"]
     if low is None:
         raise UserError(f"{name}: one row has no interval, so --fail-if-worse cannot be tested")
-    if low == high:  # No row differs: see `interval_of`. A row is assumed to lose 1 at most.
-        low -= 1 - (1 - LEVEL) ** (1 / rows)
+    if low == high:  # No row differs. A row is assumed to lose 1 at most.
+        low -= 1 - least_probability(rows)
     if low < -margin:
         verb = "is" if high < -margin else "may be"
         ends = f"{reward['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"

@@ -215,13 +215,17 @@ def read_records(folder: Path, *, only_policy: bool = False) -> Records:
     return records
 
 
+def _folder_of(address: str) -> Path:
+    return Path(address.removeprefix(RECORDED)).expanduser()
+
+
 def open_recorded(address: str) -> Records:
     """Return the records at an address `recorded:DIR`.
 
     Raises:
         DataError: there are none, or none has a score.
     """
-    folder = Path(address.removeprefix(RECORDED)).expanduser()
+    folder = _folder_of(address)
     records = read_records(folder)
     if not records.policies:
         damaged = f" ({plural(records.damaged, 'damaged line')})" if records.damaged else ""
@@ -239,8 +243,7 @@ def open_recorded(address: str) -> Records:
 
 def identify_records(address: str) -> str:
     """Return a text that is the same for the records at an address when they have grown."""
-    folder = Path(address.removeprefix(RECORDED)).expanduser()
-    policies = read_records(folder, only_policy=True).policies
+    policies = read_records(_folder_of(address), only_policy=True).policies
     return (policies or open_recorded(address).policies)[0]["id"]  # Without any, it raises.
 
 

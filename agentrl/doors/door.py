@@ -55,7 +55,7 @@ class Door:
 
 
 class Named:
-    """What a config names of a door, with its settings. Rows cannot name anything else.
+    """The tasks or games of a door that a config names, with their settings. Rows name no others.
 
     Args:
         kind: what it is, for messages.

@@ -103,8 +103,9 @@ class PackedRows:
         Args:
             numbers: (N,) of this part.
         """
-        if self.layout is None or self.layout.context is None or self.is_own is None:
+        if self.is_own is None:
             return numbers
+        assert self.layout and self.layout.context
         return self.layout.context.join(numbers, self.is_own)
 
     def arguments(self) -> dict[str, Any]:

@@ -16,9 +16,9 @@ LOAD = Path(__file__).parents[2] / "benchmarks" / "load.py"
 @pytest.mark.parametrize("tools", ["local", "http"])
 def test_a_case(tools):
     env = {**os.environ, "PYTHONPATH": str(LOAD.parent)}
-    done = run_python([LOAD, "--case", 4, tools, 0], env=env)
+    done = run_python([LOAD, "--case", 4, tools, 0, 0, 0.25], env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     figures = {line["name"]: line["value"] for line in map(json.loads, done.stdout.splitlines())}
-    parts = ("cpu", "wall", "stall", "rss", "files")
+    parts = ("cpu", "turns", "wall", "stall", "rss", "files")
     assert [*figures] == [f"load/{tools}/4/{part}" for part in parts]
     assert 1.0 <= figures[f"load/{tools}/4/wall"] < 10.0 and figures[f"load/{tools}/4/cpu"] > 0

@@ -348,7 +348,7 @@ def test_gates_exit_with_1(api, run):
 
 
 def test_equal_results_of_few_rows_are_no_evidence(api, run):
-    """As `--expect`: of 8 rows that do not differ, up to 1 - 0.025^(1/8) = 37 % may be worse."""
+    """The bound is that of `--expect`: of 8 equal rows, 1 - 0.025^(1/8) = 37 % may be worse."""
     for name in ("a", "b"):
         run(*PLAY, "--model", f"{api.url}#caller", "--output", name)
     output = run("compare", "a", "b", "--fail-if-worse", "0.36", code=1)

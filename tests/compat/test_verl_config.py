@@ -793,7 +793,7 @@ def test_hydra_composes_the_same(groups, words):
 @pytest.mark.verl
 @pytest.mark.parametrize("version", VERSIONS)
 def test_verls_own_files_are_composed(version):
-    """As verl's `_generated_ppo_trainer.yaml` has them, which Hydra has composed."""
+    """Hydra has composed verl's `_generated_ppo_trainer.yaml`, which has the same values."""
     folder = VERL / version / "verl/trainer/config"
     values, mistakes = composed(folder, name="ppo_trainer")
     generated = yaml.safe_load((folder / "_generated_ppo_trainer.yaml").read_text())

@@ -226,7 +226,7 @@ def test_bfcl(tmp_path):
 
 
 def test_functions_that_bfcl_adds_in_a_later_turn(tmp_path, caplog):
-    """As in BFCL's multi_turn_miss_func: a turn without text adds functions."""
+    """In BFCL's multi_turn_miss_func, a turn without text adds functions."""
     question = [*BFCL["question"], []]
     calls = [["cd('docs')"], [], ["tail(file_name='a.txt')"]]
     plan = plan_of(write_bfcl(tmp_path, calls, question=question, missed_function={"2": ["tail"]}))

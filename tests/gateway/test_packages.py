@@ -118,7 +118,7 @@ def test_a_plain_run_is_one_row(packages_python, agent, matched):
 CLIENTS = ["openai_client", "openai_responses", "anthropic_client"]
 """The agents with a client and no framework."""
 ONE_BY_DEFAULT = ["openai_client", *(pytest.param(c, marks=pytest.mark.slow) for c in CLIENTS[1:])]
-"""What happens after the dialect is read is the same for all: `test_session_fuzz` compares rows."""
+"""All clients share the code behind the dialects. `test_session_fuzz` compares their rows."""
 
 
 @pytest.mark.proves("openai/chat openai/responses anthropic/messages", "thinking", "parallel calls")

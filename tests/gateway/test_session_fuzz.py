@@ -39,7 +39,7 @@ TOOLS = [
     for name in ("calc", "search")
 ]  # fmt: skip
 EXAMPLES = settings.default.max_examples
-"""Of the profile: 20, or 100 in `make test-all`. A session of 12 steps is many examples already."""
+"""The profile has 20 examples, or 100 in `make test-all`. Each example is a session of 12 steps."""
 SCHEMAS = ({"type": "object"}, {"type": "object", "required": ["x"]})
 
 
