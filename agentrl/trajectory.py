@@ -3,8 +3,8 @@
     Sample ─► Episode ─► Trajectory ─► Scored ─► Group ─► (trainer) Batch
 
 A later stage that adds data returns a new type. The only mutable type, `Episode`, is in
-`agentrl.agent_loops.episode`. This module uses the standard library alone, so that every module may
-import it.
+`agentrl.agent_loops.episode`. This module uses the standard library and the types of images alone,
+so that every module may import it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, SupportsFloat, TypeVar, get_args
+
+from agentrl.images import PLACE, Image, RowImage
 
 T = TypeVar("T")
 
@@ -72,6 +74,28 @@ def as_number(value: Any) -> float:
         return math.nan
 
 
+def join_parts(parts: Sequence[str | Image]) -> tuple[str, tuple[Image, ...]]:
+    """Return the content of a message from its texts and images, and the images.
+
+    A `PLACE` in a text beside images is replaced by U+FFFD, so that it is none.
+    """
+    images = tuple([part for part in parts if isinstance(part, Image)])
+    texts = [
+        PLACE if isinstance(part, Image) else part.replace(PLACE, "\ufffd") if images else part
+        for part in parts
+    ]
+    return "".join(texts), images
+
+
+def check_places(content: str, images: Sequence[Image]) -> None:
+    """Raise `ValueError` if a content has not one `PLACE` for each of its images."""
+    if content.count(PLACE) != len(images):
+        raise ValueError(
+            f"the content has {content.count(PLACE)} places of images (U+FFFC) for"
+            f" {len(images)} images. Use Message.of(role, text, image, ...)"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A tool call as the model wrote it.
@@ -108,6 +132,7 @@ class ToolResult:
         reward: the "tool" reward of the turn (`reward.tool_weight`); None: no reward.
         error: "", or the kind of error: unknown_tool, bad_call, schema, tool_error, timeout, crash.
         seconds: how long the call took.
+        images: the images in the content, in which each has a `PLACE` (`agentrl.images`).
     """
 
     content: str
@@ -115,6 +140,7 @@ class ToolResult:
     reward: float | None = None
     error: str = ""
     seconds: float = 0.0
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +154,36 @@ class Message:
         content: the text. An assistant message contains its tool calls as the model wrote them.
         tool_calls: the calls in an assistant message, parsed from its content.
         tool_call_id: in a tool message, the id of the call that it answers; "" if there is none.
+        images: the images in the content, in which each has a `PLACE` (U+FFFC); see `of`. Without
+            images, this character is text.
 
     Raises:
-        ValueError: the role is unknown.
+        ValueError: the role is unknown, an assistant message has images, or the content has not
+            one `PLACE` for each image.
     """
 
     role: Role
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
+    images: tuple[Image, ...] = ()
 
     def __post_init__(self):
         if self.role not in _ROLES:
             raise ValueError(f"unknown role {self.role!r}. Roles: {', '.join(_ROLES)}")
+        if self.images:
+            if self.role == "assistant":
+                raise ValueError("an assistant message has images; the policy writes text alone")
+            check_places(self.content, self.images)
+
+    @classmethod
+    def of(cls, role: Role, *parts: str | Image, tool_call_id: str = "") -> Message:
+        """Return a message of texts and images.
+
+        Message.of("user", Image.of("plot.png", Path()), "How many bars are there?")
+        """
+        content, images = join_parts(parts)
+        return cls(role, content, tool_call_id=tool_call_id, images=images)
 
     def as_dict(self) -> dict[str, str]:
         """Return role and content as a dictionary; tool calls are part of the content."""
@@ -285,6 +328,8 @@ class Segment:
             as in `Generation`.
         kept_counts: how many of `kept_ids` belong to each response token: 0 for observed tokens,
             and for tokens that were sampled from all. Empty if all counts are 0.
+        images: the images of prompt and response, in order. Each has `RowImage.tokens` placeholder
+            tokens in a row, which have mask 0.
 
     Raises:
         ValueError: the response arrays differ in length, or the counts are not those of `kept_ids`.
@@ -297,6 +342,7 @@ class Segment:
     versions: array[int]
     kept_ids: array[int] = field(default_factory=token_array)
     kept_counts: array[int] = field(default_factory=token_array)
+    images: tuple[RowImage, ...] = ()
 
     def __post_init__(self):
         lengths = {len(self.response_ids), len(self.response_mask), len(self.logprobs)}

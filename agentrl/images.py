@@ -1,0 +1,270 @@
+"""Images in messages: read from what users have, and turned into what a model reads.
+
+A message is text, with one `PLACE` for each of its images (`Message.of`). A row is tokens: an image
+is as many placeholder tokens as the model makes vectors of it. So an image is decoded and resized
+once, when it enters an episode (`prepare`): the engine and the learner get the same pixels, at a
+size that neither changes again.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import ConfigError, UserError
+
+PLACE = "\ufffc"
+"""The place of an image in a text: Unicode's object replacement character."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MAX_BYTES = 20 << 20
+"""The largest file of an image, in bytes."""
+MAX_PIXELS = 64 << 20
+"""The most pixels of an image before it is resized: 256 MB while it is decoded."""
+DECODE_SECONDS = 10.0
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""The `model_type` of the models that read images here."""
+
+
+class ImageError(UserError, ValueError):
+    """An image cannot be read, or is larger than the limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image as a row, a tool or a user gave it.
+
+    Attributes:
+        data: the file: PNG, JPEG, WebP, GIF or BMP.
+        key: the SHA-256 of `data`, in hexadecimal.
+    """
+
+    data: bytes = field(repr=False)
+    key: str = field(default="", compare=False)
+
+    def __post_init__(self):
+        if not self.data or len(self.data) > MAX_BYTES:
+            raise ImageError(
+                f"an image has {len(self.data)} bytes; it may have 1 to {MAX_BYTES}"
+                f" ({MAX_BYTES >> 20} MiB)"
+            )
+        object.__setattr__(self, "key", sha256(self.data).hexdigest())
+
+    @classmethod
+    def of(cls, value: Any, folder: Path | None = None) -> Image:
+        """Return an image from what users and datasets have.
+
+        Args:
+            value: the bytes of a file, a path, a data URL, a PIL image, or a mapping with `bytes`
+                or `path` (or `image`, as in verl's rows).
+            folder: the folder that relative paths begin in; None: paths are refused.
+
+        Raises:
+            ImageError: the value is none of these, or the file cannot be read.
+        """
+        if isinstance(value, Image):
+            return value
+        if isinstance(value, Mapping):
+            found = [value[k] for k in ("bytes", "image", "path") if value.get(k) is not None]
+            if found:
+                return cls.of(found[0], folder)
+        if isinstance(value, bytes | bytearray | memoryview):
+            return cls(bytes(value))
+        if isinstance(value, str) and value.startswith("data:"):
+            return cls(_read_data_url(value))
+        if isinstance(value, str | os.PathLike) and folder is not None:
+            return cls(_read_file(folder / os.fspath(value).removeprefix("file://")))
+        if hasattr(value, "save") and hasattr(value, "size"):
+            return cls(_write_png(value))
+        raise ImageError(
+            f"{_shown(value)} is not an image. Use the bytes of a file, a path in a dataset, a data"
+            " URL (data:image/png;base64,...) or a PIL image"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RowImage:
+    """An image in a row of tokens: RGB, at the size that the model reads.
+
+    Attributes:
+        data: the pixels as a PNG file.
+        width: in pixels.
+        height: in pixels.
+        tokens: how many placeholder tokens the image has in the row.
+        token_id: the id of these tokens.
+        key: the SHA-256 of the file that `Image` had, in hexadecimal.
+    """
+
+    data: bytes = field(repr=False)
+    width: int
+    height: int
+    tokens: int
+    token_id: int
+    key: str
+
+
+@dataclass(frozen=True)
+class ImageRule:
+    """How a model turns images into tokens.
+
+    Attributes:
+        token_id: the placeholder token.
+        patch: the width of a patch, in pixels.
+        merge: how many patches, in each direction, become one token.
+        min_pixels: a smaller image is enlarged.
+        max_pixels: a larger image is reduced.
+    """
+
+    token_id: int
+    patch: int
+    merge: int
+    min_pixels: int
+    max_pixels: int
+
+    @classmethod
+    def load(cls, path: str | Path) -> ImageRule | None:
+        """Return the rule of a model folder or hub name; None if the model reads no images here.
+
+        Raises:
+            ConfigError: the model's processor is missing or cannot be loaded.
+        """
+        # Here, so that a run without images imports neither PIL nor transformers' processors.
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        if config.model_type not in FAMILIES:
+            return None
+        processor = load_processor(path)
+        return cls(
+            token_id=config.image_token_id,
+            patch=processor.patch_size,
+            merge=processor.merge_size,
+            min_pixels=processor.size["shortest_edge"],
+            max_pixels=processor.size["longest_edge"],
+        )
+
+    @cached_property
+    def unit(self) -> int:
+        """The width of the square that becomes one token, in pixels."""
+        return self.patch * self.merge
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and the height at which the model reads an image.
+
+        Raises:
+            ImageError: the image is too narrow for the model: over 200 times as long as wide.
+        """
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        try:
+            height, width = smart_resize(
+                height, width, self.unit, min_pixels=self.min_pixels, max_pixels=self.max_pixels
+            )
+        except ValueError as e:
+            raise ImageError(f"an image of {width}x{height} pixels: {e}") from e
+        return width, height
+
+    def tokens(self, width: int, height: int) -> int:
+        """Return the number of tokens of an image at the size that the model reads."""
+        return (width // self.unit) * (height // self.unit)
+
+
+def load_processor(path: str | Path) -> Any:
+    """Return transformers' image processor of a model, which needs no torchvision.
+
+    Raises:
+        ConfigError: PIL is not installed, or the folder has no processor.
+    """
+    try:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+            Qwen2VLImageProcessorPil,
+        )
+
+        return Qwen2VLImageProcessorPil.from_pretrained(path)
+    except (ImportError, OSError, ValueError) as e:
+        raise ConfigError(
+            f"{str(path)!r} reads images, but its image processor cannot be loaded:"
+            f" {str(e).splitlines()[0]}. It needs preprocessor_config.json, and Pillow: pip"
+            " install 'agentrl-toolkit[vision]'"
+        ) from e
+
+
+def prepare(image: Image, rule: ImageRule) -> RowImage:
+    """Decode an image, and resize it as the model does.
+
+    It runs in a process with limits (`agentrl.workers.Processes`), because decoders of files that
+    others made may need much time or memory.
+
+    Raises:
+        ImageError: the file is no image, is cut off, has several frames, or has too many pixels.
+    """
+    from PIL import Image as PIL
+    from PIL import UnidentifiedImageError
+
+    try:
+        with PIL.open(io.BytesIO(image.data), formats=FORMATS) as file:
+            width, height = file.size
+            if width * height > MAX_PIXELS:
+                raise ImageError(
+                    f"an image has {width}x{height} pixels; it may have {MAX_PIXELS >> 20} million"
+                )
+            if (frames := getattr(file, "n_frames", 1)) > 1:
+                raise ImageError(f"a {file.format} file has {frames} frames. Use one frame of it")
+            if file.mode in ("RGBA", "LA", "PA") or "transparency" in file.info:
+                layer = file.convert("RGBA")
+                pixels = PIL.new("RGB", file.size, "white")
+                pixels.paste(layer, mask=layer.getchannel("A"))
+            else:
+                pixels = file.convert("RGB")
+    except UnidentifiedImageError as e:
+        raise ImageError(
+            f"{len(image.data)} bytes that begin with {image.data[:12]!r} are no image that Pillow"
+            f" reads. Formats: {', '.join(FORMATS)}"
+        ) from e
+    except (OSError, SyntaxError, ValueError, EOFError, PIL.DecompressionBombError) as e:
+        if isinstance(e, ImageError):
+            raise
+        raise ImageError(f"an image cannot be decoded: {e}. Is its file complete?") from e
+    size = rule.size(width, height)
+    if size != pixels.size:
+        pixels = pixels.resize(size, PIL.Resampling.BICUBIC)
+    return RowImage(_write_png(pixels), *size, rule.tokens(*size), rule.token_id, image.key)
+
+
+def _write_png(picture: Any) -> bytes:
+    if picture.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
+        picture = picture.convert("RGB")
+    file = io.BytesIO()
+    picture.save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _read_data_url(url: str) -> bytes:
+    head, comma, data = url.partition(",")
+    try:
+        if not comma or not head.endswith(";base64"):
+            raise ValueError("it has no ';base64,'")
+        return base64.b64decode(data, validate=True)
+    except (ValueError, binascii.Error) as e:
+        raise ImageError(f"a data URL that begins with {url[:40]!r} cannot be read: {e}") from e
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ImageError(f"the image {path} has more than {MAX_BYTES >> 20} MiB")
+        return path.read_bytes()
+    except OSError as e:
+        raise ImageError(f"the image {path} cannot be read: {e.strerror}") from e
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
