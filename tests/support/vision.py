@@ -1,4 +1,4 @@
-"""Tiny models with random weights that read images: real classes, byte tokens, a template with images."""
+"""Tiny models with random weights that read images: real classes, byte tokens, own template."""
 
 from __future__ import annotations
 
@@ -29,21 +29,27 @@ TEMPLATE = r"""
     {%- if messages[0].role == 'system' %}{{- write(messages[0].content) + '\n\n' }}{% endif %}
     {{- '# Tools\n\n<tools>' }}
     {%- for tool in tools %}{{- '\n' + (tool | tojson) }}{% endfor %}
-    {{- '\n</tools>\n\nCall a function with\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n' }}
+    {{- '\n</tools>\n\nCall a function with\n<tool_call>\n' }}
+    {{- '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n' }}
 {%- elif messages[0].role == 'system' %}
     {{- '<|im_start|>system\n' + write(messages[0].content) + '<|im_end|>\n' }}
 {%- endif %}
 {%- for message in messages %}
     {%- if message.role == 'system' and loop.first %}
     {%- elif message.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{% endif %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
         {{- '\n<tool_response>\n' + write(message.content) + '\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{% endif %}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
+            {{- '<|im_end|>\n' }}
+        {%- endif %}
     {%- elif message.role == 'assistant' %}
         {{- '<|im_start|>assistant\n' + write(message.content) }}
         {%- for call in message.tool_calls or [] %}
             {{- '\n' if message.content or not loop.first }}
-            {{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) + '}\n</tool_call>' }}
+            {{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- (call.function.arguments | tojson) + '}\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\n' }}
     {%- else %}
@@ -69,25 +75,56 @@ def vision_config(family: str = "qwen2_5_vl") -> Any:
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in VISION_TOKENS}
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     text: dict[str, Any] = {
-        **dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4),
-        **dict(num_key_value_heads=2, vocab_size=320, max_position_embeddings=4096),
-        **dict(eos_token_id=eos, pad_token_id=pad, bos_token_id=None, tie_word_embeddings=False),
+        **{
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
+        **{"num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 4096},
+        **{
+            "eos_token_id": eos,
+            "pad_token_id": pad,
+            "bos_token_id": None,
+            "tie_word_embeddings": False,
+        },
     }
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
     vision: dict[str, Any]
     if family == "qwen3_vl":
         text |= {"head_dim": 16, "rope_parameters": rope | {"mrope_interleaved": True}}
-        vision = dict(depth=2, hidden_size=64, intermediate_size=128, num_heads=4, patch_size=16)
-        vision |= dict(out_hidden_size=64, num_position_embeddings=64, deepstack_visual_indexes=[0])
+        vision = {
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 4,
+            "patch_size": 16,
+        }
+        vision |= {
+            "out_hidden_size": 64,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+        }
     elif family == "qwen2_5_vl":
         text |= {"rope_parameters": rope}
-        vision = dict(depth=2, hidden_size=64, intermediate_size=128, num_heads=4, patch_size=14)
-        vision |= dict(out_hidden_size=64, window_size=56, fullatt_block_indexes=[1])
+        vision = {
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 4,
+            "patch_size": 14,
+        }
+        vision |= {"out_hidden_size": 64, "window_size": 56, "fullatt_block_indexes": [1]}
     else:
         text |= {"rope_parameters": rope}
-        vision = dict(
-            depth=2, embed_dim=64, hidden_size=64, num_heads=4, mlp_ratio=2, patch_size=14
-        )
+        vision = {
+            "depth": 2,
+            "embed_dim": 64,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "mlp_ratio": 2,
+            "patch_size": 14,
+        }
     return AutoConfig.for_model(
         family,
         text_config=text,
