@@ -180,7 +180,7 @@ class Message:
     def of(cls, role: Role, *parts: str | Image, tool_call_id: str = "") -> Message:
         """Return a message of texts and images.
 
-        Message.of("user", Image.of("plot.png", Path()), "How many bars are there?")
+        Example: `Message.of("user", Image.of("plot.png", Path()), "How many bars are there?")`.
         """
         content, images = join_parts(parts)
         return cls(role, content, tool_call_id=tool_call_id, images=images)
