@@ -7,6 +7,7 @@ Random models of Qwen2.5's shapes are used with the learner, publisher and engin
 each update the learner's weights change so much that an engine with old weights would be detected.
 
 full       all weights through the GPU's memory and through files; asleep without weights and cache
+full_fp8   all weights through the GPU's memory, their matrices in 8 bits
 lora       adapters of rank 32; asleep without the cache
 lora_all   the same, asleep without weights and cache
 
@@ -58,6 +59,13 @@ DISK_SECONDS = 90.0
 ADAPTERS = 20
 CASES: dict[str, dict[str, Any]] = {
     "full": {"rollout.sync": "ipc", "rollout.sleep": "all"},
+    "full_fp8": {
+        "rollout.sync": "ipc",
+        "rollout.sleep": "all",
+        "rollout.quantization": "fp8",
+        "rollout.max_mismatch": 1.0,
+        "algorithm.tis_cap": 2.0,
+    },
     "lora": {"model.lora_rank": RANK, "rollout.sleep": "kv_cache"},
     "lora_all": {"model.lora_rank": RANK, "rollout.sleep": "all"},
 }

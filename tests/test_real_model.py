@@ -122,7 +122,7 @@ def test_the_canary_is_inside_its_limit(run):
 @pytest.mark.slow
 def test_the_exported_model_validates_to_the_same_score(run, tmp_path):
     done = run_agentrl(
-        "eval", "-c", run.folder / "config.yaml", "--model", run.folder, "--output",
+        "eval", "-c", run.folder / "config.yaml", "--model", run.folder / "model", "--output",
         tmp_path / "eval", cwd=ROOT, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -267,12 +267,14 @@ def resolve_model(path: str, say: Callable[[str], None] = echo) -> str:
 
         return str(exported_model(folder, say))
     if folder.is_dir():
-        if not any((folder / f).is_file() for f in ("config.json", "adapter_config.json")):
-            files = ", ".join(sorted(str(f) for f in folder.glob("*.gguf")))
+        configs = ("config.json", "adapter_config.json")
+        if not any((folder / f).is_file() for f in configs):
+            models = sorted(folder.glob("*.gguf"))
+            models += [folder / "model"] * any((folder / "model" / f).is_file() for f in configs)
             raise UserError(
                 f"{path} is not a model folder: it has no config.json. It is not the folder of a"
                 " run either: it has no checkpoint"
-                + (f". Use one of its files: {files}" * bool(files))
+                + (f". Use {', or '.join(map(str, models))}" if models else "")
             )
         return str(folder)
     if folder.exists():

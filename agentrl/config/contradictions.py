@@ -27,6 +27,7 @@ def contradictions(c: Config) -> Iterator[str]:
         _engine_contradictions,
         _truncation_contradictions,
         _quantization_contradictions,
+        _fp8_contradictions,
         _recorded_contradictions if c.data.is_recorded else _staleness_contradictions,
         _filter_contradictions,
         _teacher_contradictions,
@@ -368,6 +369,34 @@ def _truncation_contradictions(c: Config) -> Iterator[str]:
         )
     if c.data.is_recorded:
         yield f"{what} with data.train={c.data.train}, whose answers are recorded. {off}"
+
+
+def _fp8_contradictions(c: Config) -> Iterator[str]:
+    """Yield a message for each value that servers with matrices of 8 bits do not work with."""
+    r = c.rollout
+    if not r.is_fp8:
+        return
+    what = "rollout.quantization=fp8"
+    if r.name != "sglang" or r.urls:
+        key = "rollout.urls" if r.urls else f"rollout.name={r.name}"
+        yield f"{what} with {key}: it needs SGLang servers that the run starts. Set it to none"
+    if c.model.quantization != "none":
+        yield (
+            f"{what} with model.quantization={c.model.quantization}: weights that are rounded twice"
+            " are another policy. Set one of them to none"
+        )
+    if c.model.lora_rank and r.lora == "merge":
+        yield (
+            f"{what} with rollout.lora=merge: only weights that LoRA adapts are sent, but a server"
+            " cannot quantize the others. Set rollout.lora=adapter"
+        )
+    if r.sync == "disk":
+        yield f"{what} with rollout.sync=disk: files are loaded unquantized. Set rollout.sync=auto"
+    if not c.algorithm.tis_cap:
+        yield (
+            f"algorithm.tis_cap=0 with {what}: the engine's probabilities differ from the"
+            " trainer's, which only importance weights correct. Set algorithm.tis_cap=2"
+        )
 
 
 def _quantization_contradictions(c: Config) -> Iterator[str]:

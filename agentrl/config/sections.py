@@ -230,6 +230,10 @@ class RolloutConfig(Section):
     lora: Literal["auto", "adapter", "merge"] = "auto"
     """How LoRA is sent to a server. adapter: as an adapter. merge: merged into the weights. auto:
     as an adapter if the server supports it (on a GPU)."""
+    quantization: Literal["none", "fp8"] = "none"
+    """The precision in which an SGLang server holds and multiplies the matrices of layers: as the
+    model, or fp8. Its logprobs then differ more from the trainer's, so it needs
+    algorithm.tis_cap."""
     sleep: Literal["none", "kv_cache", "all"] = "none"
     """The memory that a server on the trainer's GPU releases while the trainer works: nothing, its
     KV cache, or also its weights."""
@@ -275,6 +279,11 @@ class RolloutConfig(Section):
     history_thinking: Literal["keep", "strip"] = "keep"
     """If the chat template drops the thinking of earlier turns: keep it as it was sampled, or strip
     it and start a new segment."""
+
+    @property
+    def is_fp8(self) -> bool:
+        """True if servers hold the matrices of layers in 8 bits."""
+        return self.quantization == "fp8"
 
     @property
     def is_truncated(self) -> bool:

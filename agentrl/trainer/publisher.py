@@ -27,6 +27,7 @@ from torch import Tensor
 from agentrl.config.sections import MAX_UNCORRECTED_MISMATCH
 from agentrl.engine.base import EngineControl, Update
 from agentrl.engine.local.rounding import MAX_ROUNDINGS
+from agentrl.engine.remote import fp8
 from agentrl.errors import EngineError, RunStopped
 from agentrl.learner.learner import Learner
 from agentrl.learner.profile import annotate
@@ -164,12 +165,13 @@ class Publisher:
         return Canary.measure(trainer, engines, rounding.mean().item(), limit)
 
     def _score_with_rounding(self, token_ids: array[int]) -> tuple[Tensor, Tensor]:
-        """Return the trainer's logprobs of a row, and how much its own rounding changes them.
+        """Return the trainer's logprobs of a row, and how much the engine's rounding changes them.
 
-        Both are (T - 1,).
+        Both are (T - 1,). The second is measured in the trainer's precision.
         """
         logprobs = self._learner.ranks.score(token_ids, perturbations=PERTURBATIONS)
-        return logprobs[0], (logprobs[1:] - logprobs[0]).abs().mean(0)
+        coarser = fp8.ROUNDING if self._learner.config.rollout.is_fp8 else 1
+        return logprobs[0], coarser * (logprobs[1:] - logprobs[0]).abs().mean(0)
 
     def _score_engines(self) -> Tensor:
         """Return the row's logprobs from each engine, (engines, T - 1)."""

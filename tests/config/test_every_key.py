@@ -127,6 +127,7 @@ CHANGES = {
     "rollout.sync": ("ipc", SERVER),
     "rollout.lora": ("adapter", [*SERVER, *LORA, "rollout.sync=ipc"]),
     "rollout.sleep": ("all", SERVER),
+    "rollout.quantization": ("fp8", [*SERVER, "algorithm.tis_cap=2"]),
     "rollout.deterministic": ("true", SERVER),
     "rollout.n": ("3", []),
     "rollout.temperature": ("0.5", []),
@@ -232,8 +233,8 @@ REFUSED = (
     "optim.name",
     "trainer.device", "rollout.tool_format", "rollout.name", "rollout.python", "rollout.urls",
     "rollout.launch", "rollout.tensor_parallel_size", "rollout.sync", "rollout.lora",
-    "rollout.sleep", "rollout.deterministic", "trainer.nnodes", "trainer.n_gpus_per_node",
-    "trainer.placement", "trainer.ray_address",
+    "rollout.sleep", "rollout.deterministic", "rollout.quantization", "trainer.nnodes",
+    "trainer.n_gpus_per_node", "trainer.placement", "trainer.ray_address",
 )  # fmt: skip
 # Only servers that start would show them, or memory and speed. Key -> the test of what is done.
 SCORED = (
@@ -432,7 +433,7 @@ def test_a_run_is_the_same_twice(world, tmp_path, monkeypatch):
 
 def test_no_key_is_forgotten():
     assert not CHANGES.keys() & ELSEWHERE.keys()
-    assert CHANGES.keys() | ELSEWHERE.keys() == FIELDS.keys() and len(FIELDS) <= 153
+    assert CHANGES.keys() | ELSEWHERE.keys() == FIELDS.keys() and len(FIELDS) <= 154
     for key, test in ELSEWHERE.items():
         file, _, name = test.partition("::")
         text = (Path(__file__).parents[1] / file).read_text()

@@ -104,7 +104,8 @@ class Distributor:
             folder = stack.enter_context(OwnedFolder("weights")) if "files" in sources else None
             adapter = self._make_adapter_folder(engines) if "adapter" in sources else None
             targets = tuple(e.target for e in engines if e.delivery.source == "memory")
-            route = Route(update.version, targets, folder, dtype, adapter_folder=adapter)
+            fp8 = any(e.delivery.fp8 for e in engines)
+            route = Route(update.version, targets, folder, dtype, adapter_folder=adapter, fp8=fp8)
             sent = update.send(route)
         except (OSError, SafetensorError) as e:  # An engine error stops the run with a saved state.
             raise EngineError(

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
-from agentrl.engine.remote import guard
+from agentrl.engine.remote import fp8, guard
 from agentrl.errors import ConfigError, EngineDead, EngineError
 from agentrl.http import fetch
 from agentrl.installation import install_command
@@ -354,6 +354,8 @@ class SGLangLaunch(Launch):
     """The modules that adapters adapt, or `all`. Empty: the policy is sent as the weights that LoRA
     adapts, with LoRA merged into them, and not as an adapter."""
     sleep: Literal["none", "kv_cache", "all"] = "none"
+    fp8: bool = False
+    """True if the matrices of layers have 8 bits."""
     on_policy: bool = False
     """True if it computes in the order and precision of a trainer of plain torch modules."""
 
@@ -398,6 +400,8 @@ class SGLangLaunch(Launch):
                 *("--max-loras-per-batch", str(self.adapters)),
                 *("--max-loaded-loras", str(self.adapters)),
             ]
+        if self.fp8:
+            flags += fp8.launch_flags(base_is_sent=not self.lora_targets)
         if self.sleep != "none":
             flags.append("--enable-memory-saver")
             if self.sleep == "all" and self.lora_rank:

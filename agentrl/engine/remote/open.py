@@ -138,6 +138,10 @@ def _check_without_gpu(config: Config) -> None:
             f"rollout.sleep={r.sleep}: a server on a CPU shares no GPU with the trainer. Set"
             " rollout.sleep=none"
         )
+    if r.is_fp8:
+        raise ConfigError(
+            "rollout.quantization=fp8: a server on a CPU has no kernels for it. Set it to none"
+        )
     if r.deterministic and r.name == "sglang":
         raise ConfigError(
             "rollout.deterministic=true: SGLang's deterministic inference needs GPUs. Remove it,"
@@ -180,7 +184,7 @@ def _start(
         delivery = sglang_delivery(config, slot)
         sleep = r.sleep if slot.ranks else "none"
         targets = _lora_targets(config) if delivery.source == "adapter" else ()
-        launch = SGLangLaunch(base, lora_targets=targets, sleep=sleep, **common)
+        launch = SGLangLaunch(base, lora_targets=targets, sleep=sleep, fp8=r.is_fp8, **common)
         connect = partial(SGLangEngine, delivery=delivery, sleep=sleep, returns_kept=r.is_truncated)
         if r.is_truncated:
             launch = replace(launch, arguments=["--sampling-backend", "pytorch", *r.launch])
@@ -275,7 +279,8 @@ def sglang_delivery(config: Config, slot: EngineSlot) -> Delivery:
         raise ConfigError(
             f"rollout.sync={sync}: a server is on {device}{owner}. Set rollout.sync=auto"
         )
-    return Delivery("memory", len(gpus), slot.ranks, may_use_files=r.sync == "auto")
+    may_use_files = r.sync == "auto" and not r.is_fp8
+    return Delivery("memory", len(gpus), slot.ranks, may_use_files=may_use_files, fp8=r.is_fp8)
 
 
 def _adapter_count(config: Config) -> int:

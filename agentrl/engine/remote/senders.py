@@ -50,6 +50,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixStore, Store
 from torch.multiprocessing import reductions
 
+from agentrl.engine.remote import fp8
 from agentrl.engine.remote.admin import AdminClient, in_thread
 from agentrl.errors import ConfigError, EngineError
 from agentrl.workers.variables import environment_variables
@@ -91,6 +92,8 @@ class Delivery:
     machines share no memory between processes, or have no network for NCCL."""
     adapters: int = 2
     """How many adapters the server keeps, see `Adapters`."""
+    fp8: bool = False
+    """True if the server gets matrices of 8 bits."""
 
 
 FROM_FILES = Delivery()
@@ -127,6 +130,8 @@ class Route:
     """An empty folder to write the weights to, for servers that read files."""
     dtype: torch.dtype | None = None
     """The dtype in which weights are sent; None: their own."""
+    fp8: bool = False
+    """True if the matrices of layers are sent in 8 bits, with scales."""
     published: bool = True
     """True if tensors have the names and shapes of the model's files, False if those of
     transformers. Used only if ranks send the weights."""
@@ -199,7 +204,8 @@ class WeightsSender:
         taken: Future[None] | None = None
         cast = ((name, w.detach().to(route.dtype or w.dtype)) for name, w in weights)
         try:
-            for bucket in make_buckets(cast, limit=route.bucket_bytes):
+            sources = fp8.quantize(cast) if route.fp8 else cast
+            for bucket in make_buckets(sources, limit=route.bucket_bytes):
                 summary.add(bucket)
                 if bucket.flat.is_cuda:  # other threads have other streams
                     torch.cuda.current_stream(bucket.flat.device).synchronize()
@@ -695,7 +701,7 @@ class Bucket:
 def make_buckets(
     weights: Iterable[tuple[str, Tensor]], *, limit: int = BUCKET_BYTES
 ) -> Iterator[Bucket]:
-    """Copy named tensors into buckets, in their order.
+    """Copy named tensors into buckets; those of one dtype and device in their order.
 
     A bucket has one dtype, because a view of another dtype would need aligned bytes. It is on the
     device of its tensors. References to tensors are kept only until their bucket is full.
@@ -704,16 +710,16 @@ def make_buckets(
         weights: at least one named tensor.
         limit: the most bytes of a bucket; a larger tensor gets its own bucket.
     """
-    pending: list[tuple[str, Tensor]] = []
-    kind, size = None, 0
+    pending: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
     for name, tensor in weights:
-        if pending and (size + tensor.nbytes > limit or kind != (tensor.dtype, tensor.device)):
-            yield _pack(pending, last=False)
-            size = 0
-        pending.append((name, tensor))
-        kind, size = (tensor.dtype, tensor.device), size + tensor.nbytes
-    assert pending, "no weights"
-    yield _pack(pending, last=True)
+        same = pending.setdefault((tensor.dtype, tensor.device), [])
+        if same and sum(t.nbytes for _, t in same) + tensor.nbytes > limit:
+            yield _pack(same, last=False)
+        same.append((name, tensor))
+    *others, last = pending.values()
+    for same in others:
+        yield _pack(same, last=False)
+    yield _pack(last, last=True)
 
 
 @torch.no_grad()
