@@ -347,6 +347,15 @@ class TrajectoryStore:
         where = self.folder if step is None else f"the files of step {step} in {self.folder}"
         raise DataError(f"there is no episode {episode_id!r} in {where}")
 
+    def has_images(self, path: Path) -> bool:
+        """Return whether the rollouts of a file have images.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        with _readable(path):
+            return bool(_image_files(path))
+
     def read_image(self, name: str) -> Image:
         """Return the image of a file in `images`.
 

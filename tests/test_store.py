@@ -570,7 +570,9 @@ def test_a_damaged_image_is_named(tmp_path, content, message):
     store.write(1, [group(scored(0), with_images(1, 30))])
     image = store.images / picture(30).key
     image.unlink() if content is None else image.write_bytes(content)
-    with pytest.raises(DataError, match=rf"row 1 .*column '(messages|turns)': the image .*{message}"):
+    with pytest.raises(
+        DataError, match=rf"row 1 .*column '(messages|turns)': the image .*{message}"
+    ):
         list(store.read())
     with pytest.raises(DataError, match=message):
         store.read_image(image.name)
