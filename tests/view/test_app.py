@@ -229,7 +229,7 @@ def test_a_long_message_is_cut_until_it_is_asked_for(client, folder, tmp_path):
 )
 def test_who_may_read(client, headers, status):
     paths = [route.path for route in client.app.routes if route.path.startswith("/api")]
-    assert len(paths) == 11
+    assert len(paths) == 12
     for path in paths:
         answer = client.get(path.replace("{r}", "0"), headers=headers)
         assert answer.status_code in ((status,) if status != 200 else (200, 422))
