@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import subprocess
 import sys
@@ -13,12 +14,18 @@ from pathlib import Path
 import pytest
 from PIL import Image as PIL
 from support.recorded import play
+from support.vision import vision_tokenizer
 
 from agentrl import ToolError
-from agentrl.data import read_rows
-from agentrl.images import Image
+from agentrl import play as play_episode
+from agentrl.config import load_config
+from agentrl.data import load_samples, read_rows, write_rows
+from agentrl.images import Image, ImageRule
 from agentrl.registry import load_file, tools
-from agentrl.trajectory import Message, Sample, Trajectory
+from agentrl.rewards import Scorer
+from agentrl.store import TrajectoryStore
+from agentrl.testing import Scripted
+from agentrl.trajectory import Group, Message, Sample, Trajectory
 
 ENV = Path(__file__).parents[2] / "examples/shapes/env.py"
 
@@ -109,6 +116,32 @@ def test_the_model_sees_the_limits_of_zoom(env):
     assert {n: p["minimum"] for n, p in schema["parameters"]["properties"].items()} == {
         "x": 0, "y": 0, "w": 4, "h": 4,
     }  # fmt: skip
+
+
+def test_a_policy_that_looks_and_is_right_earns_1(env, tmp_path):
+    """From the file of rows to the store: the zoomed part is in the row and in the messages."""
+    tokenizer = vision_tokenizer()
+    rule = ImageRule(tokenizer.convert_tokens_to_ids("<|image_pad|>"), 14, 2, 28 * 28, 64 * 28 * 28)
+    config = load_config(None, ["rollout.max_turn_tokens=512", "rollout.max_trajectory_tokens=8192",
+                                "reward.function=shapes"])  # fmt: skip
+    rows = env.rows(2, 0, 1)
+    write_rows(tmp_path / "rows.parquet", rows)
+    groups = []
+    for row, sample in zip(rows, load_samples(str(tmp_path / "rows.parquet")), strict=True):
+        policy = Scripted(env.gold(row), tokenizer)
+        trajectory = play_episode(sample, policy, tokenizer, config=config, images=rule)
+        scored = asyncio.run(Scorer(config.reward).score(trajectory))
+        assert scored.reward == 1.0
+        [tool_message] = [m for m in trajectory.messages if m.role == "tool"]
+        seen = PIL.open(io.BytesIO(tool_message.images[0].data))
+        part = picture(row).convert("RGB").crop((0, 0, 42, 28)).resize((168, 112), PIL.BICUBIC)
+        assert seen.tobytes() == part.tobytes()
+        [segment] = trajectory.segments
+        assert [image.tokens for image in segment.images] == [3 * 2, 6 * 4]
+        groups.append(Group(sample, (scored,)))
+    store = TrajectoryStore(tmp_path / "trajectories")
+    store.write(1, groups)
+    assert [s.scored for s in store.read()] == [s for g in groups for s in g.scored]
 
 
 @pytest.mark.parametrize(
