@@ -170,7 +170,8 @@ def test_generate_continues_after_kills(run, folder):
 
 def test_rows_that_json_cannot_hold_need_a_parquet_file(run, folder):
     """It is said before anything is played."""
-    write_rows(folder / "bytes.parquet", [{"prompt": "How much is 1+1?", "sound": b"\x89PNG"}])
+    row = {"prompt": "How much is 1+1?", "ground_truth": "2", "data_source": "openai/gsm8k"}
+    write_rows(folder / "bytes.parquet", [row | {"sound": b"\x89PNG"}])
     command = [*COMMAND, "--output", "o.jsonl"]
     command[2] = "bytes.parquet"
     assert "error: --output o.jsonl: JSON cannot hold the rows" in run(*command)
