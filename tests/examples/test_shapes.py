@@ -134,7 +134,12 @@ def test_a_policy_that_looks_and_is_right_earns_1(env, tmp_path):
         assert scored.reward == 1.0
         [tool_message] = [m for m in trajectory.messages if m.role == "tool"]
         seen = PIL.open(io.BytesIO(tool_message.images[0].data))
-        part = picture(row).convert("RGB").crop((0, 0, 42, 28)).resize((168, 112), PIL.BICUBIC)
+        part = (
+            picture(row)
+            .convert("RGB")
+            .crop((0, 0, 42, 28))
+            .resize((168, 112), PIL.Resampling.BICUBIC)
+        )
         assert seen.tobytes() == part.tobytes()
         [segment] = trajectory.segments
         assert [image.tokens for image in segment.images] == [3 * 2, 6 * 4]
