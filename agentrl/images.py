@@ -12,7 +12,8 @@ import base64
 import binascii
 import io
 import os
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -31,6 +32,14 @@ MAX_PIXELS = 64 << 20
 DECODE_SECONDS = 10.0
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """The `model_type` of the models that read images here."""
+
+_STARTS = {
+    b"\x89PNG\r\n\x1a\n": "png",
+    b"\xff\xd8\xff": "jpeg",
+    b"RIFF": "webp",
+    b"GIF8": "gif",
+    b"BM": "bmp",
+}
 
 
 class ImageError(UserError, ValueError):
@@ -236,6 +245,53 @@ def prepare(image: Image, rule: ImageRule) -> RowImage:
     if size != pixels.size:
         pixels = pixels.resize(size, PIL.Resampling.BICUBIC)
     return RowImage(_write_png(pixels), *size, rule.tokens(*size), rule.token_id, image.key)
+
+
+def describe_image(image: Image | RowImage) -> str:
+    """Return what stands for an image in texts for people, such as `[image 84x56 3fa9c04e]`."""
+    size = ""
+    if isinstance(image, RowImage):
+        size = f"{image.width}x{image.height} "
+    else:
+        try:
+            from PIL import Image as PIL  # It is an optional dependency.
+
+            with PIL.open(io.BytesIO(image.data), formats=FORMATS) as file:  # reads the head only
+                size = f"{file.width}x{file.height} "
+        except Exception:
+            pass  # Without Pillow, or of a damaged file, the size is unknown.
+    return f"[image {size}{image.key[:8]}]"
+
+
+def media_type(image: Image) -> str:
+    """Return the media type of an image, from the first bytes of its file.
+
+    Raises:
+        ImageError: it has none of `FORMATS`.
+    """
+    for start, kind in _STARTS.items():
+        if image.data.startswith(start) and (kind != "webp" or image.data[8:12] == b"WEBP"):
+            return f"image/{kind}"
+    raise ImageError(f"a file that begins with {image.data[:12]!r} is none of {', '.join(FORMATS)}")
+
+
+def split_row(
+    token_ids: Sequence[int], images: deque[RowImage]
+) -> Iterator[Sequence[int] | RowImage]:
+    """Yield the tokens of a part of a row, and its images in place of their placeholder tokens.
+
+    Args:
+        token_ids: tokens that the policy did not sample.
+        images: the images of the row from this part on; those of this part are removed.
+    """
+    ids, start = list(token_ids), 0
+    while images and images[0].token_id in ids[start:]:
+        image = images.popleft()
+        at = ids.index(image.token_id, start)
+        yield ids[start:at]
+        yield image
+        start = at + image.tokens
+    yield ids[start:]
 
 
 def _write_png(picture: Any) -> bytes:

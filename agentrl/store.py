@@ -5,6 +5,7 @@
         val-00000000.parquet
         train-00000001.parquet
         train-00000002.parquet
+        images/
       learned/
         learned-00000001.parquet
         learned-00000002.parquet
@@ -13,6 +14,10 @@ In `trajectories`, each rollout is one row. The arrays of its segments (token id
 are columns of lists of lists, which any parquet reader can use. Structured data (messages, turns,
 rewards) is JSON text. A row contains the whole trajectory: reading it returns an object equal to
 the one that was written.
+
+Each image is one file in `images`, whose name is the SHA-256 of its content: all rollouts and steps
+share it. In JSON text, the name stands for the image. Files of trajectories without images have
+neither the column `images` nor the metadata `IMAGE_FILES`.
 
 A rollout is written once. The numbers that the update used for its tokens follow when they are
 known, in `learned`: one row for each segment, with a list for each of `LEARNED`. A number that is
@@ -31,7 +36,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import lru_cache, partial
+from hashlib import sha256
 from itertools import accumulate, pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -44,6 +51,7 @@ import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
 from agentrl.errors import DataError, RunStopped
+from agentrl.images import Image, RowImage
 from agentrl.open_files import advice
 from agentrl.plural import plural
 from agentrl.regular_files import LEFTOVER_PREFIX, atomic_file
@@ -54,6 +62,7 @@ from agentrl.trajectory import (
     Scored,
     Segment,
     Span,
+    ToolResult,
     Trajectory,
     Turn,
 )
@@ -161,6 +170,8 @@ _COLUMNS = {
 the segments' arrays are in `STREAMS`."""
 _JSON = {"rewards", "metrics", "ground_truth", "messages", "turns", "sample", "sampling", "spans"}
 """The columns that contain JSON text."""
+_WITH_MESSAGES = {"messages", "turns", "sample"}
+"""Those of `_JSON` in which images may be."""
 
 SCHEMA = pa.schema(
     [
@@ -168,6 +179,12 @@ SCHEMA = pa.schema(
         *((name, pa.list_(pa.list_(kind))) for name, kind in STREAMS.items()),
     ]
 )
+
+IMAGES = pa.field("images", pa.string())
+"""The column of a file with images. As JSON: for each segment, its images (`RowImage`), with the
+name of the file with the pixels as `data`."""
+IMAGE_FILES = b"agentrl.images"
+"""The key of a file's metadata that has the names of all its images."""
 
 EPISODES_SCHEMA = pa.schema([SCHEMA.field(name) for name in _COLUMNS])
 """The columns of `TrajectoryStore.read_episodes`: the columns of `SCHEMA` without the tokens."""
@@ -194,6 +211,7 @@ _ADAPTERS: dict[str, TypeAdapter[Any]] = {
 """The content of the columns in `_JSON`; `ground_truth` may be any JSON value."""
 _SAMPLES = TypeAdapter(Sample)
 _LONG_NUMBER = re.compile(r"[0-9]{19}")
+_IMAGE_NAME = re.compile(r"[0-9a-f]{64}")
 _SHARD = re.compile(r"([a-z]+)-(\d+)\.parquet")
 _ROW_GROUP = 16
 """The rollouts of a row group, the part of a file that is read and decoded at once.
@@ -227,6 +245,7 @@ class TrajectoryStore:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.images = folder / "images"
         self.learned = folder.parent / "learned"
 
     def write(self, step: int, groups: Sequence[Group], split: str = "train") -> Path:
@@ -236,8 +255,12 @@ class TrajectoryStore:
             RunStopped: the file cannot be written, for example because the disk is full.
         """
         path = self.folder / f"{split}-{step:08d}.parquet"
+        images = _ImageNames()
+        table = _table(step, groups, split, images)
         try:
-            _write_file(path, _table(step, groups, split))
+            for name, data in images.files():
+                _write_image(self.images / name, data)
+            _write_file(path, table)
         except OSError as e:
             advised = advice(e)
             if e.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -324,6 +347,26 @@ class TrajectoryStore:
         where = self.folder if step is None else f"the files of step {step} in {self.folder}"
         raise DataError(f"there is no episode {episode_id!r} in {where}")
 
+    def has_images(self, path: Path) -> bool:
+        """Return whether the rollouts of a file have images.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        with _readable(path):
+            return bool(_image_files(path))
+
+    def read_image(self, name: str) -> Image:
+        """Return the image of a file in `images`.
+
+        Raises:
+            DataError: there is none, or it is damaged.
+        """
+        try:
+            return _read_image(self.images, name)
+        except ValueError as e:
+            raise DataError(str(e)) from None
+
     def steps(self, split: str) -> list[int]:
         """Return the steps that have a file of this split, in order."""
         return [step for _, step, shard_split in self.files() if shard_split == split]
@@ -395,15 +438,29 @@ class TrajectoryStore:
         for path, shard_step, _ in [*self.files(), *self._learned_files()]:
             if shard_step > step:
                 path.unlink()
-        for folder in (self.folder, self.learned):
+        for folder in (self.folder, self.learned, self.images):
             for staging in folder.glob(f"{LEFTOVER_PREFIX}*"):
                 staging.unlink()
+        self._remove_unused_images()
 
     def remove_training(self, step: int) -> None:
         """Remove the files of training up to a step. Those of validations stay."""
         for path, shard_step, split in self.files():
             if split in TRAINING and shard_step <= step:
                 path.unlink()
+        self._remove_unused_images()
+
+    def _remove_unused_images(self) -> None:
+        """Remove the images that no file names."""
+        if not self.images.is_dir():
+            return
+        try:
+            used = {name for path, _, _ in self.files() for name in _image_files(path)}
+        except (pa.ArrowException, OSError):
+            return  # A file cannot be read, so it is not known which images it names.
+        for image in self.images.iterdir():
+            if image.name not in used:
+                image.unlink()
 
     def remove_learned(self, step: int) -> None:
         """Remove the files of `write_learned` up to a step."""
@@ -572,7 +629,38 @@ def _write_file(path: Path, table: pa.Table) -> None:
         pq.write_table(table, staging, compression="zstd", row_group_size=_ROW_GROUP)
 
 
-def _table(step: int, groups: Sequence[Group], split: str) -> pa.Table:
+class _ImageNames:
+    """The names of the images of a file of trajectories."""
+
+    def __init__(self):
+        self._names: dict[bytes, str] = {}
+
+    def add(self, image: Image | RowImage) -> str:
+        """Return the name of an image's file."""
+        if image.data not in self._names:
+            is_whole = isinstance(image, Image)
+            name = image.key if is_whole else sha256(image.data).hexdigest()
+            self._names[image.data] = name
+        return self._names[image.data]
+
+    def files(self) -> Iterator[tuple[str, bytes]]:
+        """Yield the name and the content of each image."""
+        return ((name, data) for data, name in self._names.items())
+
+
+def _write_image(path: Path, data: bytes) -> None:
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as staging:
+            staging.write_bytes(data)
+
+
+def _image_files(path: Path) -> list[str]:
+    """Return the names of the images of a file of trajectories."""
+    return ((pq.read_schema(path).metadata or {}).get(IMAGE_FILES, b"")).decode().split()
+
+
+def _table(step: int, groups: Sequence[Group], split: str, images: _ImageNames) -> pa.Table:
     rows = [
         StoredRollout(step, split, group.dropped, scored, index, as_text, group.drop_causes)
         for index, group in enumerate(groups)
@@ -580,7 +668,7 @@ def _table(step: int, groups: Sequence[Group], split: str) -> pa.Table:
         for scored in group.scored
     ]
     columns = [
-        pa.array([_cell(name, path, row) for row in rows], kind)
+        pa.array([_cell(name, path, row, images) for row in rows], kind)
         for name, (kind, path) in _COLUMNS.items()
     ]
     segments = [row.scored.trajectory.segments for row in rows]
@@ -588,10 +676,18 @@ def _table(step: int, groups: Sequence[Group], split: str) -> pa.Table:
         _list_column([[getattr(s, name) for s in row] for row in segments], kind)
         for name, kind in STREAMS.items()
     ]
-    return pa.table(columns, schema=SCHEMA)
+    table = pa.table(columns, schema=SCHEMA)
+    cells = [
+        json.dumps([[asdict(i) | {"data": images.add(i)} for i in s.images] for s in row])
+        for row in segments
+    ]
+    if names := [name for name, _ in images.files()]:
+        table = table.append_column(IMAGES, pa.array(cells, IMAGES.type))
+        table = table.replace_schema_metadata({IMAGE_FILES: " ".join(names)})
+    return table
 
 
-def _cell(name: str, path: str, row: StoredRollout) -> Any:
+def _cell(name: str, path: str, row: StoredRollout, images: _ImageNames) -> Any:
     value = attrgetter(path)(row)
     if name == "sample":
         names = [f.name for f in fields(value) if f.name in _OTHER_SAMPLE_FIELDS]
@@ -599,7 +695,7 @@ def _cell(name: str, path: str, row: StoredRollout) -> Any:
     if name == "metrics" and row.scored.answer is not None:
         value = {**value, "answer": row.scored.answer}
     if name in _JSON:
-        value = json.dumps(value, default=_to_json, ensure_ascii=False)
+        value = json.dumps(value, default=partial(_to_json, images), ensure_ascii=False)
     if isinstance(value, str):  # UTF-8 has no lone surrogates: replace them with `?`
         return value.encode("utf-8", "replace").decode()
     return value
@@ -624,8 +720,12 @@ def _offsets(lists: Sequence[Sequence[Any]]) -> pa.Array:
     return pa.array(accumulate(map(len, lists), initial=0), pa.int32())
 
 
-def _to_json(value: Any) -> Any:
+def _to_json(images: _ImageNames, value: Any) -> Any:
     """Convert a value that JSON does not support: dataclass, mapping, or anything else as text."""
+    if isinstance(value, Image):
+        return images.add(value)
+    if isinstance(value, Message | ToolResult) and not value.images:
+        return {f.name: getattr(value, f.name) for f in fields(value) if f.name != "images"}
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in fields(value)}
     if isinstance(value, Mapping):
@@ -662,12 +762,61 @@ def _read_rows(path: Path, first: int, batch: pa.RecordBatch) -> Iterator[Stored
     rows = batch.drop_columns(names).to_pylist()
     for index, (row, *lists) in enumerate(zip(rows, *streams, strict=True), first):
         segments = tuple(Segment(*s) for s in zip(*lists, strict=True))
+        if row.get("images") is not None:
+            segments = _with_row_images(path, index, segments, row["images"])
         for name in _JSON:
             row[name] = _parse_cell(path, index, name, row[name])
         try:
             yield _rollout_from_cells(row, segments)
         except (ValueError, TypeError) as e:
             raise _damaged(path, index, "sample", e) from e
+
+
+def _with_row_images(
+    path: Path, row: int, segments: Sequence[Segment], cell: str
+) -> tuple[Segment, ...]:
+    """Return the segments of a row with the images that its cell in `IMAGES` names."""
+    folder = path.parent / "images"
+    try:
+        images = [
+            tuple(
+                [RowImage(**i | {"data": _read_image(folder, i["data"]).data}) for i in of_segment]
+            )
+            for of_segment in parse_json(cell)
+        ]
+        return tuple(
+            [replace(s, images=i) if i else s for s, i in zip(segments, images, strict=True)]
+        )
+    except (ValueError, TypeError, LookupError) as e:
+        raise _damaged(path, row, IMAGES.name, e) from e
+
+
+@lru_cache(16)
+def _read_image(folder: Path, name: str) -> Image:
+    """Return an image of the folder `images`. Rollouts of a group share one object.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    if not _IMAGE_NAME.fullmatch(name):
+        raise ValueError(f"{name[:80]!r} is not the name of an image: 64 hexadecimal digits")
+    try:
+        image = Image((folder / name).read_bytes())
+    except OSError as e:
+        raise ValueError(f"the image {folder / name} cannot be read: {e.strerror}") from None
+    if image.key != name:
+        raise ValueError(f"the image {folder / name} is damaged: its SHA-256 is {image.key}")
+    return image
+
+
+def _load_images(folder: Path, column: str, cell: Any) -> None:
+    """Replace the names of images in a cell by the images."""
+    messages = cell["prompt"] if column == "sample" else cell
+    if column == "turns":
+        messages = [result for turn in cell for result in turn["tool_results"]]
+    for message in messages:
+        if names := message.get("images"):
+            message["images"] = tuple([_read_image(folder, name) for name in names])
 
 
 def _read_tokens(path: Path, step: int, split: str, learned: pa.Table | None) -> pa.Table:
@@ -760,8 +909,10 @@ def _parse_cell(path: Path, row: int, name: str, text: str) -> Any:
     """Return the checked content of a column in `_JSON`."""
     try:
         value = parse_json(text)
+        if name in _WITH_MESSAGES and '"images"' in text:
+            _load_images(path.parent / "images", name, value)
         return _ADAPTERS[name].validate_python(value) if name in _ADAPTERS else value
-    except (ValueError, TypeError, RecursionError, OverflowError) as e:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as e:
         raise _damaged(path, row, name, e) from e
 
 

@@ -14,10 +14,11 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, Literal, SupportsFloat, TypeVar, get_args
 
-from agentrl.images import PLACE, Image, RowImage
+from agentrl.images import PLACE, Image, RowImage, describe_image
 
 T = TypeVar("T")
 
@@ -94,6 +95,13 @@ def check_places(content: str, images: Sequence[Image]) -> None:
             f"the content has {content.count(PLACE)} places of images (U+FFFC) for"
             f" {len(images)} images. Use Message.of(role, text, image, ...)"
         )
+
+
+def show_images(content: str, images: Sequence[Image]) -> str:
+    """Return a content for people, with `[image 84x56 3fa9c04e]` at the `PLACE` of each image."""
+    texts = content.split(PLACE) if images else [content]
+    shown = [*map(describe_image, images[: len(texts) - 1]), ""]
+    return "".join([text + image for text, image in zip_longest(texts, shown, fillvalue="")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +192,11 @@ class Message:
         """
         content, images = join_parts(parts)
         return cls(role, content, tool_call_id=tool_call_id, images=images)
+
+    @property
+    def shown(self) -> str:
+        """The content for people: `show_images` of it."""
+        return show_images(self.content, self.images)
 
     def as_dict(self) -> dict[str, str]:
         """Return role and content as a dictionary; tool calls are part of the content."""

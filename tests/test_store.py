@@ -8,6 +8,7 @@ import os
 import tempfile
 from array import array
 from datetime import date
+from hashlib import sha256
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,9 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image as PIL
 from support.examples import examples
 
 from agentrl.errors import DataError, RunStopped
+from agentrl.images import Image, RowImage
 from agentrl.store import (
     LEARNED,
     LEARNED_SCHEMA,
@@ -451,7 +454,10 @@ def test_no_field_is_forgotten():
         ToolCall: 5,
         Scored: 6,  # its answer is stored in the metrics
         Sample: 12,
-        Segment: 7,
+        Segment: 8,
+        Message: 5,
+        ToolResult: 6,
+        RowImage: 6,
         Group: 5,  # its greedy rollout is stored as a group of its own
     }
     assert {kind: len(dataclasses.fields(kind)) for kind in known} == known
@@ -478,6 +484,110 @@ def test_only_what_the_policy_wrote_is_an_answer(tmp_path):
     assert stored.scored.trajectory.final_text == "#### 12"
 
 
+# -- images ---------------------------------------------------------------------------------------
+
+
+def picture(color: int) -> Image:
+    return Image.of(PIL.new("RGB", (84, 56), (color, 0, 0)))
+
+
+def with_images(rollout: int, *zooms: int) -> Scored:
+    """Return a rollout with an image in its prompt, and one in a result for each zoom."""
+    plain = scored(rollout)
+    shared, returned = picture(0), [picture(zoom) for zoom in zooms]
+    prompt = (Message.of("user", "How many? ", shared),)
+    tool = Message.of("tool", *returned, tool_call_id="c1")
+    result = ToolResult(tool.content, images=tool.images)
+    row = tuple(RowImage(b"pixels" + i.data, 84, 56, 6, 9, i.key) for i in (shared, *returned))
+    played = plain.trajectory
+    trajectory = dataclasses.replace(
+        played,
+        sample=dataclasses.replace(played.sample, prompt=prompt),
+        segments=(dataclasses.replace(played.segments[0], images=row), *played.segments),
+        turns=(dataclasses.replace(played.turns[0], tool_results=(result,)), played.turns[1]),
+        messages=(*prompt, played.messages[1], tool, played.messages[3]),
+    )
+    return dataclasses.replace(plain, trajectory=trajectory)
+
+
+def names(store: TrajectoryStore) -> set[str]:
+    return {image.name for image in store.images.iterdir()}
+
+
+def files_of(*images: Image) -> set[str]:
+    return {i.key for i in images} | {sha256(b"pixels" + i.data).hexdigest() for i in images}
+
+
+def test_images_come_back_and_each_is_one_file(tmp_path):
+    store = TrajectoryStore(tmp_path)
+    rollouts = [with_images(0, 10, 20), with_images(1, 10), scored(2)]
+    path = store.write(1, [group(*rollouts[:2]), group(rollouts[2])])
+    assert names(store) == files_of(picture(0), picture(10), picture(20))
+    modified = {image: image.stat().st_mtime_ns for image in store.images.iterdir()}
+    store.write(2, [group(with_images(3, 10))])
+    assert {image: image.stat().st_mtime_ns for image in store.images.iterdir()} == modified
+    assert [s.scored for s in store.read(step=1)] == rollouts
+    assert store.read_episode("e1").scored == rollouts[1]
+    assert store.read_image(picture(10).key) == picture(10)
+    # Any parquet reader sees which files the images are.
+    row = pq.read_table(path).to_pylist()[1]
+    assert json.loads(row["messages"])[2]["images"] == [picture(10).key]
+    assert [i["width"] for i in json.loads(row["images"])[0]] == [84, 84]
+    assert [s["data"] in names(store) for s in json.loads(row["images"])[0]] == [True, True]
+
+
+def test_a_run_without_images_has_none_in_its_files(tmp_path):
+    store = TrajectoryStore(tmp_path)
+    path = store.write(1, [group(scored())])
+    assert pq.read_schema(path).metadata is None and not store.images.exists()
+    row = pq.read_table(path).to_pylist()[0]
+    assert not any("images" in str(cell) for cell in row.values())
+
+
+def test_images_stay_as_long_as_a_file_names_them(tmp_path):
+    store = TrajectoryStore(tmp_path)
+    for step, zoom in enumerate((10, 20, 10), 1):
+        store.write(step, [group(with_images(step, zoom))])
+    store.write(1, [group(with_images(0, 40))], split="val")
+    store.remove_training(2)
+    assert names(store) == files_of(picture(0), picture(10), picture(40))
+    (store.images / ".tmp-1234-5").write_bytes(b"of a killed process")
+    store.truncate_after(2)
+    assert names(store) == files_of(picture(0), picture(40))
+    assert [s.scored for s in store.read()] == [with_images(0, 40)]
+    # If a file cannot be read, nobody knows what it names: everything stays.
+    (tmp_path / "val-00000000.parquet").write_bytes(b"")
+    store.truncate_after(0)
+    assert names(store) == files_of(picture(0), picture(40))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read: No such file"), (b"other", "is damaged: its SHA-256 is d9298a10")],
+)
+def test_a_damaged_image_is_named(tmp_path, content, message):
+    store = TrajectoryStore(tmp_path)
+    store.write(1, [group(scored(0), with_images(1, 30))])
+    image = store.images / picture(30).key
+    image.unlink() if content is None else image.write_bytes(content)
+    with pytest.raises(
+        DataError, match=rf"row 1 .*column '(messages|turns)': the image .*{message}"
+    ):
+        list(store.read())
+    with pytest.raises(DataError, match=message):
+        store.read_image(image.name)
+    with pytest.raises(DataError, match=r"'\.\./x' is not the name of an image"):
+        store.read_image("../x")
+
+
+def test_images_that_do_not_fit_on_the_disk_stop_the_run(tmp_path):
+    store = TrajectoryStore(tmp_path)
+    store.images.write_bytes(b"a file, so it is no folder")
+    with pytest.raises(RunStopped, match="cannot write the trajectories"):
+        store.write(1, [group(with_images(0, 10))])
+    assert not list(tmp_path.glob("*.parquet"))
+
+
 # -- any trajectory at all ------------------------------------------------------------------------
 
 text = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -492,11 +602,20 @@ json_object = st.dictionaries(text, json_value, max_size=3)
 calls = st.lists(
     st.builds(ToolCall, text, json_object | text, error=text, id=text), max_size=2
 ).map(tuple)
+images = st.builds(Image, st.binary(min_size=1, max_size=3))
+with_parts = st.builds(
+    lambda role, parts: Message.of(role, *parts),
+    st.sampled_from(["system", "user", "tool"]),
+    st.lists(text | images, max_size=4),
+)
 results = st.lists(
-    st.builds(ToolResult, text, st.booleans(), st.none() | number, text, number), max_size=2
+    st.builds(ToolResult, text, st.booleans(), st.none() | number, text, number)
+    | with_parts.map(lambda message: ToolResult(message.content, images=message.images)),
+    max_size=2,
 ).map(tuple)
 messages = st.lists(
-    st.builds(Message, st.sampled_from(["system", "user", "assistant", "tool"]), text, calls, text),
+    st.builds(Message, st.sampled_from(["system", "user", "assistant", "tool"]), text, calls, text)
+    | with_parts,
     max_size=3,
 ).map(tuple)
 ids = st.integers(-(2**31), 2**31 - 1)
@@ -511,7 +630,13 @@ def segments(draw) -> Segment:
 
     prompt = array("i", draw(st.lists(ids, max_size=5)))
     logprobs = of(st.floats(allow_nan=False, width=32), "f")
-    return Segment(prompt, of(ids, "i"), of(st.integers(0, 1), "i"), logprobs, of(ids, "i"))
+    row_images = draw(
+        st.lists(st.builds(RowImage, st.binary(min_size=1), ids, ids, ids, ids, text), max_size=2)
+    )
+    return Segment(
+        prompt, of(ids, "i"), of(st.integers(0, 1), "i"), logprobs, of(ids, "i"),
+        images=tuple(row_images),
+    )  # fmt: skip
 
 
 turns = st.builds(

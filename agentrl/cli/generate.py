@@ -35,6 +35,7 @@ from agentrl.terminal import echo
 
 if TYPE_CHECKING:
     from agentrl.config import Config
+    from agentrl.data import Rows
 
 PER_ENGINE = 256
 """The number of rollouts that are played at the same time for each engine."""
@@ -92,6 +93,7 @@ def generate(
     with open_session(settings) as (plan, rollouts):
         rows = plan.train
         assert isinstance(rows, Rows)  # `make_plan` reads them from files
+        _check_json(output, rows)
         header = {"rows": rows.fingerprint, "n": n, **settings_of(plan.config)}
         with _open_record(output, header) as (record, texts):
             echo(
@@ -117,6 +119,20 @@ def generate(
             " dropped, for the reasons above",
             err=True,
         )
+
+
+def _check_json(output: Path, rows: Rows) -> None:
+    """Raise `UserError`, before anything is played, if the output cannot hold the first row."""
+    from agentrl.data.files import dump_json
+
+    try:
+        if output.suffix == ".jsonl":
+            dump_json(next(rows.raw(), {}))
+    except TypeError as e:
+        raise UserError(
+            f"--output {output}: JSON cannot hold the rows, for example their images ({e}). Use a"
+            " .parquet file"
+        ) from None
 
 
 class _Record:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +18,7 @@ from agentrl.cli.options import (
     describe_sampling,
     read_config_to_play,
 )
+from agentrl.images import RowImage, describe_image, split_row
 from agentrl.plural import plural
 from agentrl.terminal import echo
 
@@ -68,12 +71,14 @@ def transcript(scored: Scored, template: ChatTemplate) -> str:
     t = scored.trajectory
     lines = [f"── row {t.sample.row} · {t.sample.agent_name} · {t.episode_id}"]
     for segment in t.segments:
-        lines += _marked(template.decode(segment.prompt_ids), " ")
+        images = deque(segment.images)
+        lines += _marked(_text(segment.prompt_ids, images, template), " ")
         start = 0
         mask = segment.response_mask
         for end in range(1, len(mask) + 1):
             if end == len(mask) or mask[end] != mask[start]:
-                text = template.decode(segment.response_ids[start:end])
+                ids = segment.response_ids[start:end]
+                text = template.decode(ids) if mask[start] else _text(ids, images, template)
                 lines += _marked(text, "▌" if mask[start] else " ")
                 start = end
     for i, turn in enumerate(t.turns):
@@ -89,6 +94,14 @@ def transcript(scored: Scored, template: ChatTemplate) -> str:
         f" reward {scored.reward:g} ({rewards}) · ground truth {t.sample.ground_truth!r}\n"
     )
     return "\n".join(lines)
+
+
+def _text(ids: Sequence[int], images: deque[RowImage], template: ChatTemplate) -> str:
+    """Return the text of tokens that the policy did not sample, with descriptions of images."""
+    return "".join(
+        describe_image(part) if isinstance(part, RowImage) else template.decode(part)
+        for part in split_row(ids, images)
+    )
 
 
 def _describe_end(stop_reason: str) -> str:

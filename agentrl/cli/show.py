@@ -122,7 +122,8 @@ def _describe_episode(run: Run, name: str) -> str:
     """Return an episode as text: its numbers, then its messages with their turns."""
     from agentrl.view.episode import EpisodeView
 
-    data = EpisodeView(run, name).describe()
+    view = EpisodeView(run, name)
+    data = view.describe()
     rewards = ", ".join(f"{k} {v:g}" for k, v in data["rewards"].items())
     lines = [
         f"episode {data['episode']}",
@@ -131,10 +132,10 @@ def _describe_episode(run: Run, name: str) -> str:
         f"reward {data['reward']:g} ({rewards}), stop {data['stop']}, {data['seconds']:.2f} s",
         f"ground truth {data['ground_truth']}",
     ]
-    for message in data["messages"]:
+    for message, content in zip(data["messages"], view.trajectory.messages, strict=True):
         turn = message["turn"]
         sampled = "" if turn is None else f" · turn {turn}{_describe_turn(data['turns'][turn])}"
-        lines += ["", f"── {message['role']}{sampled}", message["content"]]
+        lines += ["", f"── {message['role']}{sampled}", content.shown]
         for call in data["turns"][turn]["calls"] if turn is not None else ():
             state = "not run" if call["ok"] is None else call["error"] or "ok"
             seconds = "" if call["seconds"] is None else f", {call['seconds'] * 1e3:.1f} ms"

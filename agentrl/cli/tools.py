@@ -187,7 +187,7 @@ def call(
     from agentrl.errors import UserError
     from agentrl.signatures import find_argument_problems
     from agentrl.tools import LocalToolbox
-    from agentrl.trajectory import Sample, ToolCall, ToolResult
+    from agentrl.trajectory import Sample, ToolCall, ToolResult, show_images
 
     _load(file or [])
     tool = _find_tool(name)
@@ -219,7 +219,7 @@ def call(
             await toolbox.aclose()
 
     result = asyncio.run(run())
-    echo(result.content)
+    echo(show_images(result.content, result.images))
     if not result.ok:
         sys.exit(1)
 

@@ -60,7 +60,7 @@ class Person(Interaction):
 
 def describe(message: Message) -> str:
     """Return a message as text for the terminal."""
-    return f"  {message.role}> " + message.content.replace("\n", "\n  ")
+    return f"  {message.role}> " + message.shown.replace("\n", "\n  ")
 
 
 def read_line() -> str | None:

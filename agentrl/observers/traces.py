@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from agentrl.trajectory import Message, Span, Trajectory
+from agentrl.trajectory import Message, Span, Trajectory, show_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Operation:
 
 def as_message(message: Message) -> dict[str, Any]:
     """Return a message in the form of OpenAI's API."""
-    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    fields: dict[str, Any] = {"role": message.role, "content": message.shown}
     if message.tool_calls:
         fields["tool_calls"] = [
             {
@@ -74,7 +74,7 @@ def operations(trajectory: Trajectory) -> list[Operation]:
         start, end = _take(spans["tools", turn.thread], begin, end, turn.tool_seconds)
         for call, result in zip(turn.tool_calls, turn.tool_results, strict=False):
             ended = start + result.seconds
-            content = str(result.content)
+            content = show_images(str(result.content), result.images)
             parts.append(
                 Operation("tool", call.name, call.arguments, content, start, ended, result.error)
             )

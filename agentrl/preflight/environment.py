@@ -112,7 +112,7 @@ class PlayedEpisode:
         reward = f"reward {self.scored.reward:g}" if self.scored else self.error
         yield f"{self.policy}, row {self.sample.row} (id {self.sample.id!r}): {reward}"
         for message in self.messages[-6:]:
-            yield f"  {message.role}: {message.content[:200]!r}"
+            yield f"  {message.role}: {message.shown[:200]!r}"
 
 
 @dataclass(frozen=True, slots=True)

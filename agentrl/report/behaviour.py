@@ -169,7 +169,7 @@ def _find_repeated(turns: Sequence[dict]) -> list[int]:
     for index, turn in enumerate(turns):
         for call, result in zip(turn["tool_calls"], turn["tool_results"], strict=False):
             # Errors may contain a time or an id; a call that fails again is the same.
-            answer = result["content"] if result["ok"] else None
+            answer = [result["content"], result.get("images")] if result["ok"] else None
             content = orjson.dumps(
                 (call["name"], call["arguments"], answer), option=orjson.OPT_SORT_KEYS
             )

@@ -249,7 +249,7 @@ def _score(share: float | None) -> dict[str, float]:
 def _transcript(messages: Sequence[Message], answers: Sequence[Message] = ()) -> Transcript:
     """Return role and text of messages; the policy wrote those assistant messages in `answers`."""
     foreign = {id(m) for m in messages if m.role == "assistant"} - {id(m) for m in answers}
-    return tuple(("other_assistant" if id(m) in foreign else m.role, m.content) for m in messages)
+    return tuple(("other_assistant" if id(m) in foreign else m.role, m.shown) for m in messages)
 
 
 def _code(blocks: Mapping[str, Transcript]) -> str:

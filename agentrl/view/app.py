@@ -9,6 +9,7 @@
     GET /api/runs/{r}/gaps?step=                        the largest gaps between trainer and engine
     GET /api/runs/{r}/episode?id=&step=                 an episode without tokens
     GET /api/runs/{r}/message?id=&step=&index=          the whole text of one message
+    GET /api/runs/{r}/image?key=                        an image of a message, as a data URL
     GET /api/runs/{r}/tokens?id=&step=&segment=&from=&to=
 
 A search sends the episodes of each file as soon as it has searched the file. It stops when the
@@ -24,6 +25,7 @@ import os
 import re
 import socket
 import time
+from base64 import b64encode
 from collections.abc import AsyncIterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -41,6 +43,7 @@ from agentrl.errors import DataError, UserError
 from agentrl.http_server.bind import bind, host_names_of
 from agentrl.http_server.guard import Guard, error_response
 from agentrl.http_server.server import HttpServer
+from agentrl.images import media_type
 from agentrl.record import METRICS
 from agentrl.report.run import Run, load_run
 from agentrl.view.curves import Part, rollout_curves
@@ -205,6 +208,12 @@ def _add_episodes(app: FastAPI, runs: _Runs) -> None:
         if index >= len(messages):
             raise DataError(f"episode {id!r} has {len(messages)} messages, counted from 0")
         return _json({"content": messages[index].content})
+
+    @app.get("/api/runs/{r}/image")
+    def image(r: int, key: str) -> Response:
+        # A data URL in JSON needs no other policy than the page has, and also works in an export.
+        image = runs.open(r).store.read_image(key)
+        return _json({"url": f"data:{media_type(image)};base64,{b64encode(image.data).decode()}"})
 
     @app.get("/api/runs/{r}/tokens")
     def tokens(

@@ -18,6 +18,7 @@ import pyarrow.compute
 from tokenizers import Tokenizer
 
 from agentrl.errors import DataError
+from agentrl.images import describe_image
 from agentrl.report.run import Run
 from agentrl.store import LEARNED
 from agentrl.trajectory import Trajectory, Turn
@@ -104,7 +105,12 @@ class EpisodeView:
                 for s, numbers in zip(t.segments, self.segments, strict=True)
             ],
             "messages": [
-                {"role": m.role, "content": m.content, "turn": turn_of.get(i)}
+                {
+                    "role": m.role,
+                    "content": m.content,
+                    "images": [{"key": x.key, "text": describe_image(x)} for x in m.images],
+                    "turn": turn_of.get(i),
+                }
                 for i, m in enumerate(t.messages)
             ],
             "turns": [self._describe_turn(turn) for turn in t.turns],

@@ -117,6 +117,9 @@ async def _add_run(bundle: _Bundle, run: str, rows: Sequence[dict[str, Any]]) ->
     for row in rows:
         at = {"id": row["episode"], "step": row["step"]}
         episode = await bundle.add(f"{run}/episode", **at)
+        for key in {i["key"] for message in episode["messages"] for i in message["images"]}:
+            if f"{run}/image?key={key}" not in bundle.answers:
+                await bundle.add(f"{run}/image", key=key)
         for segment, tokens in enumerate(episode["segments"]):
             for start in range(0, tokens["response"], CHUNK):
                 chunk = {"segment": segment, "from": start, "to": start + CHUNK}

@@ -42,8 +42,8 @@ def write_tokens(run: Run, query: Query, output: Path) -> Written:
         output: a .parquet file that does not exist.
 
     Raises:
-        UserError: the file exists or has another ending, the run has no tokenizer, or no episode
-            with sampled tokens is found.
+        UserError: the file exists or has another ending, the run has no tokenizer, no episode with
+            sampled tokens is found, or the episodes have images.
     """
     if output.suffix != ".parquet" or output.exists():
         raise UserError(f"{output}: must be a new .parquet file")
@@ -73,6 +73,11 @@ def _rows(run: Run, rewards: dict[tuple[int, str, str], float]) -> Iterator[dict
     for path, step, split in run.store.files():
         if not any(key[:2] == (step, split) for key in rewards):
             continue
+        if run.store.has_images(path):
+            raise UserError(
+                f"{path} has episodes with images, and agentrl sft reads tokens without images. Add"
+                " a term to the query that excludes its step"
+            )
         for row in run.store.read_columns(path, names).to_pylist():
             reward = rewards.get((step, split, row["episode_id"]))
             streams = zip(*(row[name] for name in names[1:]), strict=True)

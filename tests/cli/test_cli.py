@@ -7,10 +7,13 @@ import logging
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import typer
+from PIL import Image as PIL
 from support.forked_python import ForkedPython
+from support.recorded import play_with_images
 from support.trajectories import make_trajectory
 from typer.testing import CliRunner
 
@@ -24,9 +27,10 @@ from agentrl.cli.spelling import REMOVED
 from agentrl.config import FIELDS
 from agentrl.config.load import flag_of
 from agentrl.config.sources import ALIASES
+from agentrl.images import Image
 from agentrl.observers.results import next_commands
 from agentrl.testing import byte_tokenizer
-from agentrl.trajectory import Scored
+from agentrl.trajectory import Scored, token_array
 
 ROW = {
     "prompt": "How much is 3*4?",
@@ -480,6 +484,23 @@ def test_warnings_about_training_are_silenced_without_training(caplog):
         log.warning("one")
     log.warning("two")
     assert caplog.messages == ["two"]
+
+
+def test_play_describes_images_in_place_of_their_tokens():
+    red, blue = (Image.of(PIL.new("RGB", (56, 28), color)) for color in ("red", "blue"))
+    scored = play_with_images(red, blue)
+    [segment] = scored.trajectory.segments
+    encode = byte_tokenizer().encode
+    tokens = replace(
+        segment,
+        prompt_ids=token_array([*encode("In "), 99, 99, *encode("?")]),
+        response_ids=token_array([*encode("no"), 99, 99, *encode(".")]),
+    )
+    scored = replace(scored, trajectory=replace(scored.trajectory, segments=(tokens,)))
+    _, asked, answered, seen, *_ = transcript(scored, ChatTemplate(byte_tokenizer())).splitlines()
+    assert asked == f"  In [image 56x28 {red.key[:8]}]?"
+    assert answered == "▌ no"
+    assert seen == f"  [image 56x28 {blue.key[:8]}]."
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,16 @@ def test_generate_continues_after_kills(run, folder):
     assert not record.exists()
 
 
+def test_rows_that_json_cannot_hold_need_a_parquet_file(run, folder):
+    """It is said before anything is played."""
+    row = {"prompt": "How much is 1+1?", "ground_truth": "2", "data_source": "openai/gsm8k"}
+    write_rows(folder / "bytes.parquet", [row | {"sound": b"\x89PNG"}])
+    command = [*COMMAND, "--output", "o.jsonl"]
+    command[2] = "bytes.parquet"
+    assert "error: --output o.jsonl: JSON cannot hold the rows" in run(*command)
+    assert not (folder / "o.jsonl.partial.jsonl").exists()
+
+
 def test_nothing_is_played_twice(run, folder, monkeypatch):
     played = []
     stream = Rollouts.stream

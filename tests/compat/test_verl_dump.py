@@ -6,11 +6,14 @@ import dataclasses
 import json
 
 import pytest
+from PIL import Image as PIL
+from support.recorded import play_with_images
 
 from agentrl.cli import main
+from agentrl.images import Image
 from agentrl.store import TrajectoryStore
 from agentrl.testing import byte_tokenizer
-from agentrl.trajectory import Group, Sample, Scored
+from agentrl.trajectory import Group, Sample, Scored, token_array
 
 from .conftest import played
 
@@ -88,3 +91,25 @@ def test_verls_keys_name_the_command(capsys):
     with pytest.raises(SystemExit):
         main(["train", "trainer.rollout_data_dir=x", "--dataset", "rows.jsonl", "--model", "m"])
     assert "agentrl data dump RUN FOLDER" in capsys.readouterr().err
+
+
+def test_images_are_files_beside_the_lines(run, tmp_path):
+    command, _ = run
+    images = [Image.of(PIL.new("RGB", (56, 28), color)) for color in ("red", "blue")]
+    scored = play_with_images(*images)
+    encode = byte_tokenizer().encode
+    [segment] = scored.trajectory.segments
+    segment = dataclasses.replace(
+        segment,
+        prompt_ids=token_array([*encode("In "), 99, 99, *encode("?")]),
+        response_ids=token_array([*encode("no"), 99, 99, *encode(".")]),
+    )
+    trajectory = dataclasses.replace(scored.trajectory, segments=(segment,))
+    group = Group(trajectory.sample, (dataclasses.replace(scored, trajectory=trajectory),))
+    TrajectoryStore(tmp_path / "run/trajectories").write(3, [group])
+    assert command("run", "out") == 0
+    [line] = lines_of(tmp_path / "out/3.jsonl")
+    assert (line["input"], line["output"]) == ("In <image>?", "no<image>.")
+    read = [Image.of(path, tmp_path / "out") for path in line["images"]]
+    assert read == images
+    assert "images" not in lines_of(tmp_path / "out/1.jsonl")[0]

@@ -36,6 +36,7 @@ from agentrl.config.verl_keys import VERL_KEYS
 from agentrl.metrics import rollout_metrics
 from agentrl.rewards import GRADERS
 from agentrl.store import (
+    IMAGES,
     LEARNED,
     SCHEMA,
     TOKENS_SCHEMA,
@@ -145,7 +146,7 @@ def test_the_tests_on_the_page_about_tests_pass(tmp_path):
 def test_all_columns_of_trajectories_are_documented():
     section = text("run_folder").split("## Trajectories")[1].split("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(SCHEMA.names)
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == {*SCHEMA.names, IMAGES.name}
 
 
 def test_all_columns_of_what_was_learned_are_documented():

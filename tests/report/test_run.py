@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from support.recorded import play
 from support.trajectories import make_trajectory, row
 
 from agentrl import load_run
 from agentrl.errors import DataError
+from agentrl.images import Image
 from agentrl.store import LEARNED, TOKENS_SCHEMA, TrajectoryStore
 from agentrl.trajectory import (
     Group,
@@ -19,6 +22,7 @@ from agentrl.trajectory import (
     Sample,
     Scored,
     Segment,
+    ToolResult,
     Trajectory,
     float_array,
     token_array,
@@ -171,3 +175,15 @@ def test_an_answer_is_right_if_it_ends_with_the_ground_truth(tmp_path):
     TrajectoryStore(tmp_path / "trajectories").write(1, groups)
     rows = load_run(tmp_path).behaviour
     assert rows["right"].to_pylist() == [True, True, False, True, None, None, None]
+
+
+@pytest.mark.parametrize(("second", "repeated"), [(b"one", 1), (b"other", 0)])
+def test_a_call_that_returns_another_image_is_no_repetition(tmp_path, second, repeated):
+    played = play(1, 0, 0, calls=(("look", ""), ("look", "")))
+    [turn] = played.trajectory.turns
+    seen = [Message.of("tool", Image(data)) for data in (b"one", second)]
+    results = tuple(ToolResult(m.content, images=m.images) for m in seen)
+    trajectory = replace(played.trajectory, turns=(replace(turn, tool_results=results),))
+    scored = replace(played, trajectory=trajectory)
+    TrajectoryStore(tmp_path / "trajectories").write(1, [Group(trajectory.sample, (scored,))])
+    assert load_run(tmp_path).behaviour["repeated_calls"].to_pylist() == [repeated]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
 import pyarrow as pa
 
+from agentrl.images import Image, RowImage
 from agentrl.store import LEARNED, LEARNED_SCHEMA, TrajectoryStore
 from agentrl.trajectory import (
     Group,
@@ -81,6 +83,33 @@ def play(
         spans=(Span("queue", 0.0, 0.5), Span("generate", 0.5, 1.5), Span("tools", 1.5, 2.0)),
     )
     return Scored(trajectory, {"outcome": reward}, reward, masked=masked)
+
+
+def play_with_images(*images: Image, name: str = "seen") -> Scored:
+    """Return a rollout with an image in its prompt, and the others in the result of its tool."""
+    played = play(1, 0, 0, name=name, calls=(("zoom", ""),)).trajectory
+    first, *others = images
+    prompt = (Message.of("user", "How many in ", first, "?"),)
+    tool = Message.of("tool", "cut: ", *others)
+    [turn] = played.turns
+    result = ToolResult(tool.content, images=tool.images)
+    rows = tuple(RowImage(i.data, 56, 28, 2, 99, i.key) for i in images)
+    segment = Segment(
+        token_array([5, 99, 99, 6]),
+        token_array([1, 2, *[99, 99] * len(others), 3]),
+        token_array([1, 1, *[0] * (2 * len(others) + 1)]),
+        float_array([-0.5, -0.25, *[0.0] * (2 * len(others) + 1)]),
+        token_array([0, 0, *[-1] * (2 * len(others) + 1)]),
+        images=rows,
+    )
+    trajectory = replace(
+        played,
+        sample=replace(played.sample, prompt=prompt),
+        segments=(segment,),
+        turns=(replace(turn, tool_results=(result,)),),
+        messages=(*prompt, played.messages[1], tool),
+    )
+    return Scored(trajectory, {"outcome": 1.0}, 1.0)
 
 
 def write_run(folder: Path) -> Path:

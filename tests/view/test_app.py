@@ -7,15 +7,18 @@ import re
 import shutil
 import threading
 import time
+from base64 import b64decode
 from pathlib import Path
 
 import httpx
 import pytest
 from fastapi.testclient import TestClient
-from support.recorded import HOSTILE, SAMPLE, play, write_run
+from PIL import Image as PIL
+from support.recorded import HOSTILE, SAMPLE, play, play_with_images, write_run
 
 from agentrl import load_run
 from agentrl.errors import DataError, UserError
+from agentrl.images import Image
 from agentrl.store import TrajectoryStore
 from agentrl.trajectory import Group
 from agentrl.view.app import (
@@ -62,6 +65,46 @@ def get(client, path, **params):
     answer = client.get(path, params=params, headers=TOKEN)
     assert answer.status_code == 200, answer.text
     return answer.json()
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """The requests of a run whose messages have three images, one of which is no PNG."""
+    folder = tmp_path_factory.mktemp("pictures")
+    images = [Image.of(PIL.new("RGB", (56, 28), color)) for color in ("red", "blue")]
+    images.append(Image(b"<svg xmlns='http://www.w3.org/2000/svg' onload='x()'/>"))
+    scored = play_with_images(*images)
+    TrajectoryStore(folder / "trajectories").write(1, [Group(scored.trajectory.sample, (scored,))])
+    (folder / "trajectories/images/secret").write_text("secret")
+    return TestClient(create_app([folder], "secret", frozenset())), images
+
+
+def test_an_image_is_a_data_url_of_a_picture(pictures):
+    client, images = pictures
+    messages = get(client, "/api/runs/0/episode", id="seen")["messages"]
+    assert [[i["key"] for i in m["images"]] for m in messages] == [
+        [images[0].key], [], [images[1].key, images[2].key],
+    ]  # fmt: skip
+    assert messages[0]["images"][0]["text"] == f"[image 56x28 {images[0].key[:8]}]"
+    for image in images[:2]:
+        url = get(client, "/api/runs/0/image", key=image.key)["url"]
+        head, _, data = url.partition(",")
+        assert head == "data:image/png;base64" and b64decode(data) == image.data
+    answer = client.get("/api/runs/0/image", params={"key": images[0].key})
+    assert answer.status_code == 401
+
+
+@pytest.mark.parametrize("key", ["secret", "../train-00000001.parquet", "0" * 64, "A" * 64, ""])
+def test_only_images_are_sent(pictures, key):
+    answer = pictures[0].get("/api/runs/0/image", params={"key": key}, headers=TOKEN)
+    assert answer.status_code == 400
+    assert re.search("not the name of an image|cannot be read: No such file", answer.text)
+
+
+def test_a_file_that_is_no_picture_is_not_sent(pictures):
+    client, images = pictures
+    answer = client.get("/api/runs/0/image", params={"key": images[2].key}, headers=TOKEN)
+    assert answer.status_code == 400 and "is none of PNG, JPEG" in answer.json()["message"]
 
 
 def search(client, path, **params):
@@ -186,7 +229,7 @@ def test_a_long_message_is_cut_until_it_is_asked_for(client, folder, tmp_path):
 )
 def test_who_may_read(client, headers, status):
     paths = [route.path for route in client.app.routes if route.path.startswith("/api")]
-    assert len(paths) == 11
+    assert len(paths) == 12
     for path in paths:
         answer = client.get(path.replace("{r}", "0"), headers=headers)
         assert answer.status_code in ((status,) if status != 200 else (200, 422))

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image as PIL
 from support.browser import Browser
 from support.needs import needs_browser
-from support.recorded import play, write_run
+from support.recorded import play, play_with_images, write_run
 
 from agentrl import load_run
 from agentrl.cli import main
+from agentrl.images import Image
 from agentrl.report import Finding, diagnosis
 from agentrl.report.run import diagnoses
 from agentrl.store import TrajectoryStore
@@ -32,7 +34,16 @@ def late_search(run):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     made = [write_run(tmp_path_factory.mktemp(name)) for name in ("first", "second")]
-    return [*made, write_sub_agent(tmp_path_factory.mktemp("third"))]
+    return [*made, write_sub_agent(tmp_path_factory.mktemp("third")), OLD,
+            write_pictures(tmp_path_factory.mktemp("pictures"))]  # fmt: skip
+
+
+def write_pictures(folder: Path) -> Path:
+    """Write a run of an episode with a wide picture and a file that begins as a PNG and is none."""
+    wide, other = Image.of(PIL.new("RGB", (2800, 28))), Image(b"\x89PNG\r\n\x1a\n no more")
+    scored = play_with_images(wide, wide, other)
+    TrajectoryStore(folder / "trajectories").write(2, [Group(scored.trajectory.sample, (scored,))])
+    return folder
 
 
 def write_sub_agent(folder: Path) -> Path:
@@ -59,7 +70,7 @@ def write_sub_agent(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def page(folders, tmp_path_factory):
-    server = ViewServer([*folders, OLD], "127.0.0.1", 0, "secret")
+    server = ViewServer(folders, "127.0.0.1", 0, "secret")
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     with diagnoses.isolated(keep=[]):
         diagnosis("late_search")(late_search)
@@ -107,6 +118,7 @@ PAGES = (
     "#/run/0/episode?id=..%2F..%2Fx",
     "#/run/2/episode?id=e1-0-0",
     "#/run/3/step/1",
+    "#/run/4/episode?id=seen",
 )
 
 
@@ -128,7 +140,7 @@ def test_turns_segments_and_sub_agents_have_borders(page):
 
 def test_the_run_page_shows_curves_and_findings(page, folders):
     text = visit(page, "#/?")
-    assert "4 runs" in text and "critic/score/mean" in text
+    assert "5 runs" in text and "critic/score/mean" in text
     assert "0.75 ± 0.25, n = 2 last steps" in text
     # The only alarm marks the step at which it begins in each chart.
     assert "a search is late" in text and "e1-0-0, turn 0" in text
@@ -167,6 +179,40 @@ def test_questions_are_answered(page):
     assert widths[1][1] == ["span-generate", "16.6667%", "33.3333%"]
     calls = visit(page, "#/run/0/episode?id=e1-0-0")
     assert "timeout, 500 ms" in calls and "advantage ?" in calls
+
+
+LOADED = "[...document.querySelectorAll('article img')].slice(0, 2).every(i => i.naturalWidth)"
+
+
+def check_pictures(page: Browser) -> None:
+    """The wide picture is at its places, at a width that fits; the other one is its description."""
+    page.wait(LOADED)
+    text = page.run("document.getElementById('main').innerText")
+    assert "How many in" in text and "cut:" in text and "\ufffc" not in text
+    images = page.run(
+        "[...document.querySelectorAll('article img')].map(i => [i.alt, i.naturalWidth])"
+    )
+    assert [width for _, width in images] == [2800, 2800, 0]
+    assert images[0][0].startswith("[image 2800x28 ") and images[2][0].startswith("[image ")
+    assert page.run(
+        "[...document.querySelectorAll('article img')].every(i =>"
+        " i.clientWidth <= i.parentElement.clientWidth && i.src.startsWith('data:image/png;'))"
+    )
+
+
+def test_messages_show_their_images(page):
+    visit(page, "#/run/4/episode?id=seen")
+    check_pictures(page)
+    places = (
+        "[...document.querySelectorAll('article pre')]"
+        ".map(p => [...p.childNodes].map(n => n.nodeName))"
+    )
+    assert page.run(places) == [
+        ["#text", "IMG", "#text"],
+        ["#text"],
+        ["#text", "IMG", "#text", "IMG", "#text"],
+    ]
+    assert not page.errors
 
 
 def test_a_finding_is_at_the_turn_that_it_cites(page):
@@ -321,7 +367,16 @@ def test_a_new_search_cancels_the_one_before(page):
 def test_an_exported_file_opens_without_a_server(folders, tmp_path):
     file = tmp_path / "run.html"
     with pytest.raises(SystemExit) as end:
-        main(["view", *map(str, folders[:2]), "--export", str(file), "--query", "step=2"])
+        main(
+            [
+                "view",
+                *map(str, [*folders[:2], folders[4]]),
+                "--export",
+                str(file),
+                "--query",
+                "step=2",
+            ]
+        )
     assert end.value.code == 0
     browser = Browser(tmp_path / "profile")
     browser.send("Network.enable")
@@ -333,6 +388,8 @@ def test_an_exported_file_opens_without_a_server(folders, tmp_path):
     assert "-1 nats: token 1 of e2-0-1" in step and "EngineError" in step
     episode = visit(browser, "#/run/0/episode?id=..%2F..%2Fx&step=2")
     assert "<script>window.ran=1</script>" in episode and "\\x1b[31mred" in episode
+    visit(browser, "#/run/2/episode?id=seen")
+    check_pictures(browser)
     visit(browser, "#/run/1/episode?id=e2-0-1&layout=table")
     assert "-0.25" in browser.run("document.getElementById('tokens').innerText")
     assert "does not contain that" in visit(browser, "#/run/0/episode?id=e1-0-0")

@@ -9,11 +9,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.recorded import HOSTILE, write_run
+from PIL import Image as PIL
+from support.recorded import HOSTILE, play_with_images, write_run
 
 from agentrl import load_run
 from agentrl.cli import main
 from agentrl.errors import DataError, UserError
+from agentrl.images import Image
+from agentrl.store import TrajectoryStore
+from agentrl.trajectory import Group
 from agentrl.view.episode import EpisodeView, largest_gaps
 from agentrl.view.query import FOUND_SCHEMA, find_episodes, parse_query
 
@@ -213,6 +217,18 @@ def test_show(folder, capsys):
     out = capsys.readouterr().out
     assert "advantage ? · clipped ? · largest gap ?" in out
     assert 'call search {"q": "four", "name": "decoy"}: timeout, 500.0 ms' in out
+
+
+def test_show_describes_images(tmp_path, capsys):
+    wide, other = Image.of(PIL.new("RGB", (84, 28))), Image(b"no picture")
+    scored = play_with_images(wide, other)
+    TrajectoryStore(tmp_path / "trajectories").write(
+        1, [Group(scored.trajectory.sample, (scored,))]
+    )
+    main_ends(["show", str(tmp_path), "--episode", "seen"])
+    out = capsys.readouterr().out
+    assert f"How many in [image 84x28 {wide.key[:8]}]?\n" in out
+    assert f"cut: [image {other.key[:8]}]\n" in out
 
 
 def test_show_prints_no_control_character_of_a_model(folder, capsys):

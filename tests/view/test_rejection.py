@@ -3,11 +3,12 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.recorded import SAMPLE, play
+from support.recorded import SAMPLE, play, play_with_images
 
 from agentrl.chat import ChatTemplate, load_tokenizer
 from agentrl.cli import main
 from agentrl.errors import DataError, UserError
+from agentrl.images import Image
 from agentrl.record import TOKENIZER
 from agentrl.report import load_run
 from agentrl.store import TrajectoryStore
@@ -39,6 +40,14 @@ def segments(run, wanted):
         if wanted(step, split, rollout.scored.reward)
         for s in rollout.scored.trajectory.segments
     ]
+
+
+def test_episodes_with_images_are_refused(run, tmp_path):
+    seen = play_with_images(Image(b"x"))
+    run.store.write(3, [Group(SAMPLE, (seen,))])
+    with pytest.raises(UserError, match=r"train-00000003\.parquet has episodes with images"):
+        write_tokens(run, parse_query(""), tmp_path / "o.parquet")
+    assert write_tokens(run, parse_query("step<3"), tmp_path / "o.parquet").episodes == 4
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,15 @@ files contain, so they are written on demand.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.images import RowImage, split_row
 from agentrl.report import Run
 from agentrl.store import StoredRollout
 
@@ -24,6 +27,9 @@ def dump_rollouts(run: Run, folder: Path, split: str = "train") -> int:
     A line has verl's keys `input`, `output` (both without special tokens), `gts`, `score` and
     `step`, the numbers that the grader returned, and the episode id as `request_id`. If a rollout
     has several segments, each has one line; `segment` is its index.
+
+    A rollout with images also has `images`: their files, relative to the folder, in the order of
+    the texts `<image>` in `input` and `output`.
 
     Args:
         run: the run.
@@ -36,9 +42,14 @@ def dump_rollouts(run: Run, folder: Path, split: str = "train") -> int:
     """
     count = 0
     for step, rollouts in groupby(run.rollouts(split), key=lambda stored: stored.step):
-        lines = [line for stored in rollouts for line in _lines(run, stored)]
+        lines, images = [], {}
+        for stored in rollouts:
+            lines += _lines(run, stored, images)
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            for name, data in images.items():
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_bytes(data)
             (folder / f"{step}.jsonl").write_text(
                 "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines),
                 encoding="utf-8",
@@ -51,11 +62,17 @@ def dump_rollouts(run: Run, folder: Path, split: str = "train") -> int:
     return count
 
 
-def _lines(run: Run, stored: StoredRollout) -> Iterator[dict[str, Any]]:
+def _lines(run: Run, stored: StoredRollout, images: dict[str, bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a rollout, and add its images to `images` by the names of their files."""
     scored, trajectory = stored.scored, stored.scored.trajectory
+    decode = partial(run.tokenizer.decode, skip_special_tokens=True)
     for i, segment in enumerate(trajectory.segments):
+        rest = deque(segment.images)
         prompt, response = (
-            run.tokenizer.decode(list(ids), skip_special_tokens=True)
+            "".join(
+                "<image>" if isinstance(part, RowImage) else decode(list(part))
+                for part in split_row(ids, rest)
+            )
             for ids in (segment.prompt_ids, segment.response_ids)
         )
         line = {
@@ -71,4 +88,7 @@ def _lines(run: Run, stored: StoredRollout) -> Iterator[dict[str, Any]]:
         line["request_id"] = trajectory.episode_id
         if len(trajectory.segments) > 1:
             line["segment"] = i
+        if segment.images:
+            line["images"] = [f"images/{image.key}.png" for image in segment.images]
+            images |= {f"images/{image.key}.png": image.data for image in segment.images}
         yield line

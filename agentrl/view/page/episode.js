@@ -47,18 +47,31 @@ async function fillCitations(run, episode, section, messages) {
 
 function messageArticle(run, at, episode, message, index) {
   const turn = isMissing(message.turn) ? null : episode.turns[message.turn];
-  const text = make("pre", { tabindex: "0" }, message.content);
+  const text = make("pre", { tabindex: "0" }, ...contentNodes(run, message, message.content));
   const article = make("article", { class: `${message.role}${turn?.thread ? " other" : ""}` }, make("h3", {}, message.role, ...(turn ? describeTurn(run, at, message.turn, turn) : [])), text);
   if (message.length > message.content.length) article.append(restOfMessage(run, at, message, index, text));
   if (turn) article.append(...turn.calls.map(describeCall));
   return article;
 }
 
+// The texts of a message and its images, each at its U+FFFC.
+function contentNodes(run, message, content) {
+  if (!message.images.length) return [document.createTextNode(visible(content))];
+  return content.split("\ufffc").flatMap((text, i) => [...(i ? [imageNode(run, message.images[i - 1])] : []), document.createTextNode(visible(text))]);
+}
+
+function imageNode(run, image) {
+  const node = make("img", { alt: image.text, title: image.text });
+  const fail = (error) => node.replaceWith(visible(`${image.text} ${error.message}`));
+  get(`/api/runs/${run}/image`, { key: image.key }).then((answer) => node.setAttribute("src", answer.url)).catch(fail);
+  return node;
+}
+
 function restOfMessage(run, at, message, index, text) {
   if (!isAvailable(`/api/runs/${run}/message`, { ...at, index })) return make("p", {}, `the first ${message.content.length} of ${message.length} characters`);
   const more = make("button", {}, `show all ${message.length} characters`);
   more.addEventListener("click", async () => {
-    text.replaceChildren(visible((await get(`/api/runs/${run}/message`, { ...at, index })).content));
+    text.replaceChildren(...contentNodes(run, message, (await get(`/api/runs/${run}/message`, { ...at, index })).content));
     more.remove();
   });
   return more;
