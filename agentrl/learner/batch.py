@@ -23,6 +23,7 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from agentrl.config import RewardConfig
 from agentrl.errors import RunStopped
+from agentrl.images import RowImage
 from agentrl.trajectory import Group, Scored, Segment, Trajectory, token_array
 
 
@@ -85,6 +87,8 @@ class TokenRows:
     """(B, T) bool: True for the tokens that the policy sampled, or that it learns to imitate."""
     kept: KeptTokens | None = field(default=None, kw_only=True)
     """The tokens to which each softmax is restricted; None: all tokens everywhere."""
+    images: tuple[tuple[RowImage, ...], ...] | None = field(default=None, kw_only=True)
+    """(B) the images of each row, in order; None: no row has any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +211,17 @@ def collate(
         baseline=_baseline(groups),
         call_penalties=_call_penalties(scored),
         kept=_kept(segments),
+        images=row_images([s.images for s in segments]),
     )
     _check(batch)
     return batch
+
+
+def row_images(
+    images: Sequence[tuple[RowImage, ...]],
+) -> tuple[tuple[RowImage, ...], ...] | None:
+    """Return `TokenRows.images` from the images of each row."""
+    return tuple(images) if any(images) else None
 
 
 def _kept(segments: Sequence[Segment]) -> KeptTokens | None:
@@ -251,6 +263,32 @@ def _check(batch: Batch) -> None:
     for b in (batch.prompt_lengths == 0).nonzero().flatten().tolist():
         raise RunStopped(f"episode {batch.episodes[int(batch.rollout[b])]} has an empty prompt")
     check_logprobs(batch, batch.rollout_logprobs, batch.response_mask, "engine")
+    for b, images in enumerate(batch.images or ()):
+        ids, is_input = whole_row(batch, b)
+        runs = placeholder_runs(ids, is_input, images)
+        if images and runs != [image.tokens for image in images]:
+            raise RunStopped(
+                f"episode {batch.episodes[int(batch.rollout[b])]} has a row whose images have"
+                f" {[image.tokens for image in images]} tokens, but the row has {runs} placeholders"
+                f" (token {images[0].token_id}) in a row that the policy did not sample"
+            )
+
+
+def whole_row(rows: TokenRows, b: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens of a row, (L,), and bool, (L,): True if they were not sampled."""
+    prompt, response = int(rows.prompt_lengths[b]), int(rows.response_lengths[b])
+    ids = [rows.prompt_ids[b, rows.prompt_ids.shape[1] - prompt :], rows.response_ids[b, :response]]
+    is_input = torch.ones(prompt + response, dtype=torch.bool)
+    is_input[prompt:] = ~rows.response_mask[b, :response]
+    return torch.cat(ids), is_input
+
+
+def placeholder_runs(ids: Tensor, is_input: Tensor, images: Sequence[RowImage]) -> list[int]:
+    """Return the lengths of the runs of placeholders in a row, without sampled ones."""
+    if not images:
+        return []
+    is_placeholder = (is_input & (ids == images[0].token_id)).tolist()
+    return [len([*run]) for is_one, run in groupby(is_placeholder) if is_one]
 
 
 def check_logprobs(batch: Batch, logprobs: Tensor, mask: Tensor, source: str) -> None:

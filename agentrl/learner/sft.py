@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from agentrl.config import FIELDS, Config, load_config
-from agentrl.engine.local.load import load_causal_lm, load_model_config
+from agentrl.engine.local.load import auto_class, load_causal_lm, load_model_config
 from agentrl.errors import ConfigError
 from agentrl.learner.batch import TokenRows
 from agentrl.learner.dispatch import Placement, check_single_controller
@@ -230,7 +230,8 @@ def init_causal_lm(
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(load_model_config(path), dtype=torch.float32)
+        config = load_model_config(path)
+        model = auto_class(config).from_config(config, dtype=torch.float32)
     model.name_or_path = ""  # no folder holds these weights
     model.to(device, torch.float32 if dtype == "auto" else dtype)
     return model.eval()
