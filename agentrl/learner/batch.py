@@ -263,32 +263,40 @@ def _check(batch: Batch) -> None:
     for b in (batch.prompt_lengths == 0).nonzero().flatten().tolist():
         raise RunStopped(f"episode {batch.episodes[int(batch.rollout[b])]} has an empty prompt")
     check_logprobs(batch, batch.rollout_logprobs, batch.response_mask, "engine")
-    for b, images in enumerate(batch.images or ()):
-        ids, is_input = whole_row(batch, b)
-        runs = placeholder_runs(ids, is_input, images)
-        if images and runs != [image.tokens for image in images]:
+    check_images(batch, [f"episode {batch.episodes[r]}" for r in batch.rollout.tolist()])
+
+
+def check_images(rows: TokenRows, names: Sequence[str]) -> None:
+    """Check that each row has the placeholders of its images: one run for each, of its length.
+
+    Args:
+        rows: the rows.
+        names: the name of each row, for the message.
+
+    Raises:
+        RunStopped: a row has other placeholders. Placeholders that were sampled are not counted.
+    """
+    for b, images in enumerate(rows.images or ()):
+        runs = [len([*run]) for is_one, run in groupby(placeholders_of(rows, b).tolist()) if is_one]
+        sizes = [image.tokens for image in images]
+        if runs != sizes:
             raise RunStopped(
-                f"episode {batch.episodes[int(batch.rollout[b])]} has a row whose images have"
-                f" {[image.tokens for image in images]} tokens, but the row has {runs} placeholders"
-                f" (token {images[0].token_id}) in a row that the policy did not sample"
+                f"{names[b]}: the images of a row have {sizes} tokens, but the row has {runs}"
+                f" placeholders in sequence (token {images[0].token_id}). A chat template must"
+                " write one placeholder for each image, with other tokens between them"
             )
 
 
-def whole_row(rows: TokenRows, b: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens of a row, (L,), and bool, (L,): True if they were not sampled."""
+def placeholders_of(rows: TokenRows, b: int) -> Tensor:
+    """Return which tokens of a row are placeholders of its images, (L,) bool.
+
+    Placeholders that the policy sampled are none.
+    """
     prompt, response = int(rows.prompt_lengths[b]), int(rows.response_lengths[b])
-    ids = [rows.prompt_ids[b, rows.prompt_ids.shape[1] - prompt :], rows.response_ids[b, :response]]
-    is_input = torch.ones(prompt + response, dtype=torch.bool)
-    is_input[prompt:] = ~rows.response_mask[b, :response]
-    return torch.cat(ids), is_input
-
-
-def placeholder_runs(ids: Tensor, is_input: Tensor, images: Sequence[RowImage]) -> list[int]:
-    """Return the lengths of the runs of placeholders in a row, without sampled ones."""
-    if not images:
-        return []
-    is_placeholder = (is_input & (ids == images[0].token_id)).tolist()
-    return [len([*run]) for is_one, run in groupby(is_placeholder) if is_one]
+    token = rows.images[b][0].token_id if rows.images and rows.images[b] else -1
+    in_prompt = rows.prompt_ids[b, rows.prompt_ids.shape[1] - prompt :] == token
+    in_response = (rows.response_ids[b] == token) & ~rows.response_mask[b]
+    return torch.cat([in_prompt, in_response[:response]])
 
 
 def check_logprobs(batch: Batch, logprobs: Tensor, mask: Tensor, source: str) -> None:

@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 
 from agentrl.images import RowImage
 from agentrl.learner.attention import Layout
-from agentrl.learner.batch import KeptTokens, TokenRows, whole_row
+from agentrl.learner.batch import KeptTokens, TokenRows, placeholders_of
 from agentrl.learner.context_parallel import ContextGroup
 
 
@@ -197,10 +197,7 @@ def make_micro_batch(
     packed = pack(batch, rows, chosen, mode)
     if batch.images is not None:
         (row,) = rows.tolist()
-        ids, is_input = whole_row(batch, row)
-        images = batch.images[row]
-        is_image = is_input & (ids == images[0].token_id) if images else None
-        packed = replace(packed, images=images, is_image=None if is_image is None else is_image[None])
+        packed = replace(packed, images=batch.images[row], is_image=placeholders_of(batch, row)[None])
     return MicroBatch(
         packed,
         layout_mask,

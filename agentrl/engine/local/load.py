@@ -270,6 +270,8 @@ def add_other_parts(folder: Path, base: str | Path) -> None:
     if type(load_model_config(folder)) is type(whole_config):
         _add_keys(own, config)
         _write_json(folder / CONFIG_NAME, own)
+        if reads_images(whole_config):
+            _copy_processors(folder, base)
         return
     saved, published = _weight_files(folder), _weight_files(base)
     others = {name: file for name, file in published.items() if name not in saved}
@@ -291,6 +293,10 @@ def add_other_parts(folder: Path, base: str | Path) -> None:
     for section in (config, config.get("text_config", {})):
         section |= {key: own["dtype"] for key in ("dtype", "torch_dtype") if key in section}
     _write_json(folder / CONFIG_NAME, config)
+    _copy_processors(folder, base)
+
+
+def _copy_processors(folder: Path, base: str | Path) -> None:
     for name in PROCESSORS:
         file = cached_file(base, name, _raise_exceptions_for_missing_entries=False)
         if file is not None:
