@@ -220,8 +220,13 @@ def collate(
 def row_images(
     images: Sequence[tuple[RowImage, ...]],
 ) -> tuple[tuple[RowImage, ...], ...] | None:
-    """Return `TokenRows.images` from the images of each row."""
-    return tuple(images) if any(images) else None
+    """Return `TokenRows.images` from the images of each row.
+
+    Equal images become one object, which is sent once: rollouts of other processes have copies.
+    """
+    shared: dict[RowImage, RowImage] = {}
+    rows = tuple([tuple([shared.setdefault(x, x) for x in row]) for row in images])
+    return rows if any(rows) else None
 
 
 def _kept(segments: Sequence[Segment]) -> KeptTokens | None:

@@ -197,7 +197,9 @@ def make_micro_batch(
     packed = pack(batch, rows, chosen, mode)
     if batch.images is not None:
         (row,) = rows.tolist()
-        packed = replace(packed, images=batch.images[row], is_image=placeholders_of(batch, row)[None])
+        packed = replace(
+            packed, images=batch.images[row], is_image=placeholders_of(batch, row)[None]
+        )
     return MicroBatch(
         packed,
         layout_mask,

@@ -524,7 +524,8 @@ def describe_targets(config: ModelConfig) -> str:
     sizes: dict[str, int] = {}
     for name, p in model.named_parameters():
         if p.dim() > 1 and name not in adaptable and id(p) not in common:
-            short = re.sub(r"^.*?\.\d+\.", "", name)
+            is_vision = re.fullmatch(VISION_MODULES, name)
+            short = "the vision tower" if is_vision else re.sub(r"^.*?\.\d+\.", "", name)
             sizes[short] = sizes.get(short, 0) + p.numel()
     if not sizes:
         return ""

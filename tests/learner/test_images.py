@@ -16,13 +16,13 @@ import torch
 from PIL import Image as PIL
 from support.exact_rank import ExactRank
 from support.processes import Processes
-from support.trainer_fixtures import config, group, scored, segment
+from support.trainer_fixtures import config, group, scored, segment, tensors_in, tiny_folder
 from support.vision import FAMILIES, vision_model, write_vision_model
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
-from agentrl.engine.local.load import load_causal_lm
-from agentrl.errors import RunStopped
+from agentrl.engine.local.load import QUANTIZED_BASE, load_causal_lm
+from agentrl.errors import ConfigError, RunStopped
 from agentrl.images import Image, ImageRule, RowImage, load_processor, prepare
 from agentrl.learner.algorithms import make_targets
 from agentrl.learner.batch import Batch, collate
@@ -53,7 +53,10 @@ def shown(image: RowImage) -> list[int]:
 
 def row(pieces, *images):
     """Return a row of texts ("P", "A", "E" with ids) in which an image stands for its tokens."""
-    ids = [(k, [t for x in p for t in (shown(x) if isinstance(x, RowImage) else [x])]) for k, p in pieces]
+    ids = [
+        (k, [t for x in p for t in (shown(x) if isinstance(x, RowImage) else [x])])
+        for k, p in pieces
+    ]
     found = tuple(x for _, p in pieces for x in p if isinstance(x, RowImage))
     return replace(segment(ids[0][1], *ids[1:]), images=found)
 
@@ -85,7 +88,9 @@ def own_logprobs(model, batch: Batch, folder, temperature: float = 1.0) -> torch
     processor = load_processor(folder)
     for b, images in enumerate(batch.images or [()] * len(out)):
         p, r = int(batch.prompt_lengths[b]), int(batch.response_lengths[b])
-        ids = torch.cat([batch.prompt_ids[b, batch.prompt_ids.shape[1] - p :], batch.response_ids[b, :r]])
+        ids = torch.cat(
+            [batch.prompt_ids[b, batch.prompt_ids.shape[1] - p :], batch.response_ids[b, :r]]
+        )
         is_sampled = torch.cat([torch.zeros(p, dtype=torch.bool), batch.response_mask[b, :r]])
         inputs = ids.masked_fill(is_sampled & (ids == PLACEHOLDER), 0)[None]
         arguments = {}
@@ -184,6 +189,62 @@ def test_lora(folder_of, tmp_path):
     assert (own_logprobs(merged, batch, folder).detach() - learned).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_weights_learn_and_are_saved(family, folder_of, tmp_path):
+    """The reference is a copy; a checkpoint, an export and the tensors for servers are whole."""
+    folder, batch = folder_of(family), make_batch(folder_of(family))
+    keys = {"algorithm__kl_loss_coef": 0.1, "optim__lr": 1e-2}
+    learner = learner_of(folder, **keys)
+    before = learner.logprobs(batch)
+    one_step(learner, batch)
+    assert torch.equal(learner.initial_logprobs(batch), before)
+    learned = learner.logprobs(batch)
+    assert (learned - before).abs().max() > 0.01
+    (tmp_path / "saved").mkdir()
+    learner.ranks.save(tmp_path / "saved")
+    again = learner_of(folder, **keys)
+    again.ranks.load(tmp_path / "saved")
+    assert torch.equal(again.logprobs(batch), learned)
+    one_step(again, batch)
+    one_step(learner, batch)
+    assert not changed(again, weights_of(learner))
+    again.ranks.save_pretrained(tmp_path / "export")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    exported = own_logprobs(model.eval(), batch, tmp_path / "export").detach()
+    assert (exported - again.logprobs(batch)).abs().max() < 1e-5
+    published, files = dict(again.export(published=True)), tensors_in(folder)
+    assert published.keys() == files.keys()
+    assert all(torch.equal(published[n], t) for n, t in tensors_in(tmp_path / "export").items())
+
+
+def test_a_frozen_vision_tower(folder_of, tmp_path):
+    folder, keys = folder_of("qwen3_vl"), {"model__freeze_vision_tower": True, "optim__lr": 1e-2}
+    learner = learner_of(folder, **keys)
+    before = weights_of(learner)
+    one_step(learner, make_batch(folder))
+    moved = changed(learner, before)
+    is_moved = {name: name in moved for name in before if ".k_proj.bias" not in name}
+    assert is_moved == {name: "visual" not in name for name in is_moved}
+    assert not any("visual" in name for name in learner.rank.optimizers["actor"].parameters)
+    with pytest.raises(ConfigError, match="Qwen2ForCausalLM has no vision tower"):
+        learner_of(tiny_folder(tmp_path), **keys)
+
+
+def test_a_base_of_four_bits(folder_of, tmp_path):
+    """Its text part is rounded, as it is when the adapter is merged; images are read as before."""
+    folder, batch = folder_of("qwen2_vl"), make_batch(folder_of("qwen2_vl"))
+    lora = {"model__lora_rank": 4, "optim__lr": 1e-2}
+    learner = learner_of(folder, model__quantization="nf4", **lora)
+    one_step(learner, batch)
+    learned = learner.logprobs(batch)
+    learner.ranks.save_pretrained(tmp_path)
+    merged = load_causal_lm(tmp_path, torch.float32)
+    assert (own_logprobs(merged, batch, folder).detach() - learned).abs().max() < 1e-4
+    (tmp_path / QUANTIZED_BASE).unlink()
+    other = load_causal_lm(tmp_path, torch.float32)
+    assert (own_logprobs(other, batch, folder).detach() - learned).abs().max() > 0.01
+
+
 WORLDS = {
     "full": {"algorithm__kl_loss_coef": 0.1, "algorithm__ppo_epochs": 2},
     "recompute": {"optim__recompute": True},
@@ -212,7 +273,7 @@ def test_two_ranks_learn_what_one_learns(world, folder_of, groups):
         learner = Learner("", settings, total_steps=2, group=group)
         before = group.weights()
         metrics = one_step(learner, batch)
-        assert metrics["perf/micro_batches"] == {1: 5, 2: 3}[ranks]
+        assert metrics["perf/micro_batches"] == {1: 5, 2: 4}[ranks]
         results.append((metrics, group.weights(), before))
     (one, weights, _), (two, others, before) = results
     assert one["actor/grad_norm"] == pytest.approx(two["actor/grad_norm"], rel=1e-5)
@@ -234,7 +295,9 @@ def test_the_images_of_a_prompt_are_sent_once(folder_of):
     distinct = {image.key: len(image.data) for images in batch.images for image in images}
     assert len(distinct) == 3 and all(row[0] is shared for row in batch.images[:3])
     assert size < sum(distinct.values()) + 2000
-    micro_batches = [make_micro_batch(batch, torch.tensor([b]), batch.response_mask, {}) for b in range(5)]
+    micro_batches = [
+        make_micro_batch(batch, torch.tensor([b]), batch.response_mask, {}) for b in range(5)
+    ]
     assert len(pickle.dumps(micro_batches)) < sum(distinct.values()) + 20_000
 
 
@@ -247,5 +310,7 @@ def test_placeholders_are_those_of_the_images(folder_of):
         (row([("P", [2]), ("A", shown(image))]), r"\[\]"),
     ):
         wrong = replace(wrong, images=wrong.images or (image,))
-        with pytest.raises(RunStopped, match=f"episode e: the images .* the row has {found} placeh"):
+        with pytest.raises(
+            RunStopped, match=f"episode e: the images .* the row has {found} placeh"
+        ):
             collate([group(scored([wrong], 1.0))])
