@@ -105,7 +105,7 @@ class VisionShape:
     def kept_numbers(self, recompute: bool) -> int:
         """Return the numbers that are kept for the backward pass of an image token."""
         # Measured in the three families; a number of float32 counts as two of bfloat16.
-        layer, outside = 15 * self.hidden + 4 * self.mlp, 14 * self.hidden
+        layer, outside = 17 * self.hidden + 4 * self.mlp, 14 * self.hidden
         layers = self.layers * layer
         if recompute:
             layers = min(layers, self.layers * self.hidden + layer)

@@ -41,8 +41,8 @@ BETAS = (0.9, 0.95)
 """AdamW's decay rates. The second moment is averaged over 20 steps, since runs are short."""
 SFT_KEYS = (
     "model.freeze_vision_tower", "model.lora_alpha", "model.lora_target_modules", "optim.name",
-    "optim.lr_warmup_steps", "optim.lr_final", "optim.weight_decay", "optim.max_grad_norm", "optim.recompute",
-    "optim.compile", "optim.offload", "trainer.device", "trainer.nnodes",
+    "optim.lr_warmup_steps", "optim.lr_final", "optim.weight_decay", "optim.max_grad_norm",
+    "optim.recompute", "optim.compile", "optim.offload", "trainer.device", "trainer.nnodes",
     "trainer.n_gpus_per_node", "trainer.context_parallel_size", "trainer.ray_address",
 )  # fmt: skip
 """The config keys of a run that apply to SFT."""

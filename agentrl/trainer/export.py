@@ -23,9 +23,9 @@ from agentrl.config import Config
 from agentrl.engine.local.load import load_causal_lm
 from agentrl.errors import ConfigError, RunStopped, UserError
 from agentrl.learner.policy import ACTOR, Policy
-from agentrl.learner.vision import freeze_vision_tower
 from agentrl.learner.rank import ADAPTER_FOLDER
 from agentrl.learner.state import PARAMETER_PREFIX, check_state, read_state
+from agentrl.learner.vision import freeze_vision_tower
 from agentrl.regular_files import open_regular, staging_folder
 from agentrl.terminal import echo
 from agentrl.trainer.checkpoint import (

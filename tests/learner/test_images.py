@@ -10,15 +10,16 @@ import pickle
 from dataclasses import replace
 from functools import cache
 from io import BytesIO
+from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from PIL import Image as PIL
 from support.exact_rank import ExactRank
 from support.processes import Processes
 from support.trainer_fixtures import config, group, scored, segment, tensors_in, tiny_folder
-from support.vision import FAMILIES, vision_model, write_vision_model
-from peft import PeftModel
+from support.vision import FAMILIES, vision_config, vision_model, write_vision_model
 from transformers import AutoModelForImageTextToText
 
 from agentrl.engine.local.load import QUANTIZED_BASE, load_causal_lm
@@ -27,8 +28,12 @@ from agentrl.images import Image, ImageRule, RowImage, load_processor, prepare
 from agentrl.learner.algorithms import make_targets
 from agentrl.learner.batch import Batch, collate
 from agentrl.learner.learner import Learner
-from agentrl.learner.packing import make_micro_batch
+from agentrl.learner.memory import read_shape
+from agentrl.learner.modes import check_context
+from agentrl.learner.packing import Mode, make_micro_batch
 from agentrl.learner.rank import LocalRankGroup
+from agentrl.learner.sft import Example, SFTLearner, make_rows, make_sft_config
+from agentrl.trajectory import Segment, token_array
 
 START, END, PLACEHOLDER = 263, 264, 265
 
@@ -44,14 +49,16 @@ def folder_of(tmp_path_factory):
 def picture(folder, seed: int, width: int = 90, height: int = 60) -> RowImage:
     noise = torch.rand(height, width, 3, generator=torch.Generator().manual_seed(seed))
     picture = PIL.fromarray((255 * noise).byte().numpy())
-    return prepare(Image.of(picture), ImageRule.load(folder))
+    rule = ImageRule.load(folder)
+    assert rule
+    return prepare(Image.of(picture), rule)
 
 
 def shown(image: RowImage) -> list[int]:
     return [START, *[image.token_id] * image.tokens, END]
 
 
-def row(pieces, *images):
+def row(pieces: list[tuple[str, list[Any]]]) -> Segment:
     """Return a row of texts ("P", "A", "E" with ids) in which an image stands for its tokens."""
     ids = [
         (k, [t for x in p for t in (shown(x) if isinstance(x, RowImage) else [x])])
@@ -259,22 +266,22 @@ def groups(folder_of):
     folder = folder_of("qwen2_5_vl")
     opened = {1: LocalRankGroup(ExactRank(folder)), 2: Processes(2, ExactRank, folder)}
     yield opened
-    for group in opened.values():
-        group.close()
+    for ranks in opened.values():
+        ranks.close()
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_two_ranks_learn_what_one_learns(world, folder_of, groups):
     """A rank may have no image, or no row, in a pass in which the other one has images."""
     batch, results = make_batch(folder_of("qwen2_5_vl")), []
-    for ranks, group in groups.items():
+    for count, ranks in groups.items():
         settings = config(optim__lr=1e-3, **WORLDS[world])
-        group.begin(settings)
-        learner = Learner("", settings, total_steps=2, group=group)
-        before = group.weights()
+        ranks.begin(settings)
+        learner = Learner("", settings, total_steps=2, group=ranks)
+        before = ranks.weights()
         metrics = one_step(learner, batch)
-        assert metrics["perf/micro_batches"] == {1: 5, 2: 4}[ranks]
-        results.append((metrics, group.weights(), before))
+        assert metrics["perf/micro_batches"] == {1: 5, 2: 4}[count]
+        results.append((metrics, ranks.weights(), before))
     (one, weights, _), (two, others, before) = results
     assert one["actor/grad_norm"] == pytest.approx(two["actor/grad_norm"], rel=1e-5)
     assert weights.keys() == others.keys()
@@ -314,3 +321,56 @@ def test_placeholders_are_those_of_the_images(folder_of):
             RunStopped, match=f"episode e: the images .* the row has {found} placeh"
         ):
             collate([group(scored([wrong], 1.0))])
+
+
+def test_imitation_of_rows_with_images(folder_of):
+    """The loss is the mean of -log p of the trained tokens, as by the model's own forward pass."""
+    folder = folder_of("qwen3_vl")
+    image, other = picture(folder, 0), picture(folder, 1)
+    rows = [[2, *shown(image), 3, 7, 8, *shown(other), 9], [2, 3, 4]]
+    masks = [[int(t in (7, 8, 9)) for t in rows[0]], [0, 1, 1]]
+    examples = [
+        Example(token_array(ids), token_array(mask), images)
+        for ids, mask, images in zip(rows, masks, [(image, other), ()], strict=True)
+    ]
+    keys = make_sft_config(folder, steps=2, lr=1e-3, overrides=["trainer.device=cpu"])
+    loss = SFTLearner(keys).train_step(examples, 1)
+    segments = [
+        row([("P", [2, image, 3]), ("A", [7, 8]), ("E", [other]), ("A", [9])]),
+        row([("P", [2]), ("A", [3, 4])]),
+    ]
+    batch = collate([group(*[scored([s], 0.0) for s in segments])])
+    own = own_logprobs(vision_model("qwen3_vl"), batch, folder)
+    assert loss == pytest.approx(-own.sum().item() / 5, rel=1e-5)
+    with pytest.raises(RunStopped, match="conversation 1 of the batch"):
+        make_rows([examples[0], Example(examples[1].ids, examples[1].mask, (image,))])
+
+
+def test_ranks_cannot_share_rows_of_a_model_that_reads_images():
+    with pytest.raises(ConfigError, match=r"context_parallel_size=2.*it reads images"):
+        check_context(vision_config(), Mode.PACKED, 2)
+    check_context(vision_config(), Mode.PACKED, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_memory_of_a_vision_tower(family):
+    """An estimate of what the tower keeps is above what autograd saves, but not by much."""
+    config = vision_config(family)
+    config.vision_config.depth = 8
+    model = AutoModelForImageTextToText.from_config(config).bfloat16()
+    tower, vision = model.model.visual, read_shape(config).vision
+    assert vision.parameters == sum(p.numel() for p in tower.parameters())
+    weights = {p.untyped_storage().data_ptr() for p in tower.parameters()}
+    saved = {}
+
+    def keep(x):
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    grid = torch.tensor([[1, 16, 16]])
+    pixels = torch.randn(256, 6 * config.vision_config.patch_size**2, dtype=torch.bfloat16)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        tower(pixels, grid_thw=grid)
+    measured = sum(s.nbytes() for at, s in saved.items() if at not in weights) / 2 / 64
+    assert measured < 1.05 * vision.kept_numbers(False) < 2 * measured
+    assert vision.kept_numbers(True) < 0.3 * vision.kept_numbers(False)
