@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from agentrl.config import Config
 from agentrl.config.sources import assignment
-from agentrl.engine.local.load import load_model_config
+from agentrl.engine.local.load import auto_class, load_model_config, reads_images
 from agentrl.engine.local.quantize import BYTES_PER_WEIGHT
 from agentrl.engine.local.rows import GROWTH
 from agentrl.errors import ConfigError
@@ -92,6 +92,27 @@ def gib(size: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class VisionShape:
+    """The sizes of a vision tower."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    mlp: int
+    patches: int
+    """The patches of an image token."""
+
+    def kept_numbers(self, recompute: bool) -> int:
+        """Return the numbers that are kept for the backward pass of an image token."""
+        # Measured in the three families; a number of float32 counts as two of bfloat16.
+        layer, outside = 17 * self.hidden + 4 * self.mlp, 14 * self.hidden
+        layers = self.layers * layer
+        if recompute:
+            layers = min(layers, self.layers * self.hidden + layer)
+        return self.patches * (layers + outside)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes of a dense decoder that determine its memory."""
 
@@ -119,6 +140,8 @@ class ModelShape:
     """True if queries and keys have norms."""
     file_bytes: int
     """Bytes of a weight in the model's files."""
+    vision: VisionShape | None
+    """The sizes of the vision tower, whose parameters are in `outer_parameters`, too."""
     linear: Mapping[str, tuple[int, int]]
     """Inputs and outputs of the linear modules of all layers, by name."""
 
@@ -137,6 +160,7 @@ def estimate_memory(
     gpu_bytes: int = ASSUMED_GPU_BYTES,
     gpus: int = 0,
     shares_keys: bool | None = None,
+    image_tokens: int = 0,
 ) -> MemoryEstimate:
     """Return the memory that a run needs on its first GPU.
 
@@ -152,13 +176,14 @@ def estimate_memory(
         gpus: the GPUs of this machine; 0: as many as the learner uses.
         shares_keys: True if the attention kernel shares keys between query heads; None: the
             installed kernel.
+        image_tokens: the most image tokens of a row: those of images that a pass reads.
     """
     ranks = config.trainer.ranks
     step_tokens = -(-config.rollouts_of_update * row_tokens // ranks)
     tokens = pass_tokens or _pass_tokens(config, row_tokens, step_tokens)
     if shares_keys is None:
         shares_keys = HAS_GQA or find_spec("flash_attn") is not None
-    learner = _Learner(shape, config, ranks, gpu_bytes, shares_keys)
+    learner = _Learner(shape, config, ranks, gpu_bytes, shares_keys, image_tokens=image_tokens)
     awake, asleep = _engine(shape, config, ranks, row_tokens, gpu_bytes, gpus)
     parts = {
         "generation": {**learner.state, "engine": awake},
@@ -197,6 +222,7 @@ def estimate_cpu_memory(
     response_tokens: int,
     val_rollouts: int = 0,
     process_bytes: int = 0,
+    image_tokens: int = 0,
 ) -> MemoryEstimate:
     """Return the RAM that the process of a run on the CPU needs.
 
@@ -210,6 +236,7 @@ def estimate_cpu_memory(
         response_tokens: the tokens of the longest response, with the results of tools.
         val_rollouts: the number of rollouts of a validation, which the engine plays at once.
         process_bytes: the memory of the process without a model: the code of its packages.
+        image_tokens: the most image tokens of a row.
     """
     row_tokens, rows = prompt_tokens + response_tokens, config.rollouts_of_update
     step_tokens = -(-rows // config.rollout.n) * prompt_tokens + rows * response_tokens
@@ -222,6 +249,7 @@ def estimate_cpu_memory(
         shares_keys=True,
         on_cpu=True,
         repeated=rows * row_tokens / step_tokens,
+        image_tokens=image_tokens,
     )
     engine = 0
     if config.rollout.name == "local":
@@ -259,6 +287,8 @@ class _Learner:
     repeated: float = 1.0
     """On a CPU, the tokens in attention for each token of a pass: attention computes a prompt
     again with each response to it."""
+    image_tokens: int = 0
+    """The most image tokens of a row."""
 
     @property
     def half(self) -> int:
@@ -290,7 +320,13 @@ class _Learner:
     @property
     def trained_parameters(self) -> int:
         """The parameters of the policy that learn."""
-        return self.adapter_parameters or self.shape.parameters
+        return self.adapter_parameters or self.shape.parameters - self.frozen_parameters
+
+    @property
+    def frozen_parameters(self) -> int:
+        """The parameters of the policy that do not learn, in training of all weights."""
+        vision = self.shape.vision
+        return vision.parameters if vision and self.config.model.freeze_vision_tower else 0
 
     @property
     def quantized(self) -> int:
@@ -305,7 +341,7 @@ class _Learner:
         if self.config.algorithm.critic:
             # The critic's output layer does not learn unless it is the embeddings.
             unused = 0 if self.shape.is_tied else self.shape.output_layer
-            trained += self.adapter_parameters or self.shape.parameters - unused
+            trained += self.adapter_parameters or self.trained_parameters - unused
         each = 2 if self.config.optim.name == "adamw_8bit" else 2 * FULL
         return 0 if self.config.optim.offload == "all" else each * trained // self.ranks
 
@@ -313,7 +349,7 @@ class _Learner:
     def state(self) -> dict[str, int]:
         """The terms that stay from step to step."""
         on_gpu = self.config.optim.offload != "all"
-        frozen = self.shape.parameters if self.adapter_parameters else 0
+        frozen = self.shape.parameters if self.adapter_parameters else self.frozen_parameters
         frozen_bytes = FULL if self.on_cpu else self.shape.file_bytes
         weights = FULL * self.trained_parameters + frozen_bytes * (frozen - self.quantized)
         # Quantized weights are not spread over ranks.
@@ -369,7 +405,7 @@ class _Learner:
         if self.adapter_parameters:
             return 0
         each = HALF + HALF + FULL + FULL / self.ranks + FULL * (self.ranks == 1)
-        return int(each * self.shape.outer_parameters)
+        return int(each * (self.shape.outer_parameters - self.frozen_parameters))
 
     def layer(self, tokens: int) -> int:
         """Return the bytes that a layer keeps for its backward pass."""
@@ -414,6 +450,9 @@ class _Learner:
         kept = s.layers * self.layer(tokens)
         if self.config.optim.recompute:
             kept = min(kept, s.layers * self.half * s.hidden * tokens + self.layer(tokens))
+        if s.vision and not (self.adapter_parameters or self.frozen_parameters):
+            numbers = s.vision.kept_numbers(self.config.optim.recompute)
+            kept += self.half * numbers * self.image_tokens
         # The last norm is never compiled.
         last_norm = (FULL + self.half * (not self.adapter_parameters)) * s.hidden * tokens
         return kept + last_norm
@@ -594,7 +633,7 @@ def read_shape(config: PretrainedConfig) -> ModelShape:
     text: Any = config.get_text_config()
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model: Any = auto_class(config).from_config(config, dtype=torch.bfloat16)
     except (ImportError, RuntimeError, ValueError) as e:
         raise ConfigError(f"{config.model_type}: cannot build it without weights: {e}") from e
     layers = getattr(model.get_decoder(), "layers", None)
@@ -631,9 +670,19 @@ def read_shape(config: PretrainedConfig) -> ModelShape:
         norms=widths.count(text.hidden_size),
         has_head_norms=any(width and width != text.hidden_size for width in widths),
         file_bytes=dtype.itemsize,
+        vision=_read_vision(model, config) if reads_images(config) else None,
         linear={
             name: (module.in_features, module.out_features)
             for name, module in layers.named_modules()
             if isinstance(module, nn.Linear)
         },
     )
+
+
+def _read_vision(model: Any, config: Any) -> VisionShape:
+    vision = config.vision_config
+    # Qwen2-VL's `hidden_size` is that of the text.
+    hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
+    mlp = getattr(vision, "intermediate_size", None) or int(hidden * vision.mlp_ratio)
+    parameters = sum(p.numel() for p in model.base_model.visual.parameters())
+    return VisionShape(parameters, vision.depth, hidden, mlp, vision.spatial_merge_size**2)

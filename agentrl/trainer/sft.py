@@ -60,6 +60,8 @@ def load_examples(
         try:
             messages, trained = _parse_messages(sample.extra.get(column), column, template)
             opening, schemas = _build_opening(sample, messages, prompt_key)
+            if any(message.images for message in (*opening, *messages)):
+                raise ValueError("has images, which `agentrl sft` does not read from a dataset")
             trained = [*[False] * len(opening), *trained]
             ids, mask = template.trace([*opening, *messages], schemas, trained=trained)
             if len(ids) > max_length:

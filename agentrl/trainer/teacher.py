@@ -19,7 +19,7 @@ from torch import Tensor
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.config.teacher import POLICY, TeacherConfig, is_url
-from agentrl.engine.local.load import load_model_config, max_row_length
+from agentrl.engine.local.load import load_model_config, max_row_length, reads_images
 from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.errors import ConfigError, EngineError, RequestRefused, RunStopped
@@ -98,6 +98,8 @@ class Teacher:
             EngineError: a server does not answer, although requests were repeated.
         """
         teacher = self._config.teacher
+        if batch.images is not None:
+            self._check_images(teachers_of(teacher, batch, groups))
         rows: TokenRows = self._replace_prompts(batch, groups) if teacher.prompt else batch
         names = teachers_of(teacher, batch, groups)
         self._check_lengths(batch, rows, names)
@@ -110,6 +112,22 @@ class Teacher:
         out = score_rows(rows, names, score)
         check_logprobs(batch, out, batch.response_mask, "teacher")
         return out
+
+    def _check_images(self, names: Sequence[str]) -> None:
+        """Raise `RunStopped` if a teacher of rows with images cannot score them."""
+        for name in filter(None, dict.fromkeys(names)):
+            problem = ""
+            if name in self._servers:
+                problem = "agentrl sends no images to a teacher's server"
+            elif self._config.teacher.prompt:
+                problem = "teacher.prompt does not work with images"
+            elif name != POLICY and not reads_images(load_model_config(name)):
+                problem = "it reads no images"
+            if problem:
+                raise RunStopped(
+                    f"rows of this step have images, which teacher.model={name} cannot score:"
+                    f" {problem}. Use a model that reads images, without teacher.prompt"
+                )
 
     def _replace_prompts(self, batch: Batch, groups: Sequence[Group]) -> Batch:
         """Return the batch with the prompts that the teacher reads."""

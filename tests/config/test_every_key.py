@@ -277,6 +277,7 @@ ELSEWHERE = {
     "sandbox.python": "sandbox/test_keys.py::test_each_key_changes_the_environment_of_programs",
     "reward.timeout_s": "rewards/test_executor.py::test_the_key_of_the_deadline",
     "reward.workers": "rewards/test_executor.py::test_as_many_processes_as_reward_workers",
+    "model.freeze_vision_tower": "learner/test_images.py::test_a_frozen_vision_tower",
     "optim.recompute": "learner/test_sharding.py::test_how_a_layer_is_sharded",
     "optim.compile": "learner/test_sharding.py::test_how_a_layer_is_sharded",
     "optim.offload": "learner/test_sharding.py::test_what_is_offloaded_to_the_cpu",
