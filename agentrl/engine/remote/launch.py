@@ -354,6 +354,8 @@ class SGLangLaunch(Launch):
     """The modules that adapters adapt, or `all`. Empty: the policy is sent as the weights that LoRA
     adapts, with LoRA merged into them, and not as an adapter."""
     sleep: Literal["none", "kv_cache", "all"] = "none"
+    reads_images: bool = False
+    """True if the model reads images (`agentrl.images`)."""
     on_policy: bool = False
     """True if it computes in the order and precision of a trainer of plain torch modules."""
 
@@ -389,6 +391,7 @@ class SGLangLaunch(Launch):
         flags = ["--grammar-backend", "none", "--dtype", self.dtype]
         if not self.gpus:
             flags += SGLANG_CPU
+            flags += ["--mm-attention-backend", "sdpa"] if self.reads_images else []
         else:
             flags += ["--mem-fraction-static", f"{self.memory:g}", "--tp-size", str(len(self.gpus))]
         if self.lora_targets:
@@ -411,6 +414,9 @@ class SGLangLaunch(Launch):
     def _environment(self) -> dict[str, str]:
         # Longer than a client keeps connections.
         environment = {"SGLANG_TIMEOUT_KEEP_ALIVE": "300"}
+        if self.reads_images:
+            # Keep the ids of a row with images: text that is tokenized again may have others.
+            environment["SGLANG_MM_AVOID_RETOKENIZE"] = "1"
         if self.sleep != "none":
             # The learner may use these segments; SGLang's memory saver does not start with them.
             for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):

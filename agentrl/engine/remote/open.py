@@ -21,6 +21,7 @@ from agentrl.engine.remote.senders import FROM_FILES, Delivery
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.engine.remote.vllm import VLLMEngine
 from agentrl.errors import ConfigError, EngineError
+from agentrl.images import FAMILIES
 
 TOKEN, ADMIN_TOKEN = "AGENTRL_ENGINE_TOKEN", "AGENTRL_ENGINE_ADMIN_TOKEN"
 """Environment variables with the keys of servers that already run."""
@@ -180,7 +181,10 @@ def _start(
         delivery = sglang_delivery(config, slot)
         sleep = r.sleep if slot.ranks else "none"
         targets = _lora_targets(config) if delivery.source == "adapter" else ()
-        launch = SGLangLaunch(base, lora_targets=targets, sleep=sleep, **common)
+        reads_images = load_model_config(base).model_type in FAMILIES
+        launch = SGLangLaunch(
+            base, lora_targets=targets, sleep=sleep, reads_images=reads_images, **common
+        )
         connect = partial(SGLangEngine, delivery=delivery, sleep=sleep, returns_kept=r.is_truncated)
         if r.is_truncated:
             launch = replace(launch, arguments=["--sampling-backend", "pytorch", *r.launch])
