@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from array import array
 from pathlib import Path
@@ -41,18 +42,20 @@ class Reference:
     """The model's own forward pass over whole rows, in float64, with its own positions."""
 
     def __init__(self, model, folder: Path):
-        self.model, self._processor = model, load_processor(folder)
+        self.model, self._processor = copy.deepcopy(model).double(), load_processor(folder)
 
     @torch.no_grad()
-    def logprobs(self, row, images=(), temperature=1.0) -> np.ndarray:
-        """Return the logprob of each token of a row; the first token's is 0."""
-        ids = torch.tensor([list(row)])
+    def logprobs(self, row, images=()) -> np.ndarray:
+        """Return the logprob of each token of a row; 0 for the first and for images'."""
+        row = torch.tensor([list(row)])
+        ids = row[:, :-1]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if images:
             pictures = [PIL.open(io.BytesIO(image.data)) for image in images]
             inputs |= dict(self._processor(images=pictures, return_tensors="pt"))
             inputs["pixel_values"] = inputs["pixel_values"].double()
             inputs["mm_token_type_ids"] = (ids == PAD).int()
-        logits = self.model.double()(**inputs).logits[0, :-1] / temperature
-        found = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        return np.concatenate([[0.0], found.numpy()])
+        logits = self.model(**inputs).logits[0]
+        found = logits.log_softmax(-1).gather(-1, row[0, 1:, None])[:, 0].numpy()
+        found[:-1][ids[0, 1:] == PAD] = 0
+        return np.concatenate([[0.0], found])

@@ -340,6 +340,13 @@ SGLANG_CPU = (
 )
 """The flags for a machine without a GPU. SGLang counts memory that other processes allocate during
 its start as its own."""
+SGLANG_IMAGES = {
+    # Keep the ids of a row with images: its text, tokenized again, may have others.
+    "SGLANG_MM_AVOID_RETOKENIZE": "1",
+    # Keep no vectors of images: SGLang would use those of earlier weights, flushed or not.
+    "SGLANG_VLM_CACHE_SIZE_MB": "0",
+}
+"""The environment for a model that reads images."""
 ON_POLICY_TARGET = "fsdp"
 """The value of `--rl-on-policy-target` for a trainer of plain torch modules, such as agentrl's."""
 
@@ -415,8 +422,7 @@ class SGLangLaunch(Launch):
         # Longer than a client keeps connections.
         environment = {"SGLANG_TIMEOUT_KEEP_ALIVE": "300"}
         if self.reads_images:
-            # Keep the ids of a row with images: text that is tokenized again may have others.
-            environment["SGLANG_MM_AVOID_RETOKENIZE"] = "1"
+            environment |= SGLANG_IMAGES
         if self.sleep != "none":
             # The learner may use these segments; SGLang's memory saver does not start with them.
             for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
