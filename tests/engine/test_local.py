@@ -200,22 +200,6 @@ def plain_logprobs(model, row: Sequence[int], temperature: float = 1.0) -> np.nd
 # -- what is sampled -------------------------------------------------------------------------------
 
 
-class NotRecorded:
-    """In place of `DecodeGraphs`: it runs the pass at once, for as many rows as a graph."""
-
-    def __init__(self, run: Callable[..., torch.Tensor], failures: int = 0):
-        self.run, self.shapes, self.failures = run, set(), failures
-
-    def clear(self) -> None:
-        pass
-
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
-        self.shapes.add((len(ids), length))
-        if self.failures and len(self.shapes) == self.failures:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return self.run(ids, positions, length)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("graphs", ["none", "all", "until one fails"])
