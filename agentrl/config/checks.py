@@ -87,6 +87,7 @@ def _reasons_of_engines(c: Config) -> dict[str, str]:
         # vLLM accepts seeds in requests, so the key also applies to a server that runs already.
         "rollout.deterministic": "" if c.rollout.name == "vllm" else own_servers,
         "model.lora_alpha": lora,
+        "model.freeze_vision_tower": "with LoRA it is never trained" if c.model.lora_rank else "",
         "model.lora_target_modules": lora,
         "trainer.placement": own_servers or on_cpu,
     }

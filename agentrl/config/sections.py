@@ -173,6 +173,8 @@ class ModelConfig(Section):
     quantization: Literal["none", "nf4"] = "none"
     """The weights of these modules below the adapter: as in the model's files, or rounded to 4
     bits."""
+    freeze_vision_tower: bool = False
+    """Do not train the part that reads images. With LoRA it is never trained."""
     template_kwargs: dict[str, Any] = key(
         {}, allowed="a mapping from names of variables to their values"
     )

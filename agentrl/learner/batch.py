@@ -23,6 +23,7 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from agentrl.config import RewardConfig
 from agentrl.errors import RunStopped
+from agentrl.images import RowImage
 from agentrl.trajectory import Group, Scored, Segment, Trajectory, token_array
 
 
@@ -85,6 +87,8 @@ class TokenRows:
     """(B, T) bool: True for the tokens that the policy sampled, or that it learns to imitate."""
     kept: KeptTokens | None = field(default=None, kw_only=True)
     """The tokens to which each softmax is restricted; None: all tokens everywhere."""
+    images: tuple[tuple[RowImage, ...], ...] | None = field(default=None, kw_only=True)
+    """(B) the images of each row, in order; None: no row has any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +211,17 @@ def collate(
         baseline=_baseline(groups),
         call_penalties=_call_penalties(scored),
         kept=_kept(segments),
+        images=row_images([s.images for s in segments]),
     )
     _check(batch)
     return batch
+
+
+def row_images(
+    images: Sequence[tuple[RowImage, ...]],
+) -> tuple[tuple[RowImage, ...], ...] | None:
+    """Return `TokenRows.images` from the images of each row."""
+    return tuple(images) if any(images) else None
 
 
 def _kept(segments: Sequence[Segment]) -> KeptTokens | None:
@@ -251,6 +263,40 @@ def _check(batch: Batch) -> None:
     for b in (batch.prompt_lengths == 0).nonzero().flatten().tolist():
         raise RunStopped(f"episode {batch.episodes[int(batch.rollout[b])]} has an empty prompt")
     check_logprobs(batch, batch.rollout_logprobs, batch.response_mask, "engine")
+    check_images(batch, [f"episode {batch.episodes[r]}" for r in batch.rollout.tolist()])
+
+
+def check_images(rows: TokenRows, names: Sequence[str]) -> None:
+    """Check that each row has the placeholders of its images: one run for each, of its length.
+
+    Args:
+        rows: the rows.
+        names: the name of each row, for the message.
+
+    Raises:
+        RunStopped: a row has other placeholders. Placeholders that were sampled are not counted.
+    """
+    for b, images in enumerate(rows.images or ()):
+        runs = [len([*run]) for is_one, run in groupby(placeholders_of(rows, b).tolist()) if is_one]
+        sizes = [image.tokens for image in images]
+        if runs != sizes:
+            raise RunStopped(
+                f"{names[b]}: the images of a row have {sizes} tokens, but the row has {runs}"
+                f" placeholders in sequence (token {images[0].token_id}). A chat template must"
+                " write one placeholder for each image, with other tokens between them"
+            )
+
+
+def placeholders_of(rows: TokenRows, b: int) -> Tensor:
+    """Return which tokens of a row are placeholders of its images, (L,) bool.
+
+    Placeholders that the policy sampled are none.
+    """
+    prompt, response = int(rows.prompt_lengths[b]), int(rows.response_lengths[b])
+    token = rows.images[b][0].token_id if rows.images and rows.images[b] else -1
+    in_prompt = rows.prompt_ids[b, rows.prompt_ids.shape[1] - prompt :] == token
+    in_response = (rows.response_ids[b] == token) & ~rows.response_mask[b]
+    return torch.cat([in_prompt, in_response[:response]])
 
 
 def check_logprobs(batch: Batch, logprobs: Tensor, mask: Tensor, source: str) -> None:

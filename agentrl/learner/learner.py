@@ -424,7 +424,9 @@ class Learner:
         check_tokens(batch, vocabulary)
         size = self._context_size
         budget = self.config.optim.micro_batch_tokens * size
-        shares = assign_rows(batch, rows.nonzero()[:, 0], self.ranks.size // size, budget, mode)
+        # The images of several rows have no common positions in a pass.
+        split = mode if batch.images is None else Mode.ALONE
+        shares = assign_rows(batch, rows.nonzero()[:, 0], self.ranks.size // size, budget, split)
         made = [[make_micro_batch(batch, r, mask, columns, mode) for r in s] for s in shares]
         return shares, [micro_batches for micro_batches in made for _ in range(size)]
 

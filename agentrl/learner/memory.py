@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from agentrl.config import Config
 from agentrl.config.sources import assignment
-from agentrl.engine.local.load import load_model_config
+from agentrl.engine.local.load import auto_class, load_model_config
 from agentrl.engine.local.quantize import BYTES_PER_WEIGHT
 from agentrl.engine.local.rows import GROWTH
 from agentrl.errors import ConfigError
@@ -594,7 +594,7 @@ def read_shape(config: PretrainedConfig) -> ModelShape:
     text: Any = config.get_text_config()
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model: Any = auto_class(config).from_config(config, dtype=torch.bfloat16)
     except (ImportError, RuntimeError, ValueError) as e:
         raise ConfigError(f"{config.model_type}: cannot build it without weights: {e}") from e
     layers = getattr(model.get_decoder(), "layers", None)

@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from agentrl.engine.local import windows
+from agentrl.engine.local.load import auto_class, reads_images
 from agentrl.engine.local.windows import (
     VOCABULARY,
     NoSmallCopy,
@@ -47,6 +48,7 @@ from agentrl.learner.batch import TokenRows
 from agentrl.learner.context_parallel import ContextGroup, count_copies
 from agentrl.learner.head import Head
 from agentrl.learner.packing import Mode, PackedRows, has_new_prompt, pack
+from agentrl.learner.vision import states_with_images, zero_gradient
 from agentrl.plural import plural
 from agentrl.regular_files import atomic_file, secure_folder
 
@@ -122,10 +124,21 @@ def output_layer(model: PreTrainedModel) -> nn.Linear:
     raise _refusal(model, what)
 
 
+def set_attention(model: PreTrainedModel, name: str | None) -> None:
+    """Set the attention of a model; if it reads images, that of its text part."""
+    part = decoder_of(model) if reads_images(model.config) else model
+    part.set_attn_implementation(name)  # type: ignore[arg-type]
+
+
 def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     """Return the states that predict the chosen tokens, (N, H)."""
-    output = decoder_of(model)(use_cache=False, **packed.arguments())
-    return output.last_hidden_state.flatten(0, 1).index_select(0, packed.states)
+    if packed.images:
+        hidden = states_with_images(model, packed)
+    else:
+        hidden = decoder_of(model)(use_cache=False, **packed.arguments()).last_hidden_state
+    if packed.images == ():
+        hidden = hidden + zero_gradient(model)
+    return hidden.flatten(0, 1).index_select(0, packed.states)
 
 
 @torch.no_grad()
@@ -201,7 +214,7 @@ def find_mode(config: PretrainedConfig) -> tuple[Mode, str]:
         ConfigError: see `prove_mode`; or the small copy cannot be built.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto_class(config).from_config(config, dtype=torch.float32)
     copy = _Copy(model, torch.float32, CPU_TOKENS)
     try:
         short_rows = _Comparison(copy.model, SHORT_ROW)
@@ -224,6 +237,8 @@ def check_context(config: PretrainedConfig, mode: Mode, ranks: int) -> None:
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     try:
+        if ranks > 1 and reads_images(config):
+            raise NotImplementedError("it reads images, whose rows cannot be shared")
         if ranks > 1 and mode is not Mode.PACKED:
             raise NotImplementedError(f"it runs {mode.value}, and only packed rows can be shared")
         if isinstance(heads, int):
@@ -273,7 +288,7 @@ def _find_mode(
 ) -> tuple[Mode, str]:
     """Return the first mode that changes no result; see `prove_mode`."""
     output_layer(model)
-    own: Any = model.config._attn_implementation
+    own = model.config._attn_implementation
     problems: list[tuple[Mode, str]] = []
     problem = ""
     for mode in Mode:
@@ -282,7 +297,7 @@ def _find_mode(
         if not problem:
             return mode, _describe_problems(problems)
         problems.append((mode, problem))
-        model.set_attn_implementation(own)
+        set_attention(model, own)
     raise _refusal(model, problem)
 
 
@@ -360,7 +375,7 @@ class _Comparison:
             return self.failure
         name = "packed logits" if mode.is_flat else "the logits of the output layer"
         try:
-            model.set_attn_implementation(PACKED if mode.is_flat else self._attention)
+            set_attention(model, PACKED if mode.is_flat else self._attention)
             with torch.set_grad_enabled(bool(self._weights)):
                 logits, _ = self._run(self._batch, mode)
             if not all(map(self._are_close, self._by_row(logits), self._by_row(self._own.logits))):
@@ -443,10 +458,11 @@ class _Comparison:
     @cached_property
     def _rounding(self) -> Sequence[Tensor]:
         """The norm of the change of each weight's gradient if all weights change a little."""
-        model, mode_attention = self._model, self._model.config._attn_implementation
+        model = self._model
+        mode_attention = model.config.get_text_config()._attn_implementation
         weights = {name: weight.clone() for name, weight in model.state_dict().items()}
         try:
-            model.set_attn_implementation(self._attention)
+            set_attention(model, self._attention)
             with torch.no_grad():
                 for i, weight in enumerate(model.parameters()):
                     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(i))
@@ -455,7 +471,7 @@ class _Comparison:
                 changed = _gradients(self._own_logits(self._batch), self._weights)
         finally:
             model.load_state_dict(weights)
-            model.set_attn_implementation(mode_attention)  # type: ignore[arg-type]
+            set_attention(model, mode_attention)
         own = self._own.gradients
         return [(x - y).norm() for x, y in zip(changed, own, strict=True)]
 
@@ -463,7 +479,7 @@ class _Comparison:
     def failure(self) -> str:
         """Why no mode can be right, or ""."""
         try:
-            self._model.set_attn_implementation(self._attention)
+            set_attention(self._model, self._attention)
             self._own = self._run_own()
             return self._find_later_tokens()
         except MODEL_ERRORS as e:
@@ -618,7 +634,7 @@ class _Copy:
         for dtype in dtypes:
             model.to(dtype)  # type: ignore[arg-type]
             for tokens in (0, self._tokens if dtype == self._compute else CPU_TOKENS):
-                model.set_attn_implementation(self._attention)
+                set_attention(model, self._attention)
                 comparison = _Comparison(model, LONG_ROW, tokens, weights)
                 problem = self._comparisons.setdefault((dtype, tokens), comparison).compare(mode)
                 # Some kernels support half precision only.

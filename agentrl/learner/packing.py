@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from agentrl.images import RowImage
 from agentrl.learner.attention import Layout
-from agentrl.learner.batch import KeptTokens, TokenRows
+from agentrl.learner.batch import KeptTokens, TokenRows, placeholders_of
 from agentrl.learner.context_parallel import ContextGroup
 
 
@@ -74,6 +75,12 @@ class PackedRows:
     is_own: Tensor | None = None
     """(M,) bool, if ranks share the rows: which of the M chosen tokens of all ranks are in this
     part."""
+    images: tuple[RowImage, ...] | None = None
+    """The images of the row, which is then the only one; None: no row of the batch has images."""
+    is_image: Tensor | None = None
+    """(1, L) bool: the placeholders of the images."""
+    pixels: dict[str, Tensor] = field(default_factory=dict)
+    """The images as arguments of the model; empty until `Rank` reads them."""
 
     def part(self, context: ContextGroup | None) -> PackedRows:
         """Return the part of a flat row that this rank runs; None: the whole row.
@@ -132,6 +139,9 @@ class PackedRows:
             tokens=self.tokens.to(**at),
             kept=None if self.kept is None else self.kept.to(device),
             is_own=None if self.is_own is None else self.is_own.to(**at),
+            images=self.images,
+            is_image=None if self.is_image is None else self.is_image.to(**at),
+            pixels={name: x.to(**at) for name, x in self.pixels.items()},
         )
 
 
@@ -156,10 +166,6 @@ class MicroBatch:
         columns = {n: x.to(device, non_blocking=True) for n, x in self.columns.items()}
         return MicroBatch(self.packed.to(device), self.mask.to(device, non_blocking=True), columns)
 
-    def part(self, context: ContextGroup | None) -> MicroBatch:
-        """Return what this rank runs (`PackedRows.part`), with the numbers of all tokens."""
-        return replace(self, packed=self.packed.part(context))
-
 
 def make_micro_batch(
     batch: TokenRows,
@@ -181,14 +187,19 @@ def make_micro_batch(
         mode: how rows become the input of the model.
     """
     if not len(rows):
-        empty_pass = replace(pack_row([0, 0], mode), states=rows, tokens=rows)
+        images = None if batch.images is None else ()
+        empty_pass = replace(pack_row([0, 0], mode), states=rows, tokens=rows, images=images)
         nothing = {name: x.new_zeros(0) for name, x in columns.items()}
         return MicroBatch(empty_pass, torch.zeros(1, 0, dtype=torch.bool), nothing)
     chosen = mask[rows]
     counts = chosen.sum(1)
     layout_mask = torch.arange(int(counts.max())) < counts[:, None]
+    packed = pack(batch, rows, chosen, mode)
+    if batch.images is not None:
+        (row,) = rows.tolist()
+        packed = replace(packed, images=batch.images[row], is_image=placeholders_of(batch, row)[None])
     return MicroBatch(
-        pack(batch, rows, chosen, mode),
+        packed,
         layout_mask,
         {name: x[rows][chosen] for name, x in columns.items()},
     )

@@ -25,13 +25,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import CONFIG_NAME
 
 from agentrl.config import ModelConfig
 from agentrl.engine.local.load import (
     add_other_parts,
+    auto_class,
     load_model_config,
     mark_quantized,
     quiet_peft,
@@ -51,6 +52,7 @@ from agentrl.learner.modes import (
 )
 from agentrl.learner.packing import Mode, PackedRows
 from agentrl.learner.sharding import copy_full, full_tensor, is_rank_zero, reshard
+from agentrl.learner.vision import vision_tower
 
 T = TypeVar("T")
 
@@ -60,6 +62,8 @@ layer. Logprobs change by about half a nat, which is more than by training, so t
 errors are not smaller than those of training."""
 LAYERS = ("layers", "h", "blocks")
 """Names of the list of blocks in transformers' classes."""
+VISION_MODULES = r"(.*\.)?visual\..*"
+"""The modules of the vision tower, as PEFT excludes them: some have names of the text part."""
 ACTOR, CRITIC = "default", "critic"
 """Names of the LoRA adapters. PEFT writes the adapter named "default" as a plain adapter folder."""
 
@@ -136,6 +140,7 @@ class Policy:
             r=rank,
             lora_alpha=alpha,
             target_modules=all_linear if target_modules == "all-linear" else target_modules,
+            exclude_modules=VISION_MODULES if vision_tower(self.model) else None,
             lora_dropout=0.0,
             task_type="CAUSAL_LM",
         )
@@ -174,9 +179,10 @@ class Policy:
                 layer.base_layer = Linear4bit(base, device)
 
     def parameters(self, adapter: str) -> dict[str, nn.Parameter]:
-        """Return the trainable parameters of an adapter by name; without LoRA all weights."""
+        """Return the trainable parameters of an adapter by name; without LoRA of the model."""
         named = self.model.named_parameters()
-        return {n: p for n, p in named if self.peft is None or f".{adapter}." in n}
+        learning = {n: p for n, p in named if p.requires_grad}
+        return {n: p for n, p in learning.items() if self.peft is None or f".{adapter}." in n}
 
     @contextmanager
     def adapter(self, name: str | None) -> Iterator[None]:
@@ -349,12 +355,14 @@ class Critic:
         packed_model.value_head = self.head
 
     def decoder_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the weights of the critic's own transformer.
+        """Return the weights of the critic's own transformer that learn.
 
         The output layer is left out: the critic does not use it.
         """
-        named = decoder_of(self.packed_model.model).named_parameters()
-        return {f"model.{name}": parameter for name, parameter in named}
+        model = self.packed_model.model
+        parts = {"model": decoder_of(model), "visual": vision_tower(model) or nn.Module()}
+        named = [(f"{k}.{n}", p) for k, part in parts.items() for n, p in part.named_parameters()]
+        return {name: parameter for name, parameter in named if parameter.requires_grad}
 
     def values(self, packed: PackedRows) -> Tensor:
         """Return the value of the state before each chosen token, (N,)."""
@@ -505,7 +513,8 @@ def describe_targets(config: ModelConfig) -> str:
         ConfigError: there are no such modules to adapt.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_model_config(config.path))
+        whole = load_model_config(config.path)
+        model: PreTrainedModel = auto_class(whole).from_config(whole)
     modules = find_adaptable_modules(model)
     if check_targets(config.lora_target_modules, modules) != "all-linear":
         return ""

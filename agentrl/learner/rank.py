@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -51,6 +51,7 @@ from agentrl.learner.sharding import (
     shard,
     wrap_layers,
 )
+from agentrl.learner.vision import freeze_vision_tower, read_pixels, vision_blocks
 
 ModelName = Literal["policy", "reference", "critic", "teacher"]
 LossName = Literal["actor", "critic", "sft"]
@@ -181,6 +182,8 @@ class Rank:
         mesh = None if is_quantized or base_and_adapters(path)[1] else self._mesh
         with keep_shards(mesh, "cpu" if self.config.optim.offload == "all" else self.device):
             model = self._load(path, self._dtype, "cpu")
+        if self.config.model.freeze_vision_tower:
+            freeze_vision_tower(model)
         return Policy(model, self.config.rollout.temperature, prove=False)
 
     def _add_adapter(self, name: str) -> None:
@@ -200,7 +203,8 @@ class Rank:
         shard(packed_model, layers, head, self._mesh, self._compute, offloads)
         packed_model.prove(self._compute, optim.micro_batch_tokens, self._context)
         reshard(packed_model)
-        return wrap_layers(packed_model, layers, self._mesh, optim)
+        blocks = vision_blocks(packed_model.model)
+        return wrap_layers(packed_model, layers, self._mesh, optim, blocks)
 
     @dispatch(BROADCAST)
     def compile(self) -> None:
@@ -259,7 +263,7 @@ class Rank:
         results = []
         with self._use_adapter_of(model), annotate(FORWARD_RANGES[model]):
             for micro_batch in micro_batches:
-                rows = micro_batch.packed.part(self._context).to(self.device)
+                rows = self._part(micro_batch.packed, teacher).to(self.device)
                 is_critic = isinstance(target, Critic)
                 numbers = target.values(rows) if is_critic else target.logprobs(rows)[0]
                 results.append(numbers.cpu())
@@ -287,7 +291,19 @@ class Rank:
 
     def _pack_row(self, token_ids: Sequence[int]) -> PackedRows:
         row = pack_row(token_ids, self.policy.packed_model.mode)
-        return row.part(self._context).to(self.device)
+        return self._part(row).to(self.device)
+
+    def _part(self, packed: PackedRows, path: str = "") -> PackedRows:
+        """Return what this rank runs, with the pixels of the images.
+
+        Args:
+            packed: the rows.
+            path: the model that runs them; "": the policy's.
+        """
+        if packed.images:
+            base, _ = base_and_adapters(path or self._path)
+            packed = replace(packed, pixels=read_pixels(base, packed.images))
+        return packed.part(self._context)
 
     def _use_adapter_of(self, model: ModelName | LossName) -> AbstractContextManager[None]:
         """Return a context manager that switches the shared LoRA base to the adapter of `model`."""
@@ -330,7 +346,8 @@ class Rank:
         with self._use_adapter_of(name):
             for micro_batch in micro_batches:
                 with annotate("forward"):
-                    rows = micro_batch.part(self._context).to(self.device)
+                    part = self._part(micro_batch.packed)
+                    rows = replace(micro_batch, packed=part).to(self.device)
                     loss, loss_sums, *tokens = losses[name](rows)
                 result.tokens += tokens
                 # Not `accelerator.backward`: it divides by process-wide state.

@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from agentrl.config import FIELDS, Config, load_config
-from agentrl.engine.local.load import load_causal_lm, load_model_config
+from agentrl.engine.local.load import auto_class, load_causal_lm, load_model_config
 from agentrl.errors import ConfigError
-from agentrl.learner.batch import TokenRows
+from agentrl.images import RowImage
+from agentrl.learner.batch import TokenRows, check_images, row_images
 from agentrl.learner.dispatch import Placement, check_single_controller
 from agentrl.learner.learner import Learner
 from agentrl.learner.rank import start_ranks
@@ -39,8 +40,8 @@ FULL_LR, LORA_LR = 1e-5, 2e-4
 BETAS = (0.9, 0.95)
 """AdamW's decay rates. The second moment is averaged over 20 steps, since runs are short."""
 SFT_KEYS = (
-    "model.lora_alpha", "model.lora_target_modules", "optim.name", "optim.lr_warmup_steps",
-    "optim.lr_final", "optim.weight_decay", "optim.max_grad_norm", "optim.recompute",
+    "model.freeze_vision_tower", "model.lora_alpha", "model.lora_target_modules", "optim.name",
+    "optim.lr_warmup_steps", "optim.lr_final", "optim.weight_decay", "optim.max_grad_norm", "optim.recompute",
     "optim.compile", "optim.offload", "trainer.device", "trainer.nnodes",
     "trainer.n_gpus_per_node", "trainer.context_parallel_size", "trainer.ray_address",
 )  # fmt: skip
@@ -118,6 +119,8 @@ class Example:
 
     ids: array[int]
     mask: array[int]
+    images: tuple[RowImage, ...] = ()
+    """The images of the conversation, in order; their tokens are not trained."""
 
 
 class SFTLearner(Learner):
@@ -187,13 +190,16 @@ def make_rows(examples: Sequence[Example]) -> TokenRows:
     masks = [torch.tensor(e.mask, dtype=torch.bool) for e in examples]
     starts = [e.mask.index(1) for e in examples]
     split = list(zip(ids, starts, strict=True))
-    return TokenRows(
+    rows = TokenRows(
         prompt_ids=pad_sequence([x[:k] for x, k in split], True, padding_side="left").long(),
         prompt_lengths=torch.tensor(starts),
         response_ids=pad_sequence([x[k:] for x, k in split], True).long(),
         response_lengths=torch.tensor([len(x) - k for x, k in split]),
         response_mask=pad_sequence([m[k:] for m, k in zip(masks, starts, strict=True)], True),
+        images=row_images([e.images for e in examples]),
     )
+    check_images(rows, [f"conversation {i} of the batch" for i in range(len(examples))])
+    return rows
 
 
 def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[list[Example]]:
@@ -230,7 +236,8 @@ def init_causal_lm(
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(load_model_config(path), dtype=torch.float32)
+        config = load_model_config(path)
+        model = auto_class(config).from_config(config, dtype=torch.float32)
     model.name_or_path = ""  # no folder holds these weights
     model.to(device, torch.float32 if dtype == "auto" else dtype)
     return model.eval()

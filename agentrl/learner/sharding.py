@@ -240,9 +240,15 @@ def _replace(
 
 
 def wrap_layers(
-    model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh | None, config: OptimConfig
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    mesh: DeviceMesh | None,
+    config: OptimConfig,
+    vision_blocks: Sequence[nn.Module] = (),
 ) -> bool:
     """Apply `optim.compile` and `optim.recompute` to the layers of a model. Changes the layers.
+
+    The blocks of a vision tower are not compiled: images have many different sizes.
 
     Returns:
         True if the layers will be compiled, in their first pass.
@@ -253,7 +259,8 @@ def wrap_layers(
     for layer in layers:
         if compiled:
             compile_layer(layer)
-        if config.recompute:
+    if config.recompute:
+        for layer in (*layers, *vision_blocks):
             layer.forward = partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
             )

@@ -23,6 +23,7 @@ from agentrl.config import Config
 from agentrl.engine.local.load import load_causal_lm
 from agentrl.errors import ConfigError, RunStopped, UserError
 from agentrl.learner.policy import ACTOR, Policy
+from agentrl.learner.vision import freeze_vision_tower
 from agentrl.learner.rank import ADAPTER_FOLDER
 from agentrl.learner.state import PARAMETER_PREFIX, check_state, read_state
 from agentrl.regular_files import open_regular, staging_folder
@@ -177,6 +178,8 @@ def _load_policy(
     """
     m, folder, kind = config.model, checkpoint.folder / "actor", getattr(torch, dtype)
     policy = Policy(load_causal_lm(base, "auto"), config.rollout.temperature)
+    if m.freeze_vision_tower:
+        freeze_vision_tower(policy.model)
     if m.lora_rank:
         policy.add_adapter(ACTOR, m.lora_rank, m.lora_alpha, m.lora_target_modules, seed=0)
     if m.quantization == "nf4":

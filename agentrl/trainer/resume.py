@@ -54,6 +54,7 @@ does not change the weights except for rounding. The rows of `data.train` are co
 
 FIXED_KEYS = frozenset(
     {
+        "model.freeze_vision_tower",
         "model.lora_alpha",
         "model.lora_rank",
         "model.lora_target_modules",

@@ -23,7 +23,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
@@ -31,6 +37,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from agentrl.engine.local.quantize import rounded
 from agentrl.errors import ConfigError
+from agentrl.images import FAMILIES
 from agentrl.workers.variables import environment_variables
 
 LAUNCHER_PREFIXES = ("ACCELERATE_", "PMI_", "OMPI_", "MV2_")
@@ -92,7 +99,8 @@ def load_causal_lm(
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+            model: PreTrainedModel = auto_class(config).from_pretrained(
                 base, dtype=dtype, use_safetensors=True, trust_remote_code=False
             )
     except (OSError, ValueError, SafetensorError) as e:
@@ -105,6 +113,16 @@ def load_causal_lm(
     for adapter in adapters:
         model = _merge(model, adapter)
     return model.eval()
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return the class that loads models with a config: whole ones, if they read images here."""
+    return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
+
+
+def reads_images(config: PretrainedConfig) -> bool:
+    """Return whether models with a config read images here."""
+    return config.model_type in FAMILIES
 
 
 def load_model_config(path: str | Path) -> PretrainedConfig:
@@ -252,6 +270,8 @@ def add_other_parts(folder: Path, base: str | Path) -> None:
     if type(load_model_config(folder)) is type(whole_config):
         _add_keys(own, config)
         _write_json(folder / CONFIG_NAME, own)
+        if reads_images(whole_config):
+            _copy_processors(folder, base)
         return
     saved, published = _weight_files(folder), _weight_files(base)
     others = {name: file for name, file in published.items() if name not in saved}
@@ -273,6 +293,10 @@ def add_other_parts(folder: Path, base: str | Path) -> None:
     for section in (config, config.get("text_config", {})):
         section |= {key: own["dtype"] for key in ("dtype", "torch_dtype") if key in section}
     _write_json(folder / CONFIG_NAME, config)
+    _copy_processors(folder, base)
+
+
+def _copy_processors(folder: Path, base: str | Path) -> None:
     for name in PROCESSORS:
         file = cached_file(base, name, _raise_exceptions_for_missing_entries=False)
         if file is not None:

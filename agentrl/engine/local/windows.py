@@ -42,6 +42,10 @@ POSITIONS = 128
 tokens of all its rows. Some models have masks of this size (GPT-Neo)."""
 MOST_KINDS = 4
 """The layers of a model that may all be of different kinds."""
+VISION = "vision_config"
+"""The config key with the config of a model's layers for images."""
+SMALL_VISION = {"depth": 1, "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0]}
+"""Its values in the copy."""
 VOCABULARY = LONG
 """The size of the vocabulary of the copy: all tokens of a row can be different."""
 
@@ -124,6 +128,11 @@ def _small_copy(
         if key.endswith("intermediate_size") and isinstance(getattr(text, key), int):
             setattr(text, key, SMALL)
     text.vocab_size, text.pad_token_id = VOCABULARY, 0
+    if vision := getattr(config, VISION, None):
+        # The tests have no images, and the layers for them may have a billion weights.
+        for key, value in SMALL_VISION.items():
+            if hasattr(vision, key):
+                setattr(vision, key, value)
     if not getattr(text, "rope_parameters", None) and hasattr(text, "max_position_embeddings"):
         text.max_position_embeddings = POSITIONS
     devices = [device] if torch.device(device).type == "cuda" else []
@@ -147,6 +156,8 @@ def _windows(values: Any, path: str) -> list[tuple[str, Any, Any]]:
     windows = []
     for key, value in values.items() if isinstance(values, dict) else enumerate(values):
         key_path = f"{path}{key}"
+        if key == VISION:  # Its windows are of patches, not of tokens.
+            continue
         if isinstance(value, PretrainedConfig):
             windows += _windows(vars(value), f"{key_path}.")
         elif isinstance(value, dict | list):
