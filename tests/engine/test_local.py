@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.not_recorded import NotRecorded
 from support.updates import update
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (

@@ -1,13 +1,9 @@
 """Images with a real SGLang server on a CPU: its logprobs are those of transformers."""
 
-import asyncio
-import copy
-from array import array
-
 import numpy as np
 import pytest
 import torch
-from support.image_rows import PAD, START, Reference, picture, row_of
+from support.image_rows import PAD, Reference, picture, row_of
 from support.updates import publish, update
 from support.vision import write_vision_model
 from transformers import AutoModelForImageTextToText
@@ -15,9 +11,7 @@ from transformers import AutoModelForImageTextToText
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.load import with_published_names
 from agentrl.engine.remote.launch import SGLangLaunch
-from agentrl.engine.remote.pool import EnginePool
 from agentrl.engine.remote.sglang import SGLangEngine
-from agentrl.errors import RequestRefused
 from agentrl.images import ImageRule
 
 pytestmark = pytest.mark.sglang
@@ -73,7 +67,9 @@ def conversation(folder):
     rule = ImageRule.load(folder)
     first, second = picture(rule, 3, 2, seed=1), picture(rule, 2, 4, seed=2)
     prompt = row_of("<|im_start|>user\nlook ", first, " at it<|im_end|>\n<|im_start|>assistant\n")
-    result = row_of("<|im_end|>\n<|im_start|>user\n", second, "\n<|im_end|>\n<|im_start|>assistant\n")
+    result = row_of(
+        "<|im_end|>\n<|im_start|>user\n", second, "\n<|im_end|>\n<|im_start|>assistant\n"
+    )
     return prompt, result, [first, second]
 
 

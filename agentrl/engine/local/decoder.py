@@ -16,7 +16,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    AutoModelForCausalLM,
     DynamicCache,
     PretrainedConfig,
     PreTrainedModel,
@@ -27,7 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from agentrl.engine.base import Sampling
 from agentrl.engine.checks import image_starts
 from agentrl.engine.local.graphs import LENGTHS, DecodeGraphs
-from agentrl.engine.local.load import max_row_length
+from agentrl.engine.local.load import auto_class, max_row_length
 from agentrl.engine.local.rounding import MAX_ROUNDINGS, rounded_again
 from agentrl.engine.local.rows import CachedRows, ImagePart, RowCache
 from agentrl.engine.local.windows import (
@@ -446,7 +445,7 @@ def check_config(config: PretrainedConfig) -> None:
         UserError: a small copy of such a model is not decoded correctly, or cannot be built.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto_class(config).from_config(config, dtype=torch.float32)
     _check_small_copy(model, "cpu")
 
 

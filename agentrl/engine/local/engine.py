@@ -25,6 +25,7 @@ from agentrl.engine.local.load import (
     base_and_adapters,
     compute_dtype,
     load_causal_lm,
+    reads_images,
     resolve_device,
 )
 from agentrl.engine.local.schedule import (
@@ -146,7 +147,7 @@ class LocalEngine(Engine):
         if deterministic is None:
             deterministic = device == "cpu"
         processor = None
-        if model.config.model_type in FAMILIES:
+        if reads_images(model.config):
             processor = load_processor(base_and_adapters(path)[0])
         return cls(
             model, tokenizer, deterministic=deterministic, patience=patience, processor=processor

@@ -135,8 +135,8 @@ class CachedRows:
     ) -> None:
         """Write the whole prompt of a turn and its sampling parameters into its row.
 
-        The cache stays valid as far as the prompt repeats the cached tokens and images. The last token is
-        never counted as cached, because decoding feeds it.
+        The cache stays valid as far as the prompt repeats the cached tokens and images. The last
+        token is never counted as cached, because decoding feeds it.
         """
         cached = min(int(self.cached[row]), len(prompt) - 1)
         same = self.ids[row, :cached] == prompt[:cached]

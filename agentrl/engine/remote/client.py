@@ -316,9 +316,7 @@ class RemoteEngine(Sampler):
             return without_last_token(generation)
         return generation
 
-    async def score(
-        self, token_ids: array[int], images: Sequence[RowImage] = ()
-    ) -> array[float]:
+    async def score(self, token_ids: array[int], images: Sequence[RowImage] = ()) -> array[float]:
         """Return the logprob of each token given the tokens before it.
 
         The first token's is 0, and so are those of the placeholder tokens of images.

@@ -10,10 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from agentrl.config import Config
-from agentrl.engine.local.load import load_model_config
+from agentrl.engine.local.load import auto_class, load_model_config, reads_images
 from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.client import RemoteEngine
 from agentrl.engine.remote.launch import EngineSlot, SGLangLaunch, VLLMLaunch
@@ -21,7 +20,6 @@ from agentrl.engine.remote.senders import FROM_FILES, Delivery
 from agentrl.engine.remote.sglang import SGLangEngine
 from agentrl.engine.remote.vllm import VLLMEngine
 from agentrl.errors import ConfigError, EngineError
-from agentrl.images import FAMILIES
 
 TOKEN, ADMIN_TOKEN = "AGENTRL_ENGINE_TOKEN", "AGENTRL_ENGINE_ADMIN_TOKEN"
 """Environment variables with the keys of servers that already run."""
@@ -181,9 +179,9 @@ def _start(
         delivery = sglang_delivery(config, slot)
         sleep = r.sleep if slot.ranks else "none"
         targets = _lora_targets(config) if delivery.source == "adapter" else ()
-        reads_images = load_model_config(base).model_type in FAMILIES
+        vision = reads_images(load_model_config(base))
         launch = SGLangLaunch(
-            base, lora_targets=targets, sleep=sleep, reads_images=reads_images, **common
+            base, lora_targets=targets, sleep=sleep, reads_images=vision, **common
         )
         connect = partial(SGLangEngine, delivery=delivery, sleep=sleep, returns_kept=r.is_truncated)
         if r.is_truncated:
@@ -307,5 +305,6 @@ def vllm_delivery(config: Config, base: str, *, cpu: bool) -> dict[str, Any]:
 def parameter_names(base: str) -> frozenset[str]:
     """Return the names in transformers of all tensors of a model, each once; read no weights."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_model_config(base))
+        config = load_model_config(base)
+        model = auto_class(config).from_config(config)
     return frozenset(name for name, _ in model.named_parameters())
