@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from support.image_rows import PAD, Reference, picture, row_of
+from support.image_rows import Reference, picture, row_of
 from support.updates import publish, update
 from support.vision import vision_model, write_vision_model
 

@@ -46,6 +46,8 @@ def make_openers(
     Raises:
         ConfigError: this machine cannot run the servers, or the policy cannot be sent to them.
     """
+    if reads_images(load_model_config(base)):
+        config = _without_adapters(config)
     dtype = server_dtype(base, cpu=cpu)
     urls = config.rollout.urls
     vllm: dict[str, Any] | None = None
@@ -65,6 +67,26 @@ def make_openers(
             " trainer.max_staleness=0"
         )
     return [partial(_start, config, base, slot, dtype, vllm, learner_loaded) for slot in slots]
+
+
+def _without_adapters(config: Config) -> Config:
+    """Return the config for servers of a model that reads images: they get whole weights.
+
+    Raises:
+        ConfigError: the engine, or an adapter, is not supported with such models.
+    """
+    if config.rollout.name == "vllm":
+        raise ConfigError(
+            f"rollout.name=vllm: {config.model.path} reads images, and agentrl sends no images to"
+            " vLLM. Set rollout.name=sglang, or local for small models"
+        )
+    if config.rollout.lora == "adapter" and config.model.lora_rank:
+        raise ConfigError(
+            f"rollout.lora=adapter: {config.model.path} reads images, and servers take LoRA of such"
+            " models merged into the weights alone. Set rollout.lora=auto"
+        )
+    rollout = config.rollout.model_copy(update={"lora": "merge"})
+    return config.model_copy(update={"rollout": rollout})
 
 
 def server_dtype(base: str, *, cpu: bool) -> torch.dtype:
