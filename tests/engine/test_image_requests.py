@@ -1,8 +1,12 @@
 """Rows with images as an engine checks and a server gets them, without a server."""
 
+import asyncio
 import base64
+import socket
+import time
 from array import array
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,6 +20,9 @@ from agentrl.engine.remote.vllm import VLLMEngine
 from agentrl.engine.scripted import Scripted
 from agentrl.errors import InvalidEngineResponse, RequestRefused
 from agentrl.images import RowImage
+from agentrl.rollout_workers.channel import Channel
+from agentrl.rollout_workers.process import RunSampler
+from agentrl.rollout_workers.workers import RolloutWorkers
 from agentrl.testing import byte_tokenizer
 
 PAD = 99
@@ -107,3 +114,18 @@ async def test_pieces_of_a_turn_have_the_images():
     options = {"episode_id": "e", "seed": 0, "deadline": float("inf")}
     await sampler.generate(array("i", [99]), Sampling(stop_ids=(3,)), **options, images=[B])
     assert [request.images for request in engine.requests] == [(B,)]
+
+
+async def test_a_worker_sends_the_images_to_the_engine_of_the_run():
+    engine = Scripted(["one", "two"], byte_tokenizer())
+    functions = RolloutWorkers(engine, Mock())._functions_for(Mock(number=0, begun=set()))
+    ends = [await asyncio.open_connection(sock=end) for end in socket.socketpair()]
+    run, worker = Channel(*ends[0], functions), Channel(*ends[1])
+    sampler = RunSampler(worker, 100, False)
+    sampler.begin("e")
+    options = {"episode_id": "e", "seed": 0, "deadline": time.monotonic() + 60}
+    for images in ([A, B], ()):
+        await sampler.generate(array("i", [1]), Sampling(), **options, images=images)
+    assert [request.images for request in engine.requests] == [(A, B), ()]
+    run.close()
+    worker.close()

@@ -85,8 +85,7 @@ def _without_adapters(config: Config) -> Config:
             f"rollout.lora=adapter: {config.model.path} reads images, and servers take LoRA of such"
             " models merged into the weights alone. Set rollout.lora=auto"
         )
-    rollout = config.rollout.model_copy(update={"lora": "merge"})
-    return config.model_copy(update={"rollout": rollout})
+    return config.with_values("rollout", lora="merge")
 
 
 def server_dtype(base: str, *, cpu: bool) -> torch.dtype:
