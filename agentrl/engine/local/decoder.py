@@ -265,11 +265,11 @@ class Decoder:
             return None
         starts = image_starts(row, images, "images")
         ids = self._tensor(row[: starts[-1] + images[-1].tokens].astype(np.int64))[None]
-        model: Any = self.model
-        positions, _ = model.model.get_rope_index(
+        patch, model = self.processor.patch_size, self.model.base_model
+        positions, _ = model.get_rope_index(  # type: ignore[operator]
             ids,
             mm_token_type_ids=(ids == images[0].token_id).int(),
-            image_grid_thw=self._pixels(images)["image_grid_thw"],
+            image_grid_thw=torch.tensor([[1, i.height // patch, i.width // patch] for i in images]),
         )
         return ImagePart(tuple(images), tuple(starts), positions[:, 0].cpu().numpy())
 
