@@ -32,6 +32,7 @@ from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
 from agentrl.engine.scripted import Scripted
+from agentrl.images import RowImage
 from agentrl.metrics import mean
 from agentrl.rewards import Scorer, reward
 from agentrl.rollout import Rollouts
@@ -101,6 +102,7 @@ class TimedEngine(Scripted):
         episode_id: str,
         seed: int,
         deadline: float,
+        images: Sequence[RowImage] = (),
     ) -> Generation:
         _, _, row, rollout, *_ = episode_id.split("-")
         async with self._slots:

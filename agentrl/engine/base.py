@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from agentrl.config.sections import RolloutConfig, ValConfig
+from agentrl.images import RowImage
 from agentrl.trajectory import Generation
 
 CONTINUATION = "continuation"
@@ -146,6 +147,7 @@ class Sampler(Protocol):
         episode_id: str,
         seed: int,
         deadline: float,
+        images: Sequence[RowImage] = (),
     ) -> Generation:
         """Sample the continuation of `prompt_ids`.
 
@@ -155,6 +157,7 @@ class Sampler(Protocol):
             episode_id: the id of an episode that was announced by `begin`.
             seed: the only source of randomness, together with the index of the token in the row.
             deadline: `time.monotonic()` seconds at which to give up.
+            images: the images of the row, in order. The row has the placeholder tokens of each.
 
         Raises:
             EngineError: the engine failed. The sample may be played again.
@@ -217,12 +220,14 @@ class EngineControl(Protocol):
 class Engine(Sampler, EngineControl, Protocol):
     """Both interfaces: what a command opens and closes."""
 
-    async def scores(self, token_ids: array[int]) -> list[array[float]]:
+    async def scores(
+        self, token_ids: array[int], images: Sequence[RowImage] = ()
+    ) -> list[array[float]]:
         """Score a row by every engine of a pool.
 
         Returns:
             The logprob of each token given the tokens before it, by each engine. The first token's
-            is 0.
+            is 0, and so are those of the placeholder tokens of images.
 
         Raises:
             EngineError: no engine answered.
@@ -230,7 +235,11 @@ class Engine(Sampler, EngineControl, Protocol):
         ...
 
     async def continue_row(
-        self, token_ids: array[int], tokens: int, timeout_s: float
+        self,
+        token_ids: array[int],
+        tokens: int,
+        timeout_s: float,
+        images: Sequence[RowImage] = (),
     ) -> Generation:
         """Sample a few tokens after a row, outside of episodes, at temperature 1.
 
@@ -241,7 +250,12 @@ class Engine(Sampler, EngineControl, Protocol):
         try:
             sampling, deadline = Sampling(max_tokens=tokens), time.monotonic() + timeout_s
             return await self.generate(
-                token_ids, sampling, episode_id=CONTINUATION, seed=0, deadline=deadline
+                token_ids,
+                sampling,
+                episode_id=CONTINUATION,
+                seed=0,
+                deadline=deadline,
+                images=images,
             )
         finally:
             self.end(CONTINUATION)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from agentrl.engine.base import Sampling
 from agentrl.errors import PromptTooLong, RequestRefused, UserError
+from agentrl.images import RowImage
 from agentrl.plural import plural
 
 
@@ -40,6 +43,35 @@ def validate_row(
             f" {vocabulary} tokens"
         )
     return row
+
+
+def image_starts(row: np.ndarray, images: Sequence[RowImage], request: str) -> list[int]:
+    """Return where the placeholder tokens of each image begin in a row.
+
+    Without images, a placeholder token is a token like the others.
+
+    Args:
+        row: the row.
+        images: its images, in order.
+        request: the request, for messages.
+
+    Raises:
+        RequestRefused: the row has not exactly the placeholder tokens of the images.
+    """
+    if not images:
+        return []
+    at = np.flatnonzero(row == images[0].token_id)
+    ends = np.cumsum([image.tokens for image in images])
+    if len(at) == ends[-1]:
+        bounds = [0, *ends.tolist()]
+        runs = [at[begin:end] for begin, end in pairwise(bounds)]
+        if all(run[-1] - run[0] == len(run) - 1 for run in runs):
+            return [int(run[0]) for run in runs]
+    raise RequestRefused(
+        f"{request}: {plural(len(images), 'image')} with {[i.tokens for i in images]} tokens, but"
+        f" the row has {plural(len(at), 'placeholder token')} ({images[0].token_id}), or they are"
+        " interrupted. A row in which the policy sampled one cannot be continued"
+    )
 
 
 def check_sampling(sampling: Sampling, request: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from agentrl.chat import ChatTemplate
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.engine.remote.turns import join_parts
+from agentrl.images import RowImage
 from agentrl.trajectory import Generation
 
 PIECE_TOKENS = 4
@@ -49,6 +50,7 @@ class SamplerInPieces(Sampler):
         episode_id: str,
         seed: int,
         deadline: float,
+        images: Sequence[RowImage] = (),
     ) -> Generation:
         """Sample a turn, see `Sampler.generate`. Each piece has its own seed."""
         parts: list[Generation] = []
@@ -62,6 +64,7 @@ class SamplerInPieces(Sampler):
                 episode_id=episode_id,
                 seed=seed + len(parts),
                 deadline=deadline,
+                images=images,
             )
             parts.append(part)
             row, left = row + part.token_ids, left - len(part.token_ids)

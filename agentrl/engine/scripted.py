@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import UserError
+from agentrl.images import RowImage
 from agentrl.plural import plural
 from agentrl.trajectory import Generation, float_array, token_array
 
@@ -25,6 +26,7 @@ class Request:
     """The number of the turn in its episode, from 0."""
     prompt_ids: array[int]
     sampling: Sampling
+    images: tuple[RowImage, ...] = ()
 
 
 def scripted_generation(
@@ -91,6 +93,7 @@ class Scripted(Sampler):
         episode_id: str,
         seed: int,
         deadline: float,
+        images: Sequence[RowImage] = (),
     ) -> Generation:
         """Return the tokens of the next text of the script.
 
@@ -99,7 +102,8 @@ class Scripted(Sampler):
         """
         turn = self._turns[episode_id]
         self._turns[episode_id] += 1
-        self.requests.append(Request(episode_id, turn, token_array(prompt_ids), sampling))
+        request = Request(episode_id, turn, token_array(prompt_ids), sampling, tuple(images))
+        self.requests.append(request)
         ids, stopped = self._until_stop(self._text(episode_id, prompt_ids, turn), sampling)
         if not stopped:
             ids += sampling.stop_ids[:1]

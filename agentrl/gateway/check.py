@@ -29,6 +29,7 @@ from agentrl.errors import AgentRLError
 from agentrl.gateway.agent import open_session
 from agentrl.gateway.requests import Answer, ChatRequest, Refusal
 from agentrl.gateway.session import RequestMatch, Session
+from agentrl.images import RowImage
 from agentrl.plural import plural
 from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Generation, Sample, ToolCall, Trajectory, token_array
@@ -277,6 +278,7 @@ class ScriptedPolicy(Sampler):
         episode_id: str,
         seed: int,
         deadline: float,
+        images: Sequence[RowImage] = (),
     ) -> Generation:
         """Return the tokens of the next turn, as the chat template writes it."""
         request = _request.get()

@@ -16,6 +16,7 @@ from agentrl.engine.base import Sampler, Sampling
 from agentrl.engine.scripted import scripted_generation
 from agentrl.errors import DataError, user_code
 from agentrl.gateway.check import example_of
+from agentrl.images import RowImage
 from agentrl.registry import tools
 from agentrl.rewards.graders import GOLD
 from agentrl.trajectory import Generation, Message, Sample, ToolCall
@@ -227,6 +228,7 @@ class PolicySampler(Sampler):
         episode_id: str,
         seed: int,
         deadline: float,
+        images: Sequence[RowImage] = (),
     ) -> Generation:
         """Return the tokens of the policy's next turn."""
         player = self._players[episode_id]

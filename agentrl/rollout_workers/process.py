@@ -28,6 +28,7 @@ from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import AgentRLError
 from agentrl.http.pool import share_servers
+from agentrl.images import RowImage
 from agentrl.open_files import raise_limit
 from agentrl.player import Dropped, Play, Player, collect_rarely
 from agentrl.rewards import Scorer
@@ -92,9 +93,12 @@ class RunSampler(Sampler):
         episode_id: str,
         seed: int,
         deadline: float,
+        images: Sequence[RowImage] = (),
     ) -> Generation:
         seconds = deadline - time.monotonic()  # Another machine has another clock.
-        return await self._channel.call("generate", prompt_ids, sampling, episode_id, seed, seconds)
+        return await self._channel.call(
+            "generate", prompt_ids, sampling, episode_id, seed, seconds, tuple(images)
+        )
 
     def end(self, episode_id: str) -> None:
         self._channel.note("end", episode_id)

@@ -365,11 +365,16 @@ class RolloutWorkers:
         number = worker.number
 
         async def generate(
-            ids: Any, sampling: Sampling, episode_id: str, seed: int, seconds: float
+            ids: Any, sampling: Sampling, episode_id: str, seed: int, seconds: float, images: Any
         ) -> Any:
             deadline = time.monotonic() + seconds
             return await self._sampler.generate(
-                ids, sampling, episode_id=episode_id, seed=seed, deadline=deadline
+                ids,
+                sampling,
+                episode_id=episode_id,
+                seed=seed,
+                deadline=deadline,
+                **({"images": images} if images else {}),
             )
 
         def begin(episode_id: str, awaited: bool) -> None:

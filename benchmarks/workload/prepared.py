@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from agentrl.engine.base import Sampler, Sampling
+from agentrl.images import RowImage
 from agentrl.trajectory import Generation
 from workload.conversations import Talk
 
@@ -39,6 +40,7 @@ class Prepared(Sampler):
         episode_id: str,
         seed: int,
         deadline: float,
+        images: Sequence[RowImage] = (),
     ) -> Generation:
         await asyncio.sleep(self._seconds)
         turn = next(self._left[episode_id])

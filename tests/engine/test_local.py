@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.not_recorded import NotRecorded
 from support.updates import update
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -198,22 +199,6 @@ def plain_logprobs(model, row: Sequence[int], temperature: float = 1.0) -> np.nd
 
 
 # -- what is sampled -------------------------------------------------------------------------------
-
-
-class NotRecorded:
-    """In place of `DecodeGraphs`: it runs the pass at once, for as many rows as a graph."""
-
-    def __init__(self, run: Callable[..., torch.Tensor], failures: int = 0):
-        self.run, self.shapes, self.failures = run, set(), failures
-
-    def clear(self) -> None:
-        pass
-
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
-        self.shapes.add((len(ids), length))
-        if self.failures and len(self.shapes) == self.failures:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return self.run(ids, positions, length)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

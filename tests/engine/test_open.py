@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.vision import write_vision_model
 
 from agentrl.chat import load_tokenizer
 from agentrl.config import load_config
@@ -125,6 +126,29 @@ def test_an_engine_that_rounds_a_model_in_float32_says_so(random_model, monkeypa
     open_engine(config, load_tokenizer(random_model))
     message = "the engine rounds its float32 weights to bfloat16"
     assert (message in caplog.text) == (dtype == "bfloat16")
+
+
+def test_servers_of_a_model_that_reads_images(closed, tmp_path):
+    model, slots = write_vision_model(tmp_path), Slots(False)
+    slots.server_may_run.set()
+
+    def opening(*settings):
+        config = load_config(None, [f"model.path={model}", "model.lora_rank=4", *settings])
+        return EngineStart(config, None, slots.slots)
+
+    started = opening("rollout.name=sglang")
+    started.finish()
+    started.close()
+    flags, environment = slots.launch.flags(), slots.launch._environment()
+    assert flags[flags.index("--mm-attention-backend") + 1] == "sdpa"
+    assert "--enable-lora" not in flags
+    # SGLang would keep vectors of images that earlier weights made.
+    assert environment["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
+    assert environment["SGLANG_MM_AVOID_RETOKENIZE"] == "1"
+    with pytest.raises(ConfigError, match="no images to vLLM"):
+        opening("rollout.name=vllm")
+    with pytest.raises(ConfigError, match="merged into the weights"):
+        opening("rollout.name=sglang", "rollout.lora=adapter")
 
 
 def test_the_error_of_a_server_does_not_wait_for_the_learner(random_model, closed):

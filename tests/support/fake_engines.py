@@ -86,7 +86,7 @@ class FakeEngine:
             error = f"{self.url} ended:\n  | last words"
             raise EngineDead(error) if self.restartable else EngineError(f"{self.url} refuses")
 
-    async def generate(self, prompt_ids, sampling, *, episode_id, seed, deadline):
+    async def generate(self, prompt_ids, sampling, *, episode_id, seed, deadline, images=()):
         self.requests.append((episode_id, list(prompt_ids)))
         self.check_alive()
         if self.failing:
@@ -102,7 +102,7 @@ class FakeEngine:
             token_array([weights]), float_array([0.0]), token_array([version]), "stop", 3
         )
 
-    async def score(self, token_ids):
+    async def score(self, token_ids, images=()):
         self.check_alive()
         if self.failing:
             raise self.failing.pop(0)

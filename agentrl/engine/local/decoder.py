@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import io
 import logging
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    AutoModelForCausalLM,
     DynamicCache,
     PretrainedConfig,
     PreTrainedModel,
@@ -24,10 +24,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from agentrl.engine.base import Sampling
+from agentrl.engine.checks import image_starts
 from agentrl.engine.local.graphs import LENGTHS, DecodeGraphs
-from agentrl.engine.local.load import max_row_length
+from agentrl.engine.local.load import auto_class, max_row_length
 from agentrl.engine.local.rounding import MAX_ROUNDINGS, rounded_again
-from agentrl.engine.local.rows import CachedRows, RowCache
+from agentrl.engine.local.rows import CachedRows, ImagePart, RowCache
 from agentrl.engine.local.windows import (
     LONG,
     NoSmallCopy,
@@ -37,6 +38,7 @@ from agentrl.engine.local.windows import (
     small_copy,
 )
 from agentrl.errors import EngineError, UserError
+from agentrl.images import RowImage
 
 log = logging.getLogger("agentrl")
 
@@ -75,14 +77,18 @@ class Decoder:
     positions, V vocabulary.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, processor: Any = None):
         """Use a model, which is put in eval mode. Nothing else may use it.
+
+        Args:
+            model: the model.
+            processor: transformers' image processor; None: the model reads no images.
 
         Raises:
             UserError: the model cannot be decoded this way.
         """
         config = model.config.get_text_config(decoder=True)
-        self.model = model.eval()
+        self.model, self.processor = model.eval(), processor
         self.device = model.device
         self.vocabulary: int = config.vocab_size
         self.max_length = max_row_length(config)
@@ -143,17 +149,22 @@ class Decoder:
         """
         rows = self.rows
         needed = rows.length[:n] - 1 - (CATCH_UP_TOKENS if self._graphs else 0)
-        missing = np.flatnonzero(rows.alive[:n] & (rows.cached[:n] < needed))
-        leaders: dict[bytes, int] = {}
+        lacks_image = rows.cached[:n] < rows.image_end[:n]
+        missing = np.flatnonzero(rows.alive[:n] & ((rows.cached[:n] < needed) | lacks_image))
+        leaders: dict[tuple[bytes, tuple[RowImage, ...]], int] = {}
         duplicates: list[tuple[int, int]] = []
         rows_left: list[int] = []
         for row in missing.tolist():
             if rows.cached[row] == 0:
-                leader = leaders.setdefault(rows.ids[row, : rows.length[row] - 1].tobytes(), row)
+                part: ImagePart | None = rows.image_part[row] or None
+                key = rows.ids[row, : rows.length[row] - 1].tobytes(), part.images if part else ()
+                leader = leaders.setdefault(key, row)
                 if leader != row:
                     duplicates.append((leader, row))
                     continue
             rows_left.append(row)
+            if rows.cached[row] < rows.image_end[row]:
+                self._feed_images(row)
         self._share_prefixes([row for row in rows_left if rows.cached[row] == 0])
         # A row that equals the shared prefix lacks nothing: a pass of such rows would be empty.
         rows_left = [row for row in rows_left if rows.cached[row] < rows.length[row] - 1]
@@ -218,13 +229,62 @@ class Decoder:
         self.model(
             input_ids=self._tensor(rows.ids[at[:, None], positions].astype(np.int64)),
             attention_mask=mask,
-            position_ids=position_ids,
+            position_ids=self._tensor(positions + rows.shift[at, None]),
             use_cache=True,
             logits_to_keep=1,
             **{self._cache_name: self._cache},
         )
         rows.cached[at] += count
         rows.prefilled[at] += count
+
+    def _feed_images(self, row: int) -> None:
+        """Run a prefill pass over the missing tokens of one row up to the end of its last image."""
+        rows, part, begin = self.rows, self.rows.image_part[row], int(self.rows.cached[row])
+        indices = self._tensor(np.arange(begin, part.end))[None]  # (1, T)
+        length = part.end if begin else 0
+        real = torch.ones_like(indices, dtype=torch.bool)
+        self._cache.feed_rows(self._tensor(np.array([row])), indices, real, length)
+        self.model(
+            input_ids=self._tensor(rows.ids[row, None, begin : part.end].astype(np.int64)),
+            attention_mask=self._mask(indices, length) if begin else None,
+            use_cache=True,
+            logits_to_keep=1,
+            **self._image_inputs(part, begin),
+            **{self._cache_name: self._cache},
+        )
+        rows.cached[row] = part.end
+        rows.prefilled[row] += part.end - begin
+
+    def image_part(self, row: np.ndarray, images: Sequence[RowImage]) -> ImagePart | None:
+        """Return the part of a row with its images; None if it has none.
+
+        Raises:
+            RequestRefused: the row has not exactly the placeholder tokens of the images.
+        """
+        if not images:
+            return None
+        starts = image_starts(row, images, "images")
+        ids = self._tensor(row[: starts[-1] + images[-1].tokens].astype(np.int64))[None]
+        patch, model = self.processor.patch_size, self.model.base_model
+        positions, _ = model.get_rope_index(  # type: ignore[operator]
+            ids,
+            mm_token_type_ids=(ids == images[0].token_id).int(),
+            image_grid_thw=torch.tensor([[1, i.height // patch, i.width // patch] for i in images]),
+        )
+        return ImagePart(tuple(images), tuple(starts), positions[:, 0].cpu().numpy())
+
+    def _image_inputs(self, part: ImagePart, begin: int = 0) -> dict[str, torch.Tensor]:
+        """Return what a pass needs beside the ids of a part of a row, from a token on."""
+        pairs = zip(part.images, part.starts, strict=True)
+        pixels = self._pixels([image for image, start in pairs if start >= begin])
+        return pixels | {"position_ids": self._tensor(part.positions[:, None, begin:])}
+
+    def _pixels(self, images: Sequence[RowImage]) -> dict[str, torch.Tensor]:
+        from PIL import Image as PIL
+
+        pictures = [PIL.open(io.BytesIO(image.data)) for image in images]
+        values = self.processor(images=pictures, return_tensors="pt")
+        return {name: value.to(self.device) for name, value in values.items()}
 
     def decode(self, n: int) -> torch.Tensor:
         """Feed each of the first n rows its next token; return the logits (N, V) after it.
@@ -238,40 +298,59 @@ class Decoder:
         next_index = np.minimum(rows.cached[:width], rows.length[:width] - 1).clip(0)
         length = int(next_index[:n].max()) + 1
         positions = self._tensor(next_index)
+        rotary = self._tensor(next_index + rows.shift[:width])
         ids = self._tensor(rows.ids[np.arange(width), next_index].astype(np.int64))
         if graphs:
             rounded = min(-(-length // LENGTHS) * LENGTHS, rows.shape[1])
             try:
-                return graphs(ids, positions, rounded)[:n]
+                return graphs(ids, positions, rotary, rounded)[:n]
             except RuntimeError as e:
                 log.warning("the local engine decodes without CUDA graphs: %s", e)
                 self._graphs = None
-        return self._decode(ids, positions, length)[:n]
+        return self._decode(ids, positions, rotary, length)[:n]
 
-    def _decode(self, ids: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """Feed tokens (N) at positions (N) to the first N rows; return the logits (N, V)."""
+    def _decode(
+        self, ids: torch.Tensor, positions: torch.Tensor, rotary: torch.Tensor, length: int
+    ) -> torch.Tensor:
+        """Feed tokens (N) at positions (N) to the first N rows; return the logits (N, V).
+
+        `rotary` are the rotary positions of the tokens (N).
+        """
         self._cache.feed_front(positions, length)
         return self.model(
             input_ids=ids[:, None],
             attention_mask=self._mask(positions[:, None], length),
-            position_ids=positions[:, None],
+            position_ids=rotary[:, None],
             use_cache=True,
             **{self._cache_name: self._cache},
         ).logits[:, -1]
 
-    def score(self, token_ids: np.ndarray) -> array[float]:
-        """Return the logprob of each token given the tokens before it. The first token's is 0."""
+    def score(self, token_ids: np.ndarray, images: Sequence[RowImage] = ()) -> array[float]:
+        """Return the logprob of each token given the tokens before it.
+
+        The first token's is 0, and so are those of the placeholder tokens of images.
+        """
         ids = self._tensor(token_ids.astype(np.int64))[None]  # (1, T)
         cache = DynamicCache(config=self.model.config)
         scores = [torch.zeros(1)]
-        for begin in range(0, len(token_ids) - 1, PREFILL_CHUNK):
-            piece = ids[:, begin : begin + PREFILL_CHUNK]
-            keys = {self._cache_name: cache}
+        part = self.image_part(token_ids, images)
+        first = part.end if part else PREFILL_CHUNK
+        for begin in [0, *range(first, len(token_ids) - 1, PREFILL_CHUNK)]:
+            piece = ids[:, begin : begin + PREFILL_CHUNK if begin else first]
+            keys: dict[str, Any] = {self._cache_name: cache}
+            if part and begin:
+                indices = torch.arange(begin, begin + piece.shape[1], device=self.device)
+                keys["position_ids"] = indices[None] + part.shift
+            elif part:
+                keys |= self._image_inputs(part)
             logits = self.model(input_ids=piece, use_cache=True, **keys).logits[0]
             after = ids[0, begin + 1 : begin + 1 + piece.shape[1]]
             logprobs = logits[: len(after)].float().log_softmax(-1)
             scores.append(logprobs.gather(-1, after[:, None])[:, 0].cpu())
-        return array("f", torch.cat(scores).numpy())
+        values = torch.cat(scores).numpy()
+        if images:
+            values[token_ids == images[0].token_id] = 0.0
+        return array("f", values)
 
     def load(self, update: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Copy named tensors into the model in place, and invalidate all keys and values.
@@ -366,7 +445,7 @@ def check_config(config: PretrainedConfig) -> None:
         UserError: a small copy of such a model is not decoded correctly, or cannot be built.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto_class(config).from_config(config, dtype=torch.float32)
     _check_small_copy(model, "cpu")
 
 

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Self
@@ -19,9 +19,15 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl.engine.base import Engine, Sampling, Update
-from agentrl.engine.checks import check_sampling, validate_row
+from agentrl.engine.checks import check_sampling, image_starts, validate_row
 from agentrl.engine.local.decoder import Decoder
-from agentrl.engine.local.load import compute_dtype, load_causal_lm, resolve_device
+from agentrl.engine.local.load import (
+    base_and_adapters,
+    compute_dtype,
+    load_causal_lm,
+    reads_images,
+    resolve_device,
+)
 from agentrl.engine.local.schedule import (
     DecodeSchedule,
     EpisodeState,
@@ -30,7 +36,8 @@ from agentrl.engine.local.schedule import (
     settle,
 )
 from agentrl.engine.local.stepper import Stepper, StopStrings
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, RequestRefused
+from agentrl.images import FAMILIES, RowImage, load_processor
 from agentrl.torch_threads import ThreadCount, choose_threads
 from agentrl.trajectory import Generation
 
@@ -70,6 +77,7 @@ class LocalEngine(Engine):
         deterministic: bool,
         slots: int = 256,
         patience: float = 60.0,
+        processor: Any = None,
     ):
         """Start the worker thread.
 
@@ -83,11 +91,13 @@ class LocalEngine(Engine):
             patience: with `deterministic`, the seconds to wait for an episode that neither requests
                 a turn nor ends while another wants tokens. Keep it well below the time limit of
                 episodes, or an episode that hangs makes the others fail; `math.inf`: no limit.
+            processor: transformers' image processor (`agentrl.images.load_processor`); None: the
+                model reads no images.
 
         Raises:
             UserError: this engine cannot decode the model.
         """
-        self._decoder = Decoder(model)
+        self._decoder = Decoder(model, processor)
         self.max_length, self.dtype = self._decoder.max_length, model.dtype
         # Of all weights, the embedding too: its rows are multiplied in the output layer.
         weights = sum(p.numel() for p in model.parameters())
@@ -99,7 +109,7 @@ class LocalEngine(Engine):
         self._schedule = DecodeSchedule(slots, deterministic)
         self._patience = WaitLimit(patience, self._schedule)
         self._stepper = Stepper(self._decoder, self._schedule, StopStrings(tokenizer))
-        self._scores: list[tuple[Future[Any], np.ndarray]] = []
+        self._scores: list[tuple[Future[Any], np.ndarray, tuple[RowImage, ...]]] = []
         self._next_deadline = math.inf
         self._stepping = self._closing = False
         self._pause_count = 0
@@ -136,7 +146,12 @@ class LocalEngine(Engine):
         model = load_causal_lm(path, compute_dtype(device), device)
         if deterministic is None:
             deterministic = device == "cpu"
-        return cls(model, tokenizer, deterministic=deterministic, patience=patience)
+        processor = None
+        if reads_images(model.config):
+            processor = load_processor(base_and_adapters(path)[0])
+        return cls(
+            model, tokenizer, deterministic=deterministic, patience=patience, processor=processor
+        )
 
     # -- Sampler -----------------------------------------------------------------------------------
 
@@ -153,6 +168,7 @@ class LocalEngine(Engine):
         episode_id: str,
         seed: int,
         deadline: float,
+        images: Sequence[RowImage] = (),
     ) -> Generation:
         """Sample a turn. It is cut at `max_length` as well as at `max_tokens`.
 
@@ -165,7 +181,8 @@ class LocalEngine(Engine):
         request = f"episode {episode_id!r}"
         prompt = validate_row(prompt_ids, request, self.max_length, self._decoder.vocabulary)
         check_sampling(sampling, request)
-        turn = TurnRequest(episode_id, prompt, sampling, seed, deadline)
+        self._check_images(prompt, images, request)
+        turn = TurnRequest(episode_id, prompt, sampling, seed, deadline, tuple(images))
         with self._changed:
             self._check_running()
             self._schedule.ask(turn)
@@ -187,7 +204,9 @@ class LocalEngine(Engine):
                 self._next_deadline = -math.inf
             self._changed.notify_all()
 
-    async def scores(self, token_ids: array[int]) -> list[array[float]]:
+    async def scores(
+        self, token_ids: array[int], images: Sequence[RowImage] = ()
+    ) -> list[array[float]]:
         """Score a row by a separate pass between decode steps.
 
         Raises:
@@ -196,10 +215,11 @@ class LocalEngine(Engine):
         """
         vocabulary = self._decoder.vocabulary
         row = validate_row(token_ids, "score", self.max_length, vocabulary, room=0)
+        self._check_images(row, images, "score")
         answer: Future[Any] = Future()
         with self._changed:
             self._check_running()
-            self._scores.append((answer, row))
+            self._scores.append((answer, row, tuple(images)))
             self._changed.notify_all()
         return [await asyncio.wrap_future(answer)]
 
@@ -247,6 +267,14 @@ class LocalEngine(Engine):
                 self._pause_count -= 1
                 self._changed.notify_all()
 
+    def _check_images(self, row: np.ndarray, images: Sequence[RowImage], request: str) -> None:
+        if images and self._decoder.processor is None:
+            name = type(self._decoder.model).__name__
+            raise RequestRefused(
+                f"{request}: {name} reads no images here. Models that do: {', '.join(FAMILIES)}"
+            )
+        image_starts(row, images, request)
+
     def _check_running(self) -> None:
         if self._closing or self._failure:
             raise EngineError(self._failure or "the engine is closed")
@@ -270,7 +298,7 @@ class LocalEngine(Engine):
             self._stepping = False
             self._changed.notify_all()
             answers = [turn.answer for _, turn in self._schedule.in_flight]
-            answers += [answer for answer, _ in self._scores]
+            answers += [answer for answer, *_ in self._scores]
         for answer in answers:
             settle(answer, EngineError(failure))
 
@@ -296,9 +324,9 @@ class LocalEngine(Engine):
 
     def _answer_scores(self) -> None:
         while self._scores:
-            answer, row = self._scores[0]
+            answer, row, images = self._scores[0]
             try:
-                settle(answer, self._decoder.score(row))
+                settle(answer, self._decoder.score(row, images))
             except Exception as e:
                 settle(answer, EngineError(f"cannot score: {type(e).__name__}: {e}"))
             del self._scores[0]

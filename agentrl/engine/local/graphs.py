@@ -11,9 +11,9 @@ LENGTHS = 256
 """Callers round the number of visible positions up to a multiple of this, and the number of rows to
 a power of two, so that few graphs are recorded."""
 
-DecodePass = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""Returns the logits (N, V) of tokens (N) at positions (N), which see the first `length` positions.
-"""
+DecodePass = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""Returns the logits (N, V) of tokens (N) at positions (N) with rotary positions (N), which see the
+first `length` positions."""
 
 
 class DecodeGraphs:
@@ -35,12 +35,15 @@ class DecodeGraphs:
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()  # The memory that the graphs share.
 
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, rotary: torch.Tensor, length: int
+    ) -> torch.Tensor:
         """Return the logits (N, V), as `run` does. The next call overwrites them.
 
         Args:
             ids: the tokens (N).
             positions: their positions (N).
+            rotary: their rotary positions (N).
             length: the number of positions that they see.
 
         Raises:
@@ -48,10 +51,11 @@ class DecodeGraphs:
         """
         key = len(ids), length
         if key not in self._recorded:
-            self._recorded[key] = _Recorded(self._run, ids, positions, length, self._pool)
+            inputs = ids, positions, rotary
+            self._recorded[key] = _Recorded(self._run, inputs, length, self._pool)
         recorded = self._recorded[key]
-        recorded.ids.copy_(ids)
-        recorded.positions.copy_(positions)
+        for held, new in zip(recorded.inputs, (ids, positions, rotary), strict=True):
+            held.copy_(new)
         recorded.graph.replay()
         return recorded.logits
 
@@ -60,21 +64,25 @@ class _Recorded:
     """A graph, and the tensors that it reads and writes."""
 
     def __init__(
-        self, run: DecodePass, ids: torch.Tensor, positions: torch.Tensor, length: int, pool: Any
+        self,
+        run: DecodePass,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        length: int,
+        pool: Any,
     ):
-        self.ids, self.positions = ids.clone(), positions.clone()
+        ids, positions, rotary = self.inputs = tuple(tensor.clone() for tensor in inputs)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # Libraries allocate their work spaces in the first pass.
-            expected = run(self.ids, self.positions, length)
+            expected = run(ids, positions, rotary, length)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        generator = torch.cuda.default_generators[self.ids.device.index]
+        generator = torch.cuda.default_generators[ids.device.index]
         state = generator.clone_state()
         try:
             # The learner may use the GPU in another thread at the same time.
             with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-                self.logits = run(self.ids, self.positions, length)
+                self.logits = run(ids, positions, rotary, length)
         except Exception:
             # PyTorch leaves the generator as within a capture: dropout would fail from now on.
             generator.graphsafe_set_state(state)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal
 
 import numpy as np
@@ -10,10 +12,46 @@ import torch
 from transformers import Cache
 
 from agentrl.engine.base import Sampling
+from agentrl.images import RowImage
 from agentrl.trajectory import Generation
 
 GROWTH = 128
 """The capacity of rows is a multiple of this number of tokens."""
+
+
+@dataclass(frozen=True)
+class ImagePart:
+    """The part of a row up to the end of its last image.
+
+    Attributes:
+        images: the images of the row.
+        starts: where the placeholder tokens of each image begin.
+        positions: (3, T) the rotary positions of the tokens of this part.
+    """
+
+    images: tuple[RowImage, ...]
+    starts: tuple[int, ...]
+    positions: np.ndarray
+
+    @property
+    def end(self) -> int:
+        """The number of tokens of this part."""
+        return self.positions.shape[1]
+
+    @property
+    def shift(self) -> int:
+        """The rotary position of a token after this part, less its index."""
+        return int(self.positions.max()) + 1 - self.end
+
+
+def _first_difference(a: ImagePart | None, b: ImagePart | None, end: int) -> int:
+    """Return where the first image begins that differs in two rows; `end` if none does.
+
+    Placeholder tokens are equal, whatever the image.
+    """
+    rows = [list(zip(p.images, p.starts, strict=True)) if p else [] for p in (a, b)]
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*rows, strict=False)))
+    return min([row[same][1] for row in rows if len(row) > same], default=end)
 
 
 class CachedRows:
@@ -35,6 +73,12 @@ class CachedRows:
         `returns_kept`."""
         self.stop_ids = np.zeros((0, 1), np.int32)
         """(R, S), padded with -1."""
+        self.image_part = np.zeros(0, object)
+        """The `ImagePart` of rows with images; 0 or None for others."""
+        self.image_end = np.zeros(0, np.int64)
+        """The number of tokens up to the end of the last image."""
+        self.shift = np.zeros(0, np.int64)
+        """The rotary position of a token after the images, less its index."""
         self.length = np.zeros(0, np.int64)
         self.cached = np.zeros(0, np.int64)
         self.prefilled = np.zeros(0, np.int64)
@@ -81,16 +125,27 @@ class CachedRows:
             array_[a], array_[b] = array_[b], array_[a]
 
     def begin_turn(
-        self, row: int, prompt: np.ndarray, sampling: Sampling, seed: int, max_length: int
+        self,
+        row: int,
+        prompt: np.ndarray,
+        sampling: Sampling,
+        seed: int,
+        max_length: int,
+        image_part: ImagePart | None = None,
     ) -> None:
         """Write the whole prompt of a turn and its sampling parameters into its row.
 
-        The cache stays valid as far as the prompt repeats the cached tokens. The last token is
-        never counted as cached, because decoding feeds it.
+        The cache stays valid as far as the prompt repeats the cached tokens and images. The last
+        token is never counted as cached, because decoding feeds it.
         """
         cached = min(int(self.cached[row]), len(prompt) - 1)
         same = self.ids[row, :cached] == prompt[:cached]
-        self.cached[row] = cached if same.all() else same.argmin()
+        cached = cached if same.all() else int(same.argmin())
+        cached = min(cached, _first_difference(self.image_part[row] or None, image_part, cached))
+        self.cached[row] = cached
+        self.image_part[row] = image_part
+        self.image_end[row] = image_part.end if image_part else 0
+        self.shift[row] = image_part.shift if image_part else 0
         self.ids[row, : len(prompt)] = prompt
         self.length[row] = self.start[row] = len(prompt)
         self.limit[row] = min(len(prompt) + sampling.max_tokens, max_length)

@@ -31,6 +31,7 @@ import numpy as np
 
 from agentrl.engine.base import Sampling
 from agentrl.errors import EngineError
+from agentrl.images import RowImage
 
 ADMIT_EVERY = 8
 """Decode steps between two admissions."""
@@ -64,6 +65,7 @@ class TurnRequest:
     sampling: Sampling
     seed: int
     deadline: float
+    images: tuple[RowImage, ...] = ()
     answer: Future[Any] = field(default_factory=Future)
     """The future `Generation`. It is also done if the caller was cancelled."""
 

@@ -113,7 +113,12 @@ class Stepper:
             entry.fresh = False
             try:
                 decoder.rows.begin_turn(
-                    entry.row, turn.prompt, turn.sampling, turn.seed, decoder.max_length
+                    entry.row,
+                    turn.prompt,
+                    turn.sampling,
+                    turn.seed,
+                    decoder.max_length,
+                    decoder.image_part(turn.prompt, turn.images),
                 )
             except Exception as e:
                 decoder.clear(entry.row)

@@ -25,9 +25,10 @@ from agentrl.engine.remote.admin import AdminClient, reading, refusal
 from agentrl.engine.remote.launch import ServerHandle, raise_if_dead
 from agentrl.engine.remote.senders import FROM_FILES, Delivery, Route, Sent, Target
 from agentrl.engine.remote.turns import GateState, TurnGate, join_parts, without_last_token
-from agentrl.errors import EngineError, InvalidEngineResponse
+from agentrl.errors import EngineError, InvalidEngineResponse, RequestRefused
 from agentrl.http import HttpClient
-from agentrl.trajectory import Generation, token_array
+from agentrl.images import RowImage
+from agentrl.trajectory import Generation, float_array, token_array
 
 SCORE_SECONDS = 300.0
 _SERIALS = itertools.count()
@@ -245,6 +246,7 @@ class RemoteEngine(Sampler):
         episode_id: str,
         seed: int,
         deadline: float,
+        images: Sequence[RowImage] = (),
     ) -> Generation:
         """Sample a turn. It is cut at `max_length` as well as at `max_tokens`.
 
@@ -270,7 +272,7 @@ class RemoteEngine(Sampler):
             async with self._gate.passing():
                 deadline += time.monotonic() - start  # A wait for new weights does not count.
                 part = await self._sample(
-                    row, sampling, end - len(row), seed, where, deadline, episode_id
+                    row, sampling, end - len(row), seed, where, deadline, episode_id, images
                 )
             if part.token_ids:
                 parts.append(part)
@@ -288,11 +290,11 @@ class RemoteEngine(Sampler):
         where: str,
         deadline: float,
         episode_id: str,
+        images: Sequence[RowImage],
     ) -> Generation:
         """Sample a turn, or its part until the server gets new weights."""
-        body = self._body(
-            _json_ids(row), sampling, limit, seed % 2**63 if self._uses_seeds else None
-        )
+        ids, fields = self._with_images(_json_ids(row), images, where)
+        body = self._body(ids, sampling, limit, seed % 2**63 if self._uses_seeds else None) | fields
         policy_version = self._policy_version
         with self.adapters.in_use(policy_version.request_fields):
             body |= policy_version.request_fields
@@ -303,24 +305,38 @@ class RemoteEngine(Sampler):
                 f"{where}: token {max(generation.token_ids)}, but the model's vocabulary has"
                 f" {self._vocabulary}"
             )
+        if images and generation.token_ids and generation.prompt_tokens != len(row):
+            raise InvalidEngineResponse(
+                f"{where}: {self.name} read {generation.prompt_tokens} tokens, but the row with its"
+                f" images has {len(row)}. The server must resize images as the model's folder says"
+            )
         if generation.finish_reason == "abort":
             if not self._gate.is_closed:
                 raise EngineError(f"{where}: {self.name} aborted the turn")
             return without_last_token(generation)
         return generation
 
-    async def score(self, token_ids: array[int]) -> array[float]:
-        """Return the logprob of each token given the tokens before it. The first token's is 0.
+    async def score(self, token_ids: array[int], images: Sequence[RowImage] = ()) -> array[float]:
+        """Return the logprob of each token given the tokens before it.
+
+        The first token's is 0, and so are those of the placeholder tokens of images.
 
         Raises:
             EngineError: as `generate`.
         """
         row = validate_row(token_ids, "score", self.max_length, self._vocabulary)
         fields = self._policy_version.request_fields
+        ids, image_fields = self._with_images(row, images, "score")
         with self.adapters.in_use(fields):
-            body = self._score_body(row) | fields
+            body = self._score_body(ids) | image_fields | fields
             answer = await self._ask(body, "score", time.monotonic() + SCORE_SECONDS, "score")
-        return self._read_scores(answer, token_ids, self._vocabulary, "score")
+        if not images:
+            return self._read_scores(answer, token_ids, self._vocabulary, "score")
+        is_image = row == images[0].token_id
+        # The server reports token 0 in place of the placeholders.
+        row[is_image] = 0
+        scores = self._read_scores(answer, row.tolist(), self._vocabulary, "score")
+        return float_array(np.where(is_image, 0.0, scores).tolist())
 
     def reprefill_tokens(self) -> int:
         return self.reprefilled
@@ -494,6 +510,20 @@ class RemoteEngine(Sampler):
     @abstractmethod
     def _read_scores(answer: Any, row: Sequence[int], vocabulary: int, where: str) -> array[float]:
         """Return the logprobs of a whole row; the first token's is 0."""
+
+    def _with_images(
+        self, ids: np.ndarray, images: Sequence[RowImage], where: str
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Return the ids that the server gets for a row, and the fields with its images.
+
+        Raises:
+            RequestRefused: the server reads no images, or the row has not their tokens.
+        """
+        if images:
+            raise RequestRefused(
+                f"{where}: agentrl sends no images to {self.name}. Set rollout.name=sglang"
+            )
+        return ids, {}
 
     @abstractmethod
     def begin_update(self) -> None:

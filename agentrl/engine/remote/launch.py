@@ -340,6 +340,13 @@ SGLANG_CPU = (
 )
 """The flags for a machine without a GPU. SGLang counts memory that other processes allocate during
 its start as its own."""
+SGLANG_IMAGES = {
+    # Keep the ids of a row with images: its text, tokenized again, may have others.
+    "SGLANG_MM_AVOID_RETOKENIZE": "1",
+    # Keep no vectors of images: SGLang would use those of earlier weights, flushed or not.
+    "SGLANG_VLM_CACHE_SIZE_MB": "0",
+}
+"""The environment for a model that reads images."""
 ON_POLICY_TARGET = "fsdp"
 """The value of `--rl-on-policy-target` for a trainer of plain torch modules, such as agentrl's."""
 
@@ -356,6 +363,8 @@ class SGLangLaunch(Launch):
     sleep: Literal["none", "kv_cache", "all"] = "none"
     fp8: bool = False
     """True if the matrices of layers have 8 bits."""
+    reads_images: bool = False
+    """True if the model reads images (`agentrl.images`)."""
     on_policy: bool = False
     """True if it computes in the order and precision of a trainer of plain torch modules."""
 
@@ -391,6 +400,7 @@ class SGLangLaunch(Launch):
         flags = ["--grammar-backend", "none", "--dtype", self.dtype]
         if not self.gpus:
             flags += SGLANG_CPU
+            flags += ["--mm-attention-backend", "sdpa"] if self.reads_images else []
         else:
             flags += ["--mem-fraction-static", f"{self.memory:g}", "--tp-size", str(len(self.gpus))]
         if self.lora_targets:
@@ -415,6 +425,8 @@ class SGLangLaunch(Launch):
     def _environment(self) -> dict[str, str]:
         # Longer than a client keeps connections.
         environment = {"SGLANG_TIMEOUT_KEEP_ALIVE": "300"}
+        if self.reads_images:
+            environment |= SGLANG_IMAGES
         if self.sleep != "none":
             # The learner may use these segments; SGLang's memory saver does not start with them.
             for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):

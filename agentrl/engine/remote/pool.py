@@ -33,6 +33,7 @@ from agentrl.errors import (
     RequestRefused,
 )
 from agentrl.http.pool import paused_time_limits
+from agentrl.images import RowImage
 from agentrl.trajectory import Generation
 
 SCORE_SECONDS = 600.0
@@ -119,6 +120,7 @@ class EnginePool(Engine):
         episode_id: str,
         seed: int,
         deadline: float,
+        images: Sequence[RowImage] = (),
     ) -> Generation:
         """Sample a turn on one of the engines. If all are full, wait.
 
@@ -133,7 +135,12 @@ class EnginePool(Engine):
         async def send_request(engine: RemoteEngine) -> Generation:
             first = self.supervisor.version
             result = await engine.generate(
-                prompt_ids, sampling, episode_id=episode_id, seed=seed, deadline=deadline
+                prompt_ids,
+                sampling,
+                episode_id=episode_id,
+                seed=seed,
+                deadline=deadline,
+                images=images,
             )
             self._check_version(result, first, engine)
             return result
@@ -146,7 +153,9 @@ class EnginePool(Engine):
             replica.episodes.discard(episode_id)
             engine.end(episode_id)
 
-    async def scores(self, token_ids: array[int]) -> list[array[float]]:
+    async def scores(
+        self, token_ids: array[int], images: Sequence[RowImage] = ()
+    ) -> list[array[float]]:
         """Return the logprobs of each engine that can be used.
 
         If an engine fails while another one succeeds, the policy is sent to it again.
@@ -154,7 +163,7 @@ class EnginePool(Engine):
         deadline = time.monotonic() + SCORE_SECONDS
         candidates = [(replica, replica.engine) for replica in self._candidates(set())]
         answers = await asyncio.gather(
-            *(self._send(r, lambda e: e.score(token_ids), deadline) for r, _ in candidates),
+            *(self._send(r, lambda e: e.score(token_ids, images), deadline) for r, _ in candidates),
             return_exceptions=True,
         )
         result: list[array[float]] = []
