@@ -141,7 +141,7 @@ def _read_call(index: int, call: Any) -> ToolCall:
 class _NoTokens(TokenRow):
     """A row that stays empty."""
 
-    def extend(self, delta: Sequence[int], generation: Generation, max_tokens: int) -> None:
+    def extend(self, *_: Any) -> None:
         pass
 
 
@@ -149,6 +149,7 @@ class NoTemplate:
     """The chat template of a `ChatModel`, which has none: conversations have no tokens."""
 
     stop_ids = ()
+    images = None
 
     def prompt(self, *_: Any, **__: Any) -> array[int]:
         return token_array()
