@@ -262,7 +262,7 @@ def read_parts(value: Any) -> list[str | Image] | None:
         ImageError: an image is larger than the limits.
     """
     items = value if isinstance(value, list | tuple) else [value]
-    if not any([is_image(item) for item in items]):
+    if not any(map(is_image, items)):
         return None
     for item in items:
         if not (isinstance(item, str) or is_image(item)):

@@ -20,7 +20,8 @@ class Reply:
     Example with an image: `Reply(["This is what you see now:", screenshot])`.
 
     Attributes:
-        content: the next user message: a text, or a list of texts and images. The model does not see it if `done` is true.
+        content: the next user message: a text, or a list of texts and images. The model does not
+            see it if `done` is true.
         score: the "turn" reward of the assistant's last turn (`reward.turn_weight`).
         done: true if the conversation ends here.
         images: the images in the content, in which each has a `PLACE` (`agentrl.images`). A list

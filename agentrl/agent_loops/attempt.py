@@ -25,8 +25,8 @@ from agentrl.chat import (
     open_reader,
     truncate,
 )
-from agentrl.chat.images import require_rule
 from agentrl.chat.encoding import common_prefix_length
+from agentrl.chat.images import require_rule
 from agentrl.chat.render import check_variables
 from agentrl.chat.tokenizer import end_of_turn_ids, template_source
 from agentrl.config import Config

@@ -379,7 +379,7 @@ class Episode:
                 )
         seconds = time.monotonic() - start_time
         results = [self._runtime.truncate(r) for r in results]
-        if any([r.images for r in results]):
+        if any(r.images for r in results):
             results = [await self._prepare_result(r) for r in results]
         turn = attempt.turns[index]
         penalties, row = self._runtime.config.tools.penalties, attempt.rows[turn.segment]
@@ -393,7 +393,7 @@ class Episode:
         )
         self.observe(
             *(
-                replace(answer_as(r.content), images=r.images)
+                _with_images(answer_as(r.content), r)
                 if answer_as
                 else Message("tool", r.content, tool_call_id=c.id, images=r.images)
                 for c, r in zip(calls, results, strict=True)
@@ -572,6 +572,10 @@ def _require_messages(method: str, messages: Any) -> list[Message]:
     if not is_list:
         raise UserCodeError(f"ep.{method} takes a list of messages: [{messages!r:.60}]")
     return items
+
+
+def _with_images(message: Message, result: ToolResult) -> Message:
+    return replace(message, images=result.images) if result.images else message
 
 
 Penalties = tuple[tuple[int, int, float], ...]

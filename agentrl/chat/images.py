@@ -1,4 +1,4 @@
-"""Images in the tokens of a conversation: where a template writes them, and how many tokens each has.
+"""Images in the tokens of a conversation: where a template writes them, and how many tokens.
 
 A template writes an image of a content list as a few control tokens, one of which is the model's
 placeholder. In the row, the placeholder is repeated as often as the model makes vectors of the
@@ -96,7 +96,7 @@ class TemplateImages:
         Raises:
             TemplateError: the chat template writes no images.
         """
-        if not any([m.images for m in messages]):
+        if not any(m.images for m in messages):
             return messages
         if self._problem:
             raise TemplateError(self._problem)
@@ -189,6 +189,13 @@ class TemplateImages:
 def images_of(messages: Iterable[Message]) -> list[Image]:
     """Return the images of messages, in order."""
     return [image for message in messages for image in message.images]
+
+
+def without_images(message: Message) -> Message:
+    """Return a message with its texts alone."""
+    if not message.images:
+        return message
+    return replace(message, content=message.content.replace(PLACE, ""), images=())
 
 
 def message_dict(message: Message) -> dict[str, Any]:

@@ -519,9 +519,7 @@ class ChatTemplate:
     def _expand(self, ids: array[int], messages: Sequence[Message]) -> array[int]:
         return self.images.expand(ids, messages) if self.images else ids
 
-    def _check_images(
-        self, ids: array[int], delta: TurnDelta, messages: Sequence[Message]
-    ) -> None:
+    def _check_images(self, ids: array[int], delta: TurnDelta, messages: Sequence[Message]) -> None:
         """Raise `TemplateError` if the template writes messages with images in another way.
 
         Args:
