@@ -75,9 +75,8 @@ class RowImages:
                     self._wrong(field, f"a part is neither text nor image: {part!r:.60}")
 
     def _next(self) -> Image | str:
-        self._places += 1
-        found = self._images[self._places - 1 : self._places]
-        return (found and found[0]) or ""
+        i, self._places = self._places, self._places + 1
+        return (self._images[i] if i < len(self._images) else None) or ""
 
     def _read(self, field: str, value: Any) -> Image | None:
         try:
