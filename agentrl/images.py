@@ -11,9 +11,11 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import math
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -98,7 +100,7 @@ class Image:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class RowImage:
     """An image in a row of tokens: RGB, at the size that the model reads.
 
@@ -147,7 +149,10 @@ class ImageRule:
         # Here, so that a run without images imports neither PIL nor transformers' processors.
         from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        try:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        except (OSError, ValueError):  # a folder with a tokenizer alone, or with an adapter
+            return None
         if config.model_type not in FAMILIES:
             return None
         processor = load_processor(path)
@@ -170,15 +175,20 @@ class ImageRule:
         Raises:
             ImageError: the image is too narrow for the model: over 200 times as long as wide.
         """
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
-        try:
-            height, width = smart_resize(
-                height, width, self.unit, min_pixels=self.min_pixels, max_pixels=self.max_pixels
+        # transformers' `smart_resize`. A process that decodes one image should not import torch.
+        unit, pixels = self.unit, width * height
+        if max(width, height) > 200 * min(width, height):
+            raise ImageError(
+                f"an image has {width}x{height} pixels; it may be 200 times as long as wide"
             )
-        except ValueError as e:
-            raise ImageError(f"an image of {width}x{height} pixels: {e}") from e
-        return width, height
+        sides = [round(side / unit) * unit for side in (width, height)]
+        if math.prod(sides) > self.max_pixels:
+            by = math.sqrt(pixels / self.max_pixels)
+            sides = [max(unit, math.floor(side / by / unit) * unit) for side in (width, height)]
+        elif math.prod(sides) < self.min_pixels:
+            by = math.sqrt(self.min_pixels / pixels)
+            sides = [math.ceil(side * by / unit) * unit for side in (width, height)]
+        return sides[0], sides[1]
 
     def tokens(self, width: int, height: int) -> int:
         """Return the number of tokens of an image at the size that the model reads."""
@@ -253,13 +263,8 @@ def describe_image(image: Image | RowImage) -> str:
     if isinstance(image, RowImage):
         size = f"{image.width}x{image.height} "
     else:
-        try:
-            from PIL import Image as PIL  # It is an optional dependency.
-
-            with PIL.open(io.BytesIO(image.data), formats=FORMATS) as file:  # reads the head only
-                size = f"{file.width}x{file.height} "
-        except Exception:
-            pass  # Without Pillow, or of a damaged file, the size is unknown.
+        with suppress(Exception):  # Without Pillow, or of a damaged file, the size is unknown.
+            size = "{}x{} ".format(*read_size(image))
     return f"[image {size}{image.key[:8]}]"
 
 
@@ -292,6 +297,51 @@ def split_row(
         yield image
         start = at + image.tokens
     yield ids[start:]
+
+
+def read_parts(value: Any) -> list[str | Image] | None:
+    """Return the texts and images of what a tool or an interaction returned.
+
+    Args:
+        value: an image (`Image`, a PIL image, the bytes of a PNG or JPEG file), a list or tuple of
+            texts and images, or anything else.
+
+    Returns:
+        None if there is no image.
+
+    Raises:
+        TypeError: there is something else beside an image.
+        ImageError: an image is larger than the limits.
+    """
+    items = value if isinstance(value, list | tuple) else [value]
+    if not any(map(is_image, items)):
+        return None
+    for item in items:
+        if not (isinstance(item, str) or is_image(item)):
+            raise TypeError(f"beside an image, only texts and images are read, not {_shown(item)}")
+    return [item if isinstance(item, str) else Image.of(item) for item in items]
+
+
+def is_image(value: Any) -> bool:
+    """Return whether a value is an image that `read_parts` reads."""
+    if isinstance(value, bytes):
+        return value.startswith((b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"))
+    return isinstance(value, Image) or type(value).__module__.startswith("PIL.")
+
+
+def read_size(image: Image) -> tuple[int, int]:
+    """Return the width and the height of an image from the header of its file, in pixels.
+
+    Raises:
+        ImageError: it is no image.
+    """
+    from PIL import Image as PIL
+
+    try:
+        with PIL.open(io.BytesIO(image.data), formats=FORMATS) as file:
+            return file.size
+    except (OSError, SyntaxError, ValueError, EOFError, PIL.DecompressionBombError) as e:
+        raise ImageError(f"an image cannot be read: {e}") from e
 
 
 def _write_png(picture: Any) -> bytes:

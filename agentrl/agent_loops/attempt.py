@@ -9,7 +9,7 @@ import time
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -25,12 +25,15 @@ from agentrl.chat import (
     open_reader,
     truncate,
 )
+from agentrl.chat.encoding import common_prefix_length
+from agentrl.chat.images import require_rule
 from agentrl.chat.render import check_variables
 from agentrl.chat.tokenizer import end_of_turn_ids, template_source
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import EngineError, EpisodeOver, UserError
 from agentrl.http.pool import TimeLimit
+from agentrl.images import PLACE, Image, ImageRule, RowImage
 from agentrl.tools import Toolbox
 from agentrl.trajectory import (
     Generation,
@@ -85,7 +88,13 @@ class Runtime:
         tools, template = self.config.tools, self.template
         limit, side = tools.max_result_tokens, tools.truncate
         content = truncate(result.content, limit, side, template.encode, template.decode_plain)
-        return result if content is result.content else replace(result, content=content)
+        if content is result.content:
+            return result
+        kept = common_prefix_length(content, result.content)
+        first = content[:kept].count(PLACE)
+        last = len(result.images) - content.count(PLACE) + first
+        images = result.images and (*result.images[:first], *result.images[last:])
+        return replace(result, content=content, images=images)
 
     def close(self) -> None:
         """End the process of a foreign parser, if there is one."""
@@ -101,18 +110,29 @@ def load_template(config: Config) -> ChatTemplate:
             not read one of the variables.
     """
     path = config.model.path
-    return make_template(load_tokenizer(path), config, end_of_turn_ids(path))
+    images = ImageRule.load(path)
+    return make_template(load_tokenizer(path), config, end_of_turn_ids(path), images)
 
 
-def make_template(tokenizer: Any, config: Config, end_ids: Sequence[int] = ()) -> ChatTemplate:
+def make_template(
+    tokenizer: Any, config: Config, end_ids: Sequence[int] = (), images: ImageRule | None = None
+) -> ChatTemplate:
     """Return a tokenizer's chat template, with the run's variables.
+
+    Args:
+        tokenizer: the policy's tokenizer.
+        config: the config of the run.
+        end_ids: further tokens that end turns.
+        images: how the model turns images into tokens; None: it reads none.
 
     Raises:
         UserError: see `load_template`.
     """
     variables = config.model.template_kwargs
     check_variables(template_source(tokenizer), variables)
-    return ChatTemplate(tokenizer, end_ids, variables=variables, untrusted=config.data.untrusted)
+    return ChatTemplate(
+        tokenizer, end_ids, variables=variables, untrusted=config.data.untrusted, images=images
+    )
 
 
 @dataclass(slots=True)
@@ -140,6 +160,8 @@ class Attempt:
     turn_ids: dict[int, array[int]] = field(default_factory=dict)
     """The token ids of each assistant message that was sampled or is foreign, by `id(message)`.
     `messages` and `foreign` hold references to the messages, so that no id is reused."""
+    images: dict[str, RowImage] = field(default_factory=dict)
+    """The images of all conversations, as the model reads them, by their keys."""
     foreign: dict[int, Message] = field(default_factory=dict)
     """The assistant messages that the policy did not sample (`Episode.foreign`), by `id`."""
     parses_calls: bool = True
@@ -252,8 +274,25 @@ class Attempt:
                     self.state,
                 )
 
+    async def prepare(self, images: Iterable[Image]) -> None:
+        """Decode images that enter a conversation.
+
+        Raises:
+            ImageError: an image cannot be read.
+            ConfigError: the policy reads no images.
+        """
+        for image in images:
+            if image.key not in self.images:
+                reader = require_rule(self.runtime.template.images)
+                self.images[image.key] = await reader.prepare(image)
+
     async def sample_turn(
-        self, ids: array[int], sampling: Sampling, seed: Sequence[int], until: float = math.inf
+        self,
+        ids: array[int],
+        sampling: Sampling,
+        seed: Sequence[int],
+        until: float = math.inf,
+        images: Sequence[RowImage] = (),
     ) -> tuple[Generation, str]:
         """Let the engine continue a row. Return the tokens, cut at a stop text, and their text.
 
@@ -262,17 +301,25 @@ class Attempt:
             sampling: the parameters of this turn.
             seed: the seed of this turn, in addition to those of the run, the row and the rollout.
             until: an earlier deadline of this request, in `time.monotonic()` seconds.
+            images: the images of the row, in order.
 
         Raises:
             EpisodeOver: the time of the episode is over.
             EngineError: the engine failed. The sample may be played again.
         """
+        # An engine that reads no images need not know this argument.
+        more: dict[str, Any] = {"images": images} if images else {}
         while True:
             deadline = min(until, self.deadline)
             try:
                 turn_seed = mix_seed(self.seed, self.rollout, *seed)
                 generation = await self.runtime.sampler.generate(
-                    ids, sampling, episode_id=self.episode_id, seed=turn_seed, deadline=deadline
+                    ids,
+                    sampling,
+                    episode_id=self.episode_id,
+                    seed=turn_seed,
+                    deadline=deadline,
+                    **more,
                 )
                 if sampling.returns_kept and not generation.kept_counts:
                     raise UserError(

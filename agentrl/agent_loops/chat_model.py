@@ -22,6 +22,7 @@ from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import ChatRefused, ConfigError, Infrastructure, RequestRefused, UserError
 from agentrl.http.chat import NoAccess, OpenAIChat
 from agentrl.http.client import parse_base_url
+from agentrl.images import RowImage
 from agentrl.trajectory import Generation, Message, ToolCall, float_array, token_array
 
 MAX_REQUESTS = 64
@@ -141,7 +142,13 @@ def _read_call(index: int, call: Any) -> ToolCall:
 class _NoTokens(TokenRow):
     """A row that stays empty."""
 
-    def extend(self, delta: Sequence[int], generation: Generation, max_tokens: int) -> None:
+    def extend(
+        self,
+        delta: Sequence[int],
+        generation: Generation,
+        max_tokens: int,
+        images: Sequence[RowImage] = (),
+    ) -> None:
         pass
 
 
@@ -149,6 +156,7 @@ class NoTemplate:
     """The chat template of a `ChatModel`, which has none: conversations have no tokens."""
 
     stop_ids = ()
+    images = None
 
     def prompt(self, *_: Any, **__: Any) -> array[int]:
         return token_array()

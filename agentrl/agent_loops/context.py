@@ -7,12 +7,13 @@ version.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from agentrl.chat import ChatTemplate
 from agentrl.errors import EngineError, UserCodeError
+from agentrl.images import Image, RowImage
 from agentrl.trajectory import Generation, Message, Segment, float_array, token_array
 
 # An array times n copies memory. A list would create n references.
@@ -23,8 +24,10 @@ _ZERO_LOGPROB = float_array([0.0])
 class TokenRow:
     """A segment that still grows: a prompt, then observed and sampled tokens in turn."""
 
-    def __init__(self, prompt: array[int]):
+    def __init__(self, prompt: array[int], images: Sequence[RowImage] = ()):
         self.prompt = prompt
+        self.images = tuple(images)
+        """The images of the prompt and of the response, in order."""
         self.ids = token_array(prompt)
         """The prompt and the response in one array. The engine continues these ids."""
         self.index = -1
@@ -38,8 +41,14 @@ class TokenRow:
         """The number of response tokens."""
         return len(self._mask)
 
-    def extend(self, delta: Sequence[int], generation: Generation, max_tokens: int) -> None:
-        """Append the observed tokens and the tokens that the engine sampled after them.
+    def extend(
+        self,
+        delta: Sequence[int],
+        generation: Generation,
+        max_tokens: int,
+        images: Sequence[RowImage] = (),
+    ) -> None:
+        """Append the observed tokens, with their images, and the tokens sampled after them.
 
         If an exception is raised, nothing is appended. The prompt length that the engine reports
         must be that of this row. The cost depends on the new tokens only.
@@ -59,6 +68,8 @@ class TokenRow:
                 f" {len(generation.versions)} versions; the request was for at most {max_tokens}"
             )
         check_kept(generation)
+        if images:
+            self.images += tuple(images)
         self.ids.extend(delta)
         self._mask.extend(_UNSAMPLED * len(delta))
         self._logprobs.extend(_ZERO_LOGPROB * len(delta))
@@ -81,6 +92,7 @@ class TokenRow:
             versions=self._versions[:],
             kept_ids=self._kept_ids[:],
             kept_counts=self._kept_counts[:] if self._kept_ids else token_array(),
+            images=self.images,
         )
 
 
@@ -114,6 +126,7 @@ class Context:
         schemas: Sequence[Any],
         turn_ids: dict[int, array[int]],
         foreign: Mapping[int, Message],
+        images: Mapping[str, RowImage],
         *,
         row_messages: Sequence[Message],
         exact: bool,
@@ -126,6 +139,7 @@ class Context:
             schemas: the tools that the template shows.
             turn_ids: the token ids of the attempt's assistant messages, by `id(message)`.
             foreign: those of the messages that the policy did not sample, by `id(message)`.
+            images: the images of the attempt that are prepared, by their keys.
             row_messages: the messages of the opening that come from the dataset row; these may
                 contain thinking tags.
             exact: whether to raise `TemplateError` for an opening that cannot be encoded as the
@@ -139,14 +153,23 @@ class Context:
         self._foreign = foreign
         self._opening = list(opening)
         self._row_messages = set(map(id, row_messages))
-        self.row = TokenRow(template.prompt(opening, schemas, self.is_from_row, exact=exact))
+        self._images = images
         self._pending: list[Message] = []
-        self._is_edited = False
+        self.unprepared = self._find_unprepared(opening)
+        """The images that the attempt must prepare before `next_row`."""
+        self._is_edited = bool(self.unprepared)
+        if self._is_edited:  # a conversation of `ep.spawn`
+            self.row = TokenRow(token_array())
+        else:
+            ids = template.prompt(opening, schemas, self.is_from_row, exact=exact)
+            self.row = TokenRow(ids, self._images_of(opening))
 
     def observe(self, message: Message) -> None:
         """Add a message that the policy did not write."""
         self.messages.append(message)
         self._pending.append(message)
+        if message.images:
+            self.unprepared += self._find_unprepared([message])
 
     def add_turn(self, row: TokenRow, message: Message, ids: array[int]) -> None:
         """Add the policy's turn. `row` already contains its ids and the pending messages."""
@@ -183,15 +206,21 @@ class Context:
         if not messages or messages[-1].role == "assistant":
             raise UserCodeError("ep.branch: the last message must be a user or tool message")
         self.messages, self._schemas = list(messages), schemas
+        self.unprepared = self._find_unprepared(messages)
         self._pending.clear()
         self._is_edited = True
 
-    def next_row(self, strip: bool) -> tuple[TokenRow, array[int]]:
-        """Return the row in which the next turn is sampled, and the tokens to append before it.
+    def next_row(self, strip: bool) -> tuple[TokenRow, array[int], Sequence[RowImage]]:
+        """Return the row of the next turn, and the tokens and images to append before the turn.
 
         Args:
             strip: if the template drops earlier thinking here, start a new row without it.
         """
+        row, delta = self._next_row(strip)
+        is_new = row is not self.row or not len(row)
+        return row, delta, () if is_new else self._images_of(self._pending)
+
+    def _next_row(self, strip: bool) -> tuple[TokenRow, array[int]]:
         if self._is_edited:
             return self._new_row(strip), token_array()
         if not len(self.row):
@@ -225,13 +254,18 @@ class Context:
         """Return a row whose prompt is the conversation as it is now."""
         turn_ids = self._turn_ids
         indices = [i for i, m in enumerate(self.messages) if id(m) in turn_ids]
-        return TokenRow(
-            self._template.conversation(
-                self.messages,
-                self._schemas,
-                {i: turn_ids[id(self.messages[i])] for i in indices},
-                foreign={i for i in indices if id(self.messages[i]) in self._foreign},
-                strip=strip,
-                is_from_row=self.is_from_row,
-            )
+        ids = self._template.conversation(
+            self.messages,
+            self._schemas,
+            {i: turn_ids[id(self.messages[i])] for i in indices},
+            foreign={i for i in indices if id(self.messages[i]) in self._foreign},
+            strip=strip,
+            is_from_row=self.is_from_row,
         )
+        return TokenRow(ids, self._images_of(self.messages))
+
+    def _find_unprepared(self, messages: Iterable[Message]) -> list[Image]:
+        return [i for m in messages if m.images for i in m.images if i.key not in self._images]
+
+    def _images_of(self, messages: Iterable[Message]) -> list[RowImage]:
+        return [self._images[image.key] for m in messages if m.images for image in m.images]

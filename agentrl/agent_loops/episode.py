@@ -33,7 +33,9 @@ from agentrl.agent_loops.context import Context, TokenRow
 from agentrl.chat import ChatTemplate
 from agentrl.config import RolloutConfig
 from agentrl.errors import UserCodeError
+from agentrl.images import ImageError, RowImage
 from agentrl.interactions import Interaction, respond
+from agentrl.tools.payloads import error_result
 from agentrl.trajectory import (
     Generation,
     Message,
@@ -110,6 +112,7 @@ class Episode:
             schemas,
             attempt.turn_ids,
             attempt.foreign,
+            attempt.images,
             row_messages=row_messages,
             exact=is_first and not observed,
         )
@@ -185,7 +188,16 @@ class Episode:
         requested: int | None,
     ) -> Message:
         attempt, template = self._attempt, self._runtime.template
-        row, delta = self._context.next_row(strip=rollout.history_thinking == "strip")
+        if self._context.unprepared:
+            try:
+                await attempt.prepare(self._context.unprepared)
+            except ImageError as e:
+                raise UserCodeError(
+                    "an image that the agent loop or the interaction added to the conversation:"
+                    f" {e}"
+                ) from e
+            self._context.unprepared.clear()
+        row, delta, images = self._context.next_row(strip=rollout.history_thinking == "strip")
         remaining = await self._wait_for_room(rollout, row, len(delta), requested)
         budget, prompt = min(remaining, rollout.max_turn_tokens), row.ids + delta
         max_tokens = min(budget, budget if requested is None else requested)
@@ -198,7 +210,9 @@ class Episode:
             attempt.turn_in_flight(len(delta) + max_tokens),
             attempt.waiting_for("generate", self._conversation),
         ):
-            generation, text = await attempt.sample_turn(prompt, sampling, seed)
+            generation, text = await attempt.sample_turn(
+                prompt, sampling, seed, images=(*row.images, *images)
+            )
         seconds = time.monotonic() - start_time
         # The prompt may end with an opened thinking tag, which belongs to the text for parsers.
         opening = "" if parse else template.thinking.opening(prompt)
@@ -212,7 +226,9 @@ class Episode:
             calls = _shift_spans(calls, -len(opening))
         # No `await` and no user code follows, so the turn is added completely or not at all.
         message = Message("assistant", text, tuple(calls))
-        self._add_turn(row, delta, generation, max_tokens, message, seconds)
+        self._add_turn(row, delta, generation, max_tokens, message, seconds, images)
+        if template.images and template.images.rule.token_id in generation.token_ids:
+            raise attempt.end_with("done")  # No engine can continue the row.
         if generation.finish_reason == "length" and max_tokens == budget:
             raise attempt.end_with("turn_tokens" if max_tokens < remaining else "trajectory_tokens")
         return message
@@ -251,10 +267,11 @@ class Episode:
         max_tokens: int,
         message: Message,
         seconds: float,
+        images: Sequence[RowImage] = (),
     ) -> None:
         """Append a sampled turn to its row, the conversation and the episode."""
         attempt, start = self._attempt, len(row) + len(delta)
-        row.extend(delta, generation, max_tokens)
+        row.extend(delta, generation, max_tokens, images)
         if row.index < 0:
             row.index = len(attempt.rows)
             attempt.rows.append(row)
@@ -362,6 +379,8 @@ class Episode:
                 )
         seconds = time.monotonic() - start_time
         results = [self._runtime.truncate(r) for r in results]
+        if any(r.images for r in results):
+            results = [await self._prepare_result(r) for r in results]
         turn = attempt.turns[index]
         penalties, row = self._runtime.config.tools.penalties, attempt.rows[turn.segment]
         reward = sum(r.reward for r in results if r.reward is not None)
@@ -374,11 +393,21 @@ class Episode:
         )
         self.observe(
             *(
-                answer_as(r.content) if answer_as else Message("tool", r.content, tool_call_id=c.id)
+                _with_images(answer_as(r.content), r)
+                if answer_as
+                else Message("tool", r.content, tool_call_id=c.id, images=r.images)
                 for c, r in zip(calls, results, strict=True)
             )
         )
         return results
+
+    async def _prepare_result(self, result: ToolResult) -> ToolResult:
+        """Decode the images of a tool's result. If that fails, return the error for the model."""
+        try:
+            await self._attempt.prepare(result.images)
+        except ImageError as e:
+            return error_result("tool_error", f"the tool returned an unreadable image: {e}")
+        return result
 
     async def interact(self) -> bool:
         """Ask the row's interaction for a reply to the last turn, and observe it.
@@ -406,7 +435,7 @@ class Episode:
             self.reward(reply.score)
         if reply.done:
             return False
-        self.observe(Message("user", reply.content))
+        self.observe(Message("user", reply.content, images=reply.images))
         return True
 
     def reward(self, value: float) -> None:
@@ -543,6 +572,10 @@ def _require_messages(method: str, messages: Any) -> list[Message]:
     if not is_list:
         raise UserCodeError(f"ep.{method} takes a list of messages: [{messages!r:.60}]")
     return items
+
+
+def _with_images(message: Message, result: ToolResult) -> Message:
+    return replace(message, images=result.images) if result.images else message
 
 
 Penalties = tuple[tuple[int, int, float], ...]

@@ -18,6 +18,7 @@ from agentrl.agent_loops.chat_model import ChatEpisode, ChatModel
 from agentrl.agent_loops.control import EpisodeControl
 from agentrl.agent_loops.episode import Episode
 from agentrl.agent_loops.loops import AgentLoop
+from agentrl.chat.images import images_of
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import (
@@ -28,6 +29,7 @@ from agentrl.errors import (
     UserCodeError,
     user_code,
 )
+from agentrl.images import Image, ImageError, ImageRule
 from agentrl.interactions import Interaction, Reply, build_interaction
 from agentrl.rewards.scorer import check_turns
 from agentrl.sandbox import configure
@@ -97,6 +99,8 @@ async def play_episode(
         if interaction is not None:
             attempt.enter("opening the interaction")
             observed.extend(await _open(interaction, attempt))
+        if images := images_of([*opening, *observed]):
+            await _prepare(attempt, images)
         kind = ChatEpisode if isinstance(runtime.sampler, ChatModel) else Episode
         episode = kind(attempt, opening, schemas, interaction, observed=observed)
         stop_reason = await _run_loop(loop, attempt, episode)
@@ -118,6 +122,21 @@ async def play_episode(
         finally:
             if interaction is not None:
                 await _close(interaction, sample)
+
+
+async def _prepare(attempt: Attempt, images: Sequence[Image]) -> None:
+    """Decode the images with which the episode begins.
+
+    Raises:
+        ImageError: an image cannot be read. The message names the row.
+    """
+    for i, image in enumerate(images):
+        try:
+            await attempt.prepare([image])
+        except ImageError as e:
+            raise ImageError(
+                f"row {attempt.sample.row} (id {attempt.sample.id!r}), image {i}: {e}"
+            ) from e
 
 
 async def _open_tools(attempt: Attempt) -> Opened:
@@ -202,6 +221,7 @@ def play(
     toolbox: Toolbox | None = None,
     config: Config | None = None,
     seed: int = 0,
+    images: ImageRule | None = None,
 ) -> Trajectory:
     """Play one episode without a run and return its trajectory.
 
@@ -212,6 +232,7 @@ def play(
         toolbox: the tools; by default the registered ones, in this process.
         config: the budgets and the sampling parameters; by default the config's defaults.
         seed: the seed of all sampling.
+        images: how the policy turns images into tokens; None: it reads none.
 
     Raises:
         UserError: the row's loop, tools or interaction do not exist or do not fit.
@@ -221,7 +242,7 @@ def play(
     if config is not None:
         configure(config.sandbox)
     config = config or Config()
-    template = make_template(tokenizer, config)
+    template = make_template(tokenizer, config, images=images)
     tools = toolbox or LocalToolbox()
     runtime = Runtime(sampler, template, tools, config)
     episode_id = f"play-{uuid.uuid4().hex[:12]}"

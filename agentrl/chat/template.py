@@ -32,6 +32,7 @@ import orjson
 
 from agentrl.chat.encoding import Encoder
 from agentrl.chat.formats import REACT_STOP
+from agentrl.chat.images import TemplateImages, images_of, message_dict, require_rule
 from agentrl.chat.render import (
     MarkedText,
     Renderer,
@@ -53,6 +54,7 @@ from agentrl.chat.thinking import Thinking
 from agentrl.chat.tokenizer import end_of_turn_ids, load_tokenizer
 from agentrl.chat.turn_delta import PROBE_QUESTION, PROBE_TEXT, TemplateProbe, TurnDelta, probe_turn
 from agentrl.errors import TemplateError
+from agentrl.images import ImageRule
 from agentrl.trajectory import Message, ToolCall, token_array
 
 T = TypeVar("T")
@@ -67,6 +69,7 @@ class ChatTemplate:
         stop_ids: the tokens that end a sampled turn: the template's token, the EOS, `end_ids`.
         closes: whether the template closes each turn with a closing token.
         close_id: the token that closes a turn or, if `closes` is false, begins the next role.
+        images: how model and template read images; None: the model reads none.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class ChatTemplate:
         *,
         variables: Mapping[str, Any] | None = None,
         untrusted: bool = False,
+        images: ImageRule | None = None,
     ):
         """Find the tokens that close a turn, and the text that the template writes between turns.
 
@@ -84,6 +88,7 @@ class ChatTemplate:
             end_ids: further tokens that end the model's turns.
             variables: further variables of the template (`enable_thinking`).
             untrusted: whether prompts are untrusted, and may not contain tags such as `<think>`.
+            images: how the model turns images into tokens; None: it reads none.
 
         Raises:
             TemplateError: if turns cannot be encoded with this template.
@@ -92,6 +97,7 @@ class ChatTemplate:
         self.encoder = Encoder(tokenizer)
         self.render = Renderer(tokenizer, variables or {})
         self._untrusted = untrusted
+        self.images = images and TemplateImages(images, self.render, self.encoder)
         self._prompt_ids: dict[Any, array[int]] = {}
         """The tokens of whole prompts, because all rollouts of a row have the same prompt."""
         self._schema_tokens: dict[str | bytes, frozenset[str]] = {}
@@ -126,11 +132,20 @@ class ChatTemplate:
         thought = self.encoder.encode_trusted(self.thinking.begin + self.thinking.end)
         template_ids = {i for b in self._probed for i in b.parts.ids} | self._role_ids()
         self.encoder.restrict_tags((template_ids | self._ends) - set(thought))
+        self._end_ids = self.stop_ids
+        if images:
+            # No engine can continue a row in which the policy has sampled a placeholder.
+            self.stop_ids += (images.token_id,)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make an equal template in another process."""
-        options = {"variables": self.render.variables, "untrusted": self._untrusted}
-        return partial(ChatTemplate, **options), (self.tokenizer, self.stop_ids)
+        rule = self.images and self.images.rule
+        options = {
+            "variables": self.render.variables,
+            "untrusted": self._untrusted,
+            "images": rule,
+        }
+        return partial(ChatTemplate, **options), (self.tokenizer, self._end_ids)
 
     @classmethod
     def load(cls, path: str | Path) -> ChatTemplate:
@@ -139,7 +154,7 @@ class ChatTemplate:
         Raises:
             UserError: if there is no tokenizer, or one that cannot be used.
         """
-        return cls(load_tokenizer(path), end_of_turn_ids(path))
+        return cls(load_tokenizer(path), end_of_turn_ids(path), images=ImageRule.load(path))
 
     # -- messages to ids --------------------------------------------------------------------------
 
@@ -170,15 +185,19 @@ class ChatTemplate:
                 its text with the contents.
         """
         may_tag = tuple([self._may_contain_tags(m) and is_from_row(m) for m in messages])
-        key = (tuple([(m.role, m.content) for m in messages]), may_tag, _key_of(schemas))
+        contents = tuple([(m.role, m.content, m.images and _keys_of(m)) for m in messages])
+        key = contents, may_tag, _key_of(schemas)
         ids = self._prompt_ids.get(key)
         if ids is None:
+            marked = self._mark(messages)
             try:
-                ids = self._encode_prompt(messages, schemas, may_tag)
+                ids = self._encode_prompt(messages, marked, schemas, may_tag)
             except TemplateError:
                 if exact:
                     raise
-                return self._encode_unchecked(messages, schemas, may_tag)
+                ids = self._encode_unchecked(marked, schemas, may_tag)
+                return self._expand(ids, messages)
+            ids = self._expand(ids, messages)
             _cache(self._prompt_ids, key, ids)
         return ids[:]
 
@@ -187,7 +206,8 @@ class ChatTemplate:
 
         This is faster than `prompt`, which also compares the tokens with the rendered text.
         """
-        return len(self._encode_unchecked(messages, schemas, [False] * len(messages)))
+        ids = self._encode_unchecked(self._mark(messages), schemas, [False] * len(messages))
+        return len(self._expand(ids, messages))
 
     def control_tokens_of(self, schemas: Schemas) -> frozenset[str]:
         """Return the texts of the control tokens in the strings of tool schemas."""
@@ -224,7 +244,8 @@ class ChatTemplate:
         if delta is None:
             before = history[:-1] if self._positional else ()
             delta = _cache(self._deltas, key, self.probe.turn_delta(before, messages))
-        contents = [m.content for m in messages]
+        marked = self._mark(messages)
+        contents = [m.content for m in marked]
         if delta.names:
             calls = history[-1].tool_calls
             by_id = {c.id: c for c in calls if c.id}
@@ -235,7 +256,10 @@ class ChatTemplate:
                 contents += [name or "tool", id or f"{i:09d}"]
         ids = delta.parts.fill(contents, self._encode_region)
         if not delta.names and any(m.role == "user" for m in messages):
-            ids = self._adapt_to_contents(ids, delta, messages)
+            ids = self._adapt_to_contents(ids, delta, marked)
+        if marked is not messages:
+            self._check_images(ids, delta, messages)
+        ids = self._expand(ids, messages)
         # A sampled token of the next role (GLM's `<|user|>`) stays, even if another role follows.
         if last_id == delta.parts.first or (delta.closes and last_id in self._ends):
             return ids[1:]
@@ -475,6 +499,8 @@ class ChatTemplate:
         return message.role != "tool" and not self._untrusted
 
     def _encode_region(self, text: str, inside: Sequence[int | None]) -> array[int]:
+        if self.images:
+            return self.images.encode(text, self.encoder.encode_plain)
         return self.encoder.encode_plain(text)
 
     def _encode_foreign(self, text: str, inside: Sequence[int | None]) -> array[int]:
@@ -482,26 +508,59 @@ class ChatTemplate:
 
     # -- what the template writes -----------------------------------------------------------------
 
+    def _mark(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return messages with a mark for each image in their texts; see `TemplateImages.mark`."""
+        if self.images:
+            return self.images.mark(messages)
+        if images_of(messages):
+            require_rule(self.images)
+        return messages
+
+    def _expand(self, ids: array[int], messages: Sequence[Message]) -> array[int]:
+        return self.images.expand(ids, messages) if self.images else ids
+
+    def _check_images(self, ids: array[int], delta: TurnDelta, messages: Sequence[Message]) -> None:
+        """Raise `TemplateError` if the template writes messages with images in another way.
+
+        Args:
+            ids: the tokens between two turns, with one placeholder for each image.
+            delta: the text that the template writes between the turns.
+            messages: the messages between them.
+        """
+        text = delta.render([message_dict(m)["content"] for m in messages])
+        if not delta.names and not self.encoder.decodes_to(ids, text):
+            roles = ", ".join(m.role for m in messages if m.images)
+            raise TemplateError(
+                f"the chat template writes messages with images ({roles}) in another way than"
+                f" texts: {text!r:.200} instead of {self.decode(ids)!r:.200}. Use the chat template"
+                " of a model that reads images there"
+            )
+
     def _encode_prompt(
-        self, messages: Sequence[Message], schemas: Schemas, may_tag: Sequence[bool]
+        self,
+        messages: Sequence[Message],
+        marked: Sequence[Message],
+        schemas: Schemas,
+        may_tag: Sequence[bool],
     ) -> array[int]:
         """Return the tokens of a prompt, checked against the rendered text.
 
         Args:
             messages: the conversation.
+            marked: the same, with a mark for each image.
             schemas: the schemas of the tools that the template shows.
             may_tag: for each message, whether it may contain tags.
 
         Raises:
             TemplateError: if the tokens do not decode to the rendered text.
         """
-        text = self.render([m.as_dict() for m in messages], schemas)
-        ids = self._encode_unchecked(messages, schemas, may_tag)
+        text = self.render([message_dict(m) for m in messages], schemas)
+        ids = self._encode_unchecked(marked, schemas, may_tag)
         if self.encoder.decodes_to(ids, text):
             return ids
         # The template branches on the contents, or on whether they are empty.
-        parts = self._make_parts_of_row(messages, schemas)
-        ids = parts.fill((), self._region_encoder(messages, may_tag))
+        parts = self._make_parts_of_row(marked, schemas)
+        ids = parts.fill((), self._region_encoder(marked, may_tag))
         if not self.encoder.decodes_to(ids, text):
             decoded = self.decode(ids)
             index = self.encoder.shared_length(decoded, text)
@@ -531,9 +590,9 @@ class ChatTemplate:
         tags = [may for m, may in zip(messages, may_tag, strict=True) if m.role != "assistant"]
 
         def encode(text: str, inside: Sequence[int | None]) -> array[int]:
-            if all(i is not None and tags[i] for i in inside):
-                return self.encoder.encode_prompt_text(text)
-            return self.encoder.encode_plain(text)
+            may_tag = all(i is not None and tags[i] for i in inside)
+            plain = self.encoder.encode_prompt_text if may_tag else self.encoder.encode_plain
+            return self.images.encode(text, plain) if self.images else plain(text)
 
         return encode
 
@@ -611,6 +670,8 @@ class ChatTemplate:
 
         try:
             text = render({})
+            if self.images:
+                text = self.images.show(text)
             if self.encoder.decodes_to(ids, text):
                 return ids
             adapted = self._locate(render, messages).fill((), self._encode_region)
@@ -727,6 +788,10 @@ def _hermes(call: ToolCall) -> str:
     """Return a call in the format of models whose template has no format for it."""
     body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
     return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def _keys_of(message: Message) -> tuple[str, ...]:
+    return tuple([image.key for image in message.images])
 
 
 def _key_of(schemas: Schemas) -> str | bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from pyarrow import csv
 
 from agentrl.data.files import Row, load_json, read_rows, write_rows
 from agentrl.errors import DataError
+from agentrl.images import Image, is_image
 from agentrl.installation import install_command
 from agentrl.registry import did_you_mean
 
@@ -188,12 +190,15 @@ def _read_json(path: Path) -> Sequence[Row]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it; missing values of a row (None, NaN) are left out."""
+    """Return a value as JSON has it, images as data URLs; None and NaN of a row are left out."""
     if isinstance(value, Mapping):
         cells = {str(key): _plain(item) for key, item in value.items()}
         return {key: item for key, item in cells.items() if item is not None}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if is_image(value):
+        data = base64.b64encode(Image.of(value).data).decode()
+        return f"data:image;base64,{data}"
     if hasattr(value, "tolist"):  # numpy
         return _plain(value.tolist())
     if value is None or value != value:

@@ -110,8 +110,7 @@ class Rows(Sequence[Sample]):
             raise IndexError(f"row {index} of {len(self)}")
         table = int(np.searchsorted(self._starts, i, side="right")) - 1
         row = self._tables[table].row(i - int(self._starts[table]))
-        with self._lock:
-            return self._reader.read(row, i)
+        return self._read(self._tables[table], row, i)
 
     def __iter__(self) -> Iterator[Sample]:
         return self.draw(range(len(self)))
@@ -125,9 +124,16 @@ class Rows(Sequence[Sample]):
             else:
                 numbers = rows[(rows >= start) & (rows < start + len(table))] - start
             for number, row in table.rows(numbers):
-                with self._lock:
-                    sample = self._reader.read(row, start + number)
-                yield sample
+                yield self._read(table, row, start + number)
+
+    def _read(self, table: Table, row: dict[str, Any], number: int) -> Sample:
+        with self._lock:
+            self._reader.folder = Path(table.path).expanduser().parent
+            return self._reader.read(row, number)
+
+    def require_images(self) -> None:
+        """From now on, raise `DataError` for a row with an image that cannot be read."""
+        self._reader.raises = True
 
     def origin(self, index: int) -> tuple[str, int]:
         """Return the file of a row, and the row's number in that file, from 0."""
@@ -305,6 +311,7 @@ def open_rows(
         problems.append(str(e))
     if problems:
         raise DataError("\n".join(problems))
+    rows.require_images()
     return rows
 
 

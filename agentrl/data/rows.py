@@ -10,21 +10,23 @@ import difflib
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 from agentrl import registry
 from agentrl.data.files import Row, load_json
+from agentrl.data.images import RowImages, with_parts
 from agentrl.errors import DataError
 from agentrl.plural import plural
 from agentrl.trajectory import Message, Role, Sample
 
 INNER = ("tools_kwargs", "interaction_kwargs", "tool_selection", "need_tools_kwargs")
 """The keys of `extra_info` that are not copied to `Sample.extra`."""
-MEDIA = ("images", "videos", "audios")
+REFUSED_MEDIA = ("videos", "audios")
 COLUMNS = (
     *("id", "prompt", "agent_name", "data_source", "ground_truth", "reward_model", "extra_info"),
     *("tools", "tools_kwargs", "interaction", "interaction_kwargs"),
-    *("environment", "environment_kwargs", *MEDIA),
+    *("environment", "environment_kwargs", "images", *REFUSED_MEDIA),
 )
 """The known columns. All others are copied to `Sample.extra`."""
 CALLS_ARE_TEXT = "write tool calls into the content, as the chat template shows them"
@@ -174,6 +176,10 @@ class RowReader:
         """The columns that are not copied to `Sample.extra`."""
         self._known = frozenset(self.columns)
         self._near_misses: dict[tuple[str, str], str] = {}
+        self.folder: Path | None = None
+        """The folder of the file that is read, in which the paths of images begin."""
+        self.raises = False
+        """Whether an image that cannot be read raises an error; if not, it is a mistake."""
         self.number = 0
         """The number of the row that is read, for messages."""
         self.row: Row = {}
@@ -197,9 +203,11 @@ class RowReader:
         self.refuse_near_misses("", rest, self.columns)
         inner = {k: v for k, v in extra.items() if k not in INNER}
         self.refuse_near_misses("extra_info.", inner, INNER)
-        for name in MEDIA:
+        for name in REFUSED_MEDIA:
             if row.get(name):
-                self.wrong(name, "agentrl trains on text only. Remove the column, or the row")
+                self.wrong(
+                    name, "agentrl trains on texts and images only. Remove the column, or the row"
+                )
         tools_kwargs = self.mapping("tools_kwargs", self.either("tools_kwargs", "tools_kwargs"))
         for tool, kwargs in tools_kwargs.items():
             self.check_tool_kwargs(tool, kwargs)
@@ -239,19 +247,28 @@ class RowReader:
     def prompt(self) -> tuple[Message, ...]:
         field = self._names.prompt
         prompt = self.row.get(field, "")
+        images = RowImages(self.row.get("images"), self.folder, self.wrong_image)
         if isinstance(prompt, str):
-            return (Message("user", prompt),)
+            prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, list):
             self.wrong(field, f"must be a string or a list of messages, not {prompt!r:.60}")
             return ()
-        return tuple([self.message(field, i, message) for i, message in enumerate(prompt)])
+        messages = [self.message(field, i, message, images) for i, message in enumerate(prompt)]
+        images.check()
+        return tuple(messages)
 
-    def message(self, prompt: str, i: int, message: Any) -> Message:
+    def message(self, prompt: str, i: int, message: Any, images: RowImages) -> Message:
         problems: list[str] = []
-        read = read_message(message, problems)
+        parts = images.split(f"{prompt}[{i}]", message)
+        read = read_message(message if parts is None else {**message, "content": ""}, problems)
         for problem in problems:
             self.wrong(f"{prompt}[{i}]", problem)
-        return read
+        return read if parts is None else with_parts(read, parts)
+
+    def wrong_image(self, field: str, what: str) -> None:
+        if self.raises:
+            raise DataError(f"row {self.number}, {field}: {what}")
+        self.wrong(field, what)
 
     def tools(self, tools_kwargs: Row, agent_name: str) -> tuple[str, ...]:
         names = self.either("tools", "tool_selection")
@@ -419,7 +436,7 @@ def read_message(message: Any, problems: list[str], other_keys: Collection[str] 
     if isinstance(content, list):
         texts = [_read_text_part(part) for part in content]
         if None in texts:
-            problems.append("agentrl trains on text only, but a part is not text")
+            problems.append("a part is neither text nor an image that agentrl reads")
         content = "".join(text or "" for text in texts)
     if not isinstance(content, str):
         problems.append(f"content must be a string, not {content!r:.60}")

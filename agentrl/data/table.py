@@ -132,9 +132,11 @@ def kind_of(sample: Sample) -> tuple[Any, ...]:
     """Return the key of a row's kind, which all rows of the kind have in common.
 
     That is agent loop, data source, tools, interaction, and the roles of the prompt's messages,
-    each with whether its content is not blank.
+    each with whether its content is not blank, and whether it has images.
     """
-    shape = tuple([(m.role, bool(m.content.strip())) for m in sample.prompt])
+    shape = tuple(
+        [(m.role, bool(m.content.strip()), *[True] * bool(m.images)) for m in sample.prompt]
+    )
     return sample.agent_name, sample.data_source, sample.tools, sample.interaction, shape
 
 
@@ -211,6 +213,7 @@ def _describe(
         start: the number of rows in earlier files.
     """
     reader = RowReader(mistakes, names, DEFAULT_LOOP, UNNAMED, lambda agent_name: DEFAULT_TOOLS)
+    reader.folder = find_file(path).parent
     codes: dict[tuple[Any, ...], int] = {}
     parts: list[pa.Array] = []
     kinds: list[int] = []

@@ -84,6 +84,11 @@ def describe_sample(sample: Sample, keys: Collection[str] = ()) -> dict[str, Any
     Raises:
         DataError: one of them has a value that JSON cannot hold.
     """
+    if any(m.images for m in sample.prompt):
+        raise DataError(
+            f"row {sample.row} (id {sample.id!r}): its prompt has images, but agents of"
+            " agent_name=external get texts only. Use another agent loop"
+        )
     extra = {key: sample.extra[key] for key in keys if key in sample.extra}
     for path, value in replace(sample, extra=extra).find_non_json("extra"):
         raise DataError(

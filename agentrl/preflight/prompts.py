@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from array import array
@@ -24,6 +25,7 @@ from agentrl.chat.formats.detect import (
     render_probe_calls,
     shows_tools,
 )
+from agentrl.chat.images import images_of, require_rule, without_images
 from agentrl.chat.turn_delta import PROBE_TOOL
 from agentrl.chat.verify_template import (
     CALLS_ALONE,
@@ -39,7 +41,8 @@ from agentrl.data import (
     prompt_bytes,
     sample_rows,
 )
-from agentrl.errors import DataError, TemplateError, user_code
+from agentrl.errors import ConfigError, DataError, TemplateError, user_code
+from agentrl.images import FAMILIES, Image, ImageError
 from agentrl.plural import plural
 from agentrl.preflight.plan import Plan
 from agentrl.tools import LocalToolbox
@@ -85,6 +88,7 @@ def check_model_fits(plan: Plan, template: ChatTemplate, max_length: int) -> Non
 
 def check_template_fits(plan: Plan, template: ChatTemplate) -> None:
     """Refuse rows that the model's chat template does not support; see `check_model_fits`."""
+    refuse_images(plan, template)
     failures = [
         (name, count, fails)
         for name, count, verdicts in verify_rows(plan, template)
@@ -258,7 +262,8 @@ class _Prompts:
             added = self.lengths.get(first, max_length)
             loop = registry.agent_loops.get(kind.sample.agent_name)
             rows = kind.rows
-            if loop.opening in (plain_opening, react_opening):
+            has_images = any(m.images for m in kind.sample.prompt)  # An image has many tokens.
+            if not has_images and loop.opening in (plain_opening, react_opening):
                 rows = rows[sizes[rows] + added >= max_length]
             for row in rows.tolist():
                 self._measure(row, self._samples[row], exact=False)
@@ -269,11 +274,35 @@ class _Prompts:
         messages, schemas = opening_of(sample, self._toolbox)
         try:
             if exact:
+                if images := images_of(messages):
+                    asyncio.run(_decode(self._template, images))
                 self.lengths[row] = len(self._template.prompt(messages, schemas))
             else:
                 self.lengths[row] = self._template.length(messages, schemas)
-        except TemplateError as e:
+        except (TemplateError, ImageError) as e:
             self.errors[row] = str(e)
+
+
+async def _decode(template: ChatTemplate, images: Sequence[Image]) -> None:
+    for image in images:
+        await require_rule(template.images).prepare(image)
+
+
+def refuse_images(plan: Plan, template: ChatTemplate) -> None:
+    """Refuse rows with images if the model reads none.
+
+    Raises:
+        ConfigError: the message says how many rows these are, and which models read images.
+    """
+    kinds = [kind for _, samples in plan.splits for kind in find_kinds(samples)]
+    with_images = [k for k in kinds if any(m.images for m in k.sample.prompt)]
+    if with_images and template.images is None:
+        raise ConfigError(
+            f"{plural(sum(len(kind.rows) for kind in with_images), 'row')} with images, but"
+            f" {plan.config.model.path} reads none. agentrl trains these models on images:"
+            f" {', '.join(FAMILIES)} (the model_type in config.json). Use one of them, or remove"
+            " the rows"
+        )
 
 
 def longest_prompt(plan: Plan, template: ChatTemplate) -> int:
@@ -300,10 +329,11 @@ def longest_response(plan: Plan) -> int:
 
 
 def encode_prompts(samples: Iterable[Sample], template: ChatTemplate) -> Iterator[array[int]]:
-    """Yield the tokens of the prompt of each row."""
+    """Yield the tokens of the prompt of each row, without its images."""
     toolbox = LocalToolbox()
     for sample in samples:
-        yield template.prompt(*opening_of(sample, toolbox), exact=False)
+        messages, schemas = opening_of(sample, toolbox)
+        yield template.prompt([*map(without_images, messages)], schemas, exact=False)
 
 
 def make_canary_row(plan: Plan, template: ChatTemplate, tokens: int) -> array[int]:

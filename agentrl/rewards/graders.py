@@ -35,7 +35,8 @@ GRADERS = {
 UNGRADED = {
     "numina_*": "verl's prime_math is not part of agentrl; `reward.function=math` grades answers in"
     " \\boxed{...}",
-    "hiyouga/geometry3k": "its questions are images, which agentrl does not support",
+    "hiyouga/geometry3k": "verl's grader of these questions about images is not part of agentrl;"
+    " `reward.function=math` grades answers in \\boxed{...}",
 }
 """data_source -> advice for rows that verl has a grader for and agentrl does not."""
 

@@ -20,6 +20,7 @@ import contextlib
 import inspect
 import math
 import re
+from base64 import b64decode, b64encode
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -29,7 +30,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from numbers import Real
 from types import NoneType
 from typing import Any
@@ -39,8 +40,10 @@ from jsonschema.exceptions import ValidationError
 from pydantic import BaseModel
 from pydantic import ValidationError as CoercionError
 
-from agentrl.errors import UserCodeError, missing_await
+from agentrl.errors import ToolError, UserCodeError, missing_await
+from agentrl.images import Image, ImageError, read_parts
 from agentrl.registry import did_you_mean
+from agentrl.replies import Reply
 from agentrl.tools.validation import (
     LOOP_BYTES,
     LOOP_SECONDS,
@@ -48,7 +51,14 @@ from agentrl.tools.validation import (
     Validator,
     thread_seconds,
 )
-from agentrl.trajectory import Message, ToolCall, ToolResult, as_number
+from agentrl.trajectory import (
+    Message,
+    ToolCall,
+    ToolResult,
+    as_number,
+    check_places,
+    join_parts,
+)
 from agentrl.workers import WorkerDied, WorkerError
 
 MAX_ARGUMENT_BYTES = 262_144
@@ -176,7 +186,8 @@ def _storable_message(message: Message) -> Message:
     )
     if is_storable(message.content) and calls == message.tool_calls:
         return message
-    return replace(message, content=clean(message.content), tool_calls=calls)
+    content = clean_content(message.content, message.images)
+    return replace(message, content=content, tool_calls=calls)
 
 
 class InvalidArguments(Exception):
@@ -349,7 +360,8 @@ def to_result(value: Any) -> ToolResult:
 
     A string stays unchanged. None becomes an empty string, bytes are decoded, and numbers are
     converted with `str`. Everything else is converted to JSON, or with `str` if JSON does not
-    support it. The content of a `ToolResult` is converted in the same way.
+    support it. An image, or a list of texts and images, becomes content with images
+    (`agentrl.images.read_parts`). The content of a `ToolResult` is converted in the same way.
 
     Raises:
         TypeError: the reward of a `ToolResult` is not a finite number, or the value is a generator,
@@ -360,8 +372,51 @@ def to_result(value: Any) -> ToolResult:
         if reward is not None and not math.isfinite(reward):
             raise TypeError(f"ToolResult.reward must be a finite number, got {value.reward!r}")
         error = "" if value.ok else clean(str(value.error)) or "tool_error"
-        return ToolResult(clean(_to_text(value.content)), bool(value.ok), reward, error)
-    return ToolResult(clean(_to_text(value)))
+        if value.images:
+            check_places(value.content, value.images)
+            content, images = clean_content(value.content, value.images), tuple(value.images)
+        else:
+            content, images = _to_content(value.content)
+        return ToolResult(content, bool(value.ok), reward, error, images=images)
+    content, images = _to_content(value)
+    return ToolResult(content, images=images)
+
+
+def _to_content(value: Any) -> tuple[str, tuple[Image, ...]]:
+    """Return the content of a result, and its images.
+
+    Raises:
+        ToolError: an image is larger than the limits.
+    """
+    try:
+        parts = read_parts(value)
+    except ImageError as e:
+        raise ToolError(str(e)) from e
+    if parts is None:
+        return clean(_to_text(value)), ()
+    return join_parts([clean(part) if isinstance(part, str) else part for part in parts])
+
+
+def to_wire(value: Message | ToolResult | Reply | None) -> Any:
+    """Return a value for JSON, in which an image is an object with the base64 text `data`."""
+    if value is None or not value.images:
+        return value
+    images = [{"data": b64encode(image.data).decode()} for image in value.images]
+    return {f.name: getattr(value, f.name) for f in fields(value)} | {"images": images}
+
+
+def from_wire(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a value that `to_wire` wrote.
+
+    Raises:
+        ImageError: an image is not written so.
+    """
+    images = value.get("images") or ()
+    try:
+        decoded = tuple([Image(b64decode(image["data"], validate=True)) for image in images])
+    except (KeyError, TypeError, ValueError) as e:
+        raise ImageError(f'an image must be {{"data": base64}}, not {images!r:.60}: {e}') from e
+    return {**value, "images": decoded}
 
 
 def to_opening(label: str, value: Any) -> tuple[Message, ...]:
@@ -371,13 +426,22 @@ def to_opening(label: str, value: Any) -> tuple[Message, ...]:
         UserCodeError: the value is something else.
     """
     messages = [Message("user", value)] if isinstance(value, str) else value
+    try:
+        if parts := read_parts(value):
+            messages = [Message.of("user", *parts)]
+    except (ImageError, TypeError) as e:
+        raise UserCodeError(f"{label}: {e}") from e
     if messages is None:
         return ()
     if isinstance(messages, Sequence) and all(
         isinstance(m, Message) and m.role != "assistant" and isinstance(m.content, str)
         for m in messages
     ):
-        return tuple(Message(m.role, clean(m.content)) for m in messages if m.content)
+        return tuple(
+            Message(m.role, clean_content(m.content, m.images), images=m.images)
+            for m in messages
+            if m.content
+        )
     raise UserCodeError(
         f"{label} returned {value!r:.200}: it must return a text, or a list of Message that are not"
         f" the assistant's{missing_await(value)}"
@@ -447,6 +511,11 @@ def clean(text: str) -> str:
         omitted = len(text) - 2 * half
         text = f"{text[:half]}\n[... {omitted} characters omitted ...]\n{text[-half:]}"
     return text if is_storable(text) else _UNSTORABLE.sub("\ufffd", text)
+
+
+def clean_content(content: str, images: Sequence[Image]) -> str:
+    """Return a content as `clean` does; one with images keeps its length, and so their places."""
+    return _UNSTORABLE.sub("\ufffd", content) if images else clean(content)
 
 
 def is_storable(text: str) -> bool:

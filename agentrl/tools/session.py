@@ -23,7 +23,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from agentrl import sandbox
@@ -32,7 +32,7 @@ from agentrl.plural import plural
 from agentrl.registry import tools
 from agentrl.replies import Reply, check_reply
 from agentrl.tools.environment import offered_functions, to_scores
-from agentrl.tools.payloads import canonical_json, clean, storable_messages, unknown_tool
+from agentrl.tools.payloads import canonical_json, clean_content, storable_messages, unknown_tool
 from agentrl.tools.runner import (
     Call,
     CallLimits,
@@ -216,7 +216,10 @@ class ToolSession:
         tool, reply = await self._ask("respond", messages)
         self._offer(tool)
         checked = check_reply(tool.label, reply)
-        return checked and Reply(clean(checked.content), float(checked.score), bool(checked.done))
+        if checked is None:
+            return None
+        content = clean_content(checked.content, checked.images)
+        return Reply(content, float(checked.score), bool(checked.done), checked.images)
 
     async def score(self, messages: Sequence[Message]) -> Scores:
         """Return the environment's reward. `reward()` is called once; later calls get its result.
@@ -345,7 +348,7 @@ class ToolSession:
         else:
             result = await runner.call(call, self._instances.get(tool.name))
         seconds = time.monotonic() - start
-        return ToolResult(result.content, result.ok, result.reward, result.error, seconds)
+        return replace(result, seconds=seconds)
 
     async def close(self, with_reward: bool = True) -> float:
         """Call `reward()` of every object, close the objects, and return the sum of the rewards.

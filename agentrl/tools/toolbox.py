@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
@@ -32,8 +33,10 @@ from agentrl.registry import Registry, tools
 from agentrl.replies import Reply
 from agentrl.tools.payloads import (
     encode_arguments,
+    from_wire,
     storable_messages,
     to_opening,
+    to_wire,
     unknown_tool,
 )
 from agentrl.tools.runner import QUEUE_SECONDS, CallLimits
@@ -320,9 +323,13 @@ class HttpToolbox(Toolbox):
         part: dict[str, Any] = {"tools": sample.tools}
         if any(s.stateful for s in specs):  # Errors of constructors name the row.
             part |= {"id": sample.id, "row": sample.row}
+        row: Any = sample
+        if any(m.images for m in sample.prompt):
+            row = {f.name: getattr(sample, f.name) for f in fields(sample)}
+            row["prompt"] = [*map(to_wire, sample.prompt)]
         body = {
             "episode_id": episode_id,
-            "sample": sample if wants_row else part,
+            "sample": row if wants_row else part,
             "create_kwargs": create_kwargs_of(sample),
         }
         # A constructor and an `opening()` for each class.
@@ -347,7 +354,7 @@ class HttpToolbox(Toolbox):
             serial_groups_of(specs), self._request_seconds + longest, message_readers
         )
         try:
-            messages = [Message(m["role"], m["content"]) for m in answer["opening"]]
+            messages = [Message(**from_wire(m)) for m in answer["opening"]]
             opening = to_opening(f"{self.url}: the answer to POST /sessions", messages)
             every = [f for spec in specs for f in spec.functions]
             offered = [str(name) for name in answer.get("tools", every)]
@@ -360,15 +367,15 @@ class HttpToolbox(Toolbox):
     async def respond(
         self, episode_id: str, turn: int, messages: Sequence[Message]
     ) -> Reply | None:
-        body = {"turn": turn, "messages": storable_messages(messages)}
+        body = {"turn": turn, "messages": [*map(to_wire, storable_messages(messages))]}
         answer = await self._post(episode_id, "respond", body)
         try:
-            return answer and Reply(**answer)
-        except TypeError:
+            return answer and Reply(**from_wire(answer))
+        except (TypeError, ValueError, KeyError, AttributeError):
             raise ToolServerError(f"{self.url} did not answer with a reply: {answer!r}") from None
 
     async def score(self, episode_id: str, messages: Sequence[Message]) -> Scores:
-        body = {"messages": storable_messages(messages)}
+        body = {"messages": [*map(to_wire, storable_messages(messages))]}
         answer = await self._post(episode_id, "reward", body)
         try:
             turns = {int(index): score for index, score in answer.get("turns", {}).items()}
@@ -432,11 +439,11 @@ class HttpToolbox(Toolbox):
             "arguments": orjson.Fragment(arguments),
         }
         if name in self._episodes.get(episode_id, _NOT_OPEN).message_readers:
-            body["messages"] = storable_messages(messages)
+            body["messages"] = [*map(to_wire, storable_messages(messages))]
         answer = await self._post(episode_id, "calls", body)
         try:
-            return ToolResult(**answer)
-        except TypeError:
+            return ToolResult(**from_wire(answer))
+        except (TypeError, ValueError, KeyError, AttributeError):
             raise ToolServerError(
                 f"{self.url} did not answer with a tool result: {answer!r}"
             ) from None

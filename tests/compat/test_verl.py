@@ -8,6 +8,7 @@ import json
 import sys
 
 import pytest
+from PIL import Image as PIL
 
 from agentrl.compat.verl.adapters import convert_result, interaction_name
 from agentrl.compat.verl.bases import ToolResponse
@@ -15,11 +16,13 @@ from agentrl.compat.verl.stand_in import _Finder
 from agentrl.config import RewardConfig
 from agentrl.data import load_checked
 from agentrl.errors import DataError, RegistryError, UserCodeError, UserError
+from agentrl.images import PLACE, Image, ImageError
 from agentrl.registry import load_file, where_to_load
 from agentrl.rewards import Scorer
 from agentrl.rewards.base import Grader
 from agentrl.tools import LocalToolbox
-from agentrl.trajectory import Sample, ToolCall
+from agentrl.tools.payloads import to_result
+from agentrl.trajectory import Sample, ToolCall, ToolResult
 
 from .conftest import FIXTURES, call, played, yaml_of
 
@@ -132,8 +135,16 @@ def test_what_tools_return(returned, content, reward):
     assert (result.content, result.reward) == (content, reward)
 
 
+def test_images_of_a_response_come_before_its_text():
+    picture = PIL.new("RGB", (3, 2))
+    result = to_result(convert_result((ToolResponse(text="x", image=[picture]), 0.5), "here"))
+    assert result == ToolResult(f"{PLACE}x", reward=0.5, images=(Image.of(picture),))
+
+
 def test_what_tools_may_not_return():
-    with pytest.raises(UserError, match="images"):
+    with pytest.raises(UserError, match="returned videos"):
+        convert_result(ToolResponse(video=["film"]), "here")
+    with pytest.raises(ImageError, match="'picture' is not an image"):
         convert_result(ToolResponse(image=["picture"]), "here")
     with pytest.raises(TypeError, match="tuple of 4"):
         convert_result(("x", 1, {}, 2), "here")

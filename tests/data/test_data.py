@@ -395,10 +395,10 @@ def test_a_decompression_bomb_is_stopped_by_its_decoded_size(tmp_path):
         ({"prompt": [{"role": "bot", "content": "x"}]}, "role 'bot' must be one of system, user"),
         ({"prompt": [{"role": "user", "content": 5}]}, "content must be a string, not 5"),
         (
-            {"prompt": [{"role": "user", "content": [{"type": "image", "image": "x"}]}]},
-            "a part is not text",
+            {"prompt": [{"role": "user", "content": [{"type": "video", "video": "x"}]}]},
+            "a part is neither text nor an image",
         ),
-        ({"prompt": "a", "images": ["x.png"]}, "images: agentrl trains on text only"),
+        ({"prompt": "a", "videos": ["x"]}, "videos: agentrl trains on texts and images only"),
         ({"prompt": "a", "agentname": "react"}, "did you mean 'agent_name'?"),
         ({"prompt": "a", "extra_info": {"tool_kwargs": {}}}, "did you mean 'tools_kwargs'?"),
         ({"prompt": "a", "tools": "add"}, "tools: must be a list of strings, not 'add'"),

@@ -11,6 +11,7 @@ from typing import Any, SupportsFloat, TypeVar
 from uuid import uuid4
 
 from agentrl.errors import UserCodeError, UserError
+from agentrl.images import Image
 from agentrl.interactions import Interaction, Reply, interaction
 from agentrl.registry import tools
 from agentrl.signatures import KEYWORD
@@ -111,7 +112,7 @@ def convert_result(returned: Any, where: str) -> ToolResult:
 
     Raises:
         TypeError: the tuple has another length.
-        UserError: the response has images or videos.
+        UserError: the response has videos.
     """
     reward = None
     if isinstance(returned, tuple):
@@ -121,8 +122,9 @@ def convert_result(returned: Any, where: str) -> ToolResult:
             )
         returned, value, *_ = *returned, None
         reward = None if value is None else as_number(value)
-    if getattr(returned, "image", None) or getattr(returned, "video", None):
-        raise UserError(f"{where} returned images or videos; agentrl trains on text only")
+    if getattr(returned, "video", None):
+        raise UserError(f"{where} returned videos; agentrl trains on texts and images only")
+    images = [i for i in getattr(returned, "image", None) or () if i is not None]
     if isinstance(returned, str):
         text = returned
     elif hasattr(returned, "text"):
@@ -131,7 +133,9 @@ def convert_result(returned: Any, where: str) -> ToolResult:
         text = text.text if hasattr(text, "text") else text
     else:
         text = json.dumps(returned, ensure_ascii=False, default=str)
-    return ToolResult(text or "", reward=reward or None)
+    # As in verl, the images come first.
+    content: Any = [*map(Image.of, images), text or ""] if images else text or ""
+    return ToolResult(content, reward=reward or None)
 
 
 def _plain_schema(schema: Any, where: str) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class OpenAIFunctionToolSchema(BaseModel):
 
 
 class ToolResponse(BaseModel):
-    """A tool's response. agentrl trains on text: images and videos are refused."""
+    """A tool's response: a text and images (PIL, or bytes of a file). Videos are refused."""
 
     text: str | None = None
     image: list[Any] | None = None

@@ -50,7 +50,7 @@ from agentrl.http_server.guard import (
 )
 from agentrl.installation import install_command
 from agentrl.registry import tools
-from agentrl.tools.payloads import find_json_fault
+from agentrl.tools.payloads import find_json_fault, from_wire, to_wire
 from agentrl.tools.session import (
     Busy,
     CallConflict,
@@ -117,6 +117,8 @@ class ReplyResponse(BaseModel):
     content: str
     score: float
     done: bool
+    images: list[dict[str, str]] = []
+    """The images in the content: the file of each in base64, as `data`."""
 
 
 class RewardResponse(BaseModel):
@@ -141,7 +143,7 @@ class ErrorResponse(BaseModel):
 class OpenResponse(BaseModel):
     """The session is open."""
 
-    opening: list[dict[str, str]]
+    opening: list[dict[str, Any]]
     """The messages of its class tools' `opening()`, or of its environment's `start()`, which follow
     the prompt: role and content."""
     tools: list[str]
@@ -342,6 +344,10 @@ def _describe(
     }
 
 
+def _read_messages(messages: list[dict[str, Any]]) -> tuple[Message, ...]:
+    return _MESSAGES.validate_python([*map(from_wire, messages)])
+
+
 def _add_session_routes(
     app: FastAPI, host: ToolHost, tool_metrics: ToolMetrics, *, needs_token: bool
 ) -> None:
@@ -358,14 +364,14 @@ def _add_session_routes(
             body = CallRequest.model_validate(orjson.loads(content))
             result = find_json_fault(content, body.arguments)
             if not result:
-                messages = _MESSAGES.validate_python(body.messages) if body.messages else ()
+                messages = _read_messages(body.messages) if body.messages else ()
                 session = host.session(episode_id)
                 result = await session.call(
                     body.turn, body.call_index, body.name, body.arguments, messages
                 )
             outcome = result.error or "ok"
             name = "" if outcome == "unknown_tool" else body.name
-            return json_response(result)
+            return json_response(to_wire(result))
         except AgentRLError as e:
             outcome = type(e).__name__
             raise
@@ -376,25 +382,32 @@ def _add_session_routes(
     @app.post("/sessions", **describe_route(OpenResponse, *statuses, body=OpenRequest))
     async def open_session(request: Request) -> Response:
         body = OpenRequest.model_validate(orjson.loads(await request.body()))
-        sample = _SAMPLE.validate_python({"id": "", "prompt": (), **body.sample})
+        row = {"id": "", "prompt": (), **body.sample}
+        if isinstance(row["prompt"], list):
+            row["prompt"] = [from_wire(m) if isinstance(m, dict) else m for m in row["prompt"]]
+        sample = _SAMPLE.validate_python(row)
         opened = await host.open(body.episode_id, sample, body.create_kwargs)
-        opening = [m.as_dict() for m in opened.messages]
+        opening: list[Any] = [m.as_dict() for m in opened.messages]
+        for written, message in zip(opening, opened.messages, strict=True):
+            if message.images:
+                written["images"] = to_wire(message)["images"]
         return json_response({"opening": opening, "tools": opened.functions})
 
     @app.post(RESPOND, **describe_route(ReplyResponse, *statuses, body=RespondRequest))
     async def respond(request: Request, episode_id: EpisodeId) -> Response:
         body = RespondRequest.model_validate(orjson.loads(await request.body()))
-        messages = _MESSAGES.validate_python(body.messages)
+        messages = _read_messages(body.messages)
         host.enter()
         try:
-            return json_response(await host.session(episode_id).respond(body.turn, messages))
+            reply = await host.session(episode_id).respond(body.turn, messages)
+            return json_response(to_wire(reply))
         finally:
             host.leave()
 
     @app.post(REWARD, **describe_route(RewardResponse, *statuses, body=RewardRequest))
     async def reward(request: Request, episode_id: EpisodeId) -> Response:
         body = RewardRequest.model_validate(orjson.loads(await request.body()))
-        scores = await host.session(episode_id).score(_MESSAGES.validate_python(body.messages))
+        scores = await host.session(episode_id).score(_read_messages(body.messages))
         turns = {str(index): score for index, score in scores.turns.items()}
         parts = dict(scores.metrics)
         return json_response({"reward": scores.outcome, "parts": parts, "turns": turns})
