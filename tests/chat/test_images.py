@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as PIL
+from support.vision import TEMPLATE, vision_tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     Qwen2VLImageProcessorPil,
     smart_resize,
@@ -22,7 +23,6 @@ from agentrl.errors import ConfigError, TemplateError
 from agentrl.images import Image, ImageError, ImageRule
 from agentrl.testing import byte_tokenizer
 from agentrl.trajectory import Message
-from support.vision import TEMPLATE, vision_tokenizer
 
 PLACEHOLDER, UNIT = "<|image_pad|>", 28
 RULE = ImageRule(
