@@ -170,9 +170,7 @@ def read_text(content: Any, where: str, field: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get(TEXTS[kind]) if isinstance(kind, str) and kind in TEXTS else None
         if not isinstance(text, str):
-            expected = (
-                "parts of type text: agents give the policy no images, files or results of"
-            )
+            expected = "parts of type text: agents give the policy no images, files or results of"
             raise wrong(where, kind or part, f"{expected} server tools", field)
         texts.append(text)
     return "\n".join(texts)
