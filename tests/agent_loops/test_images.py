@@ -60,7 +60,7 @@ class Painter(Interaction):
         return Reply(["and this? ", picture(5, "green")])
 
 
-@agent_loop("edits")
+@agent_loop("edits_images")
 async def edits(ep):
     await ep.generate()
     ep.observe(Message.of("user", picture(2), "now?"))
@@ -71,14 +71,14 @@ async def edits(ep):
     await critic.generate()
 
 
-@agent_loop("broken")
+@agent_loop("shows_broken_image")
 async def broken(ep):
     await ep.generate()
     ep.observe(Message.of("user", BROKEN))
     await ep.generate()
 
 
-@agent_loop("talks")
+@agent_loop("talks_of_images")
 async def talks(ep):
     await ep.generate()
     await ep.interact()
@@ -123,7 +123,7 @@ def trajectory_schemas(trajectory):
 
 
 def test_messages_of_a_loop_may_have_images():
-    trajectory, policy = episode(["a", "b", "c", "d"], picture(1), loop="edits")
+    trajectory, policy = episode(["a", "b", "c", "d"], picture(1), loop="edits_images")
     assert policy.images == [[1], [1, 2], [3], [4]]
     assert [[i.tokens for i in s.images] for s in trajectory.segments] == [[1, 2], [3], [4]]
     assert [runs(s) for s in trajectory.segments] == [
@@ -134,7 +134,7 @@ def test_messages_of_a_loop_may_have_images():
 
 
 def test_an_interaction_may_answer_with_an_image():
-    trajectory, policy = episode(["a", "b"], "hi", loop="talks", interaction="painter")
+    trajectory, policy = episode(["a", "b"], "hi", loop="talks_of_images", interaction="painter")
     assert policy.images == [None, [5]]
     assert trajectory.messages[2].content == f"and this? {PLACE}"
 
@@ -160,7 +160,7 @@ def test_an_unreadable_image_of_a_tool_is_a_text_for_the_model():
 
 def test_an_unreadable_image_of_a_loop_is_a_bug_of_the_loop():
     with pytest.raises(UserCodeError, match="that the agent loop or the interaction added"):
-        episode(["a", "b"], "hi", loop="broken")
+        episode(["a", "b"], "hi", loop="shows_broken_image")
 
 
 def test_a_sampled_placeholder_ends_the_episode_with_its_turn():
@@ -194,9 +194,7 @@ def test_a_model_that_reads_no_images_refuses_them():
             episode(answers, *prompt, tools=("zoom",), images=None)
 
 
-@pytest.mark.parametrize(
-    ("side", "kept"), [("head", [1, 2]), ("tail", [3, 4]), ("middle", [1, 4])]
-)
+@pytest.mark.parametrize(("side", "kept"), [("head", [1, 2]), ("tail", [3, 4]), ("middle", [1, 4])])
 def test_a_result_that_is_cut_keeps_the_images_whose_places_it_keeps(side, kept):
     config = Config.model_validate({"tools": {"max_result_tokens": 16, "truncate": side}})
     runtime = Runtime(Policy([]), TEMPLATE, LocalToolbox(), config)

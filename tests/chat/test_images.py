@@ -93,9 +93,12 @@ def test_a_row_that_grows_has_the_ids_of_the_whole_conversation(opening, between
         row += template().delta(messages, [new], end)
         messages.append(new)
     assert row.tolist() == ids_of_transformers(messages, add_generation_prompt=True)
-    assert template().conversation(
-        messages, (), {i: [*turn, end] for i, m in enumerate(messages) if m.role == "assistant"}
-    ) == row
+    assert (
+        template().conversation(
+            messages, (), {i: [*turn, end] for i, m in enumerate(messages) if m.role == "assistant"}
+        )
+        == row
+    )
     assert template().length(messages) == len(row)
 
 
@@ -123,9 +126,7 @@ def test_the_place_of_an_image_without_images_is_text():
 
 def test_other_images_are_other_prompts():
     """The caches of prompts know the images, not only the texts."""
-    small, large = (
-        template().prompt([Message.of("user", "x", picture(w, 28))]) for w in (28, 84)
-    )
+    small, large = (template().prompt([Message.of("user", "x", picture(w, 28))]) for w in (28, 84))
     assert (small.count(RULE.token_id), large.count(RULE.token_id)) == (1, 3)
 
 
@@ -174,7 +175,9 @@ def test_a_template_that_writes_images_otherwise_in_results_is_refused_there():
     tokenizer = vision_tokenizer()
     call = "write(message.content) + '\\n</tool_response>'"
     assert call in TEMPLATE
-    only_texts = "(message.content if message.content is string else 'no list') + '\\n</tool_response>'"
+    only_texts = (
+        "(message.content if message.content is string else 'no list') + '\\n</tool_response>'"
+    )
     tokenizer.chat_template = TEMPLATE.replace(call, only_texts)
     other = ChatTemplate(tokenizer, images=RULE)
     history = [Message("user", "Q"), Message("assistant", "a")]
