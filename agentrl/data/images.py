@@ -57,8 +57,8 @@ class RowImages:
         if self._places != len(self._images):
             self._wrong(
                 "images",
-                f"the prompt has {self._places} places of images ({PLACE_IN_TEXT}, or parts of type"
-                f" image), but the column has {len(self._images)} images. Both must be equal",
+                f"the messages have {self._places} places of images ({PLACE_IN_TEXT}, or parts of"
+                f" type image), but the column has {len(self._images)} images. Both must be equal",
             )
 
     def _parts(self, field: str, content: list[Any]) -> Iterator[str | Image]:
@@ -84,6 +84,11 @@ class RowImages:
         except ImageError as e:
             self._wrong(field, str(e))
         return None
+
+
+def raise_wrong(field: str, what: str) -> None:
+    """Raise `ValueError` for a mistake."""
+    raise ValueError(f"{field}: {what}")
 
 
 def _is_image_part(part: Any) -> bool:

@@ -222,6 +222,8 @@ class RowReader:
         needs_loop = environment and self._agent_name == "single_turn"
         agent_name = self.text("agent_name", "tool_agent" if needs_loop else self._agent_name)
         rest.update(inner)
+        if not row.get(self._names.prompt):  # They belong to a conversation in another column.
+            rest |= {"images": row["images"]} if "images" in row else {}
         return Sample(
             id=self.id(),
             prompt=self.prompt(),
@@ -247,7 +249,8 @@ class RowReader:
     def prompt(self) -> tuple[Message, ...]:
         field = self._names.prompt
         prompt = self.row.get(field, "")
-        images = RowImages(self.row.get("images"), self.folder, self.wrong_image)
+        column = self.row.get("images") if prompt else None
+        images = RowImages(column, self.folder, self.wrong_image)
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, list):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,14 @@ import pyarrow.parquet as pq
 
 from agentrl.agent_loops import AgentLoop
 from agentrl.chat import ChatTemplate
+from agentrl.chat.images import images_of, require_rule
 from agentrl.chat.tokenizer import hash_vocabulary
 from agentrl.data import ColumnNames, open_rows
 from agentrl.data.files import load_json
+from agentrl.data.images import RowImages, raise_wrong, with_parts
 from agentrl.data.rows import Mistakes, read_message
 from agentrl.errors import DataError, RegistryError, TemplateError
+from agentrl.images import Image, ImageError, RowImage
 from agentrl.learner.sft import Example
 from agentrl.registry import agent_loops, tools, where_to_load
 from agentrl.store import VOCABULARY
@@ -55,27 +59,46 @@ def load_examples(
             all.
     """
     mistakes = Mistakes(path)
-    examples = []
+    rows: list[tuple[int, Example, list[Image]]] = []
+    folder = Path(path).expanduser().parent
     for sample in open_rows(path, names=ColumnNames(prompt=prompt_key)):
         try:
-            messages, trained = _parse_messages(sample.extra.get(column), column, template)
+            images = RowImages(sample.extra.get("images"), folder, raise_wrong)
+            messages, trained = _parse_messages(sample.extra.get(column), column, template, images)
             opening, schemas = _build_opening(sample, messages, prompt_key)
-            if any(message.images for message in (*opening, *messages)):
-                raise ValueError("has images, which `agentrl sft` does not read from a dataset")
             trained = [*[False] * len(opening), *trained]
-            ids, mask = template.trace([*opening, *messages], schemas, trained=trained)
+            messages = [*opening, *messages]
+            ids, mask = template.trace(messages, schemas, trained=trained)
             if len(ids) > max_length:
                 raise ValueError(
                     f"is {len(ids):,} tokens long, more than the model's {max_length:,}"
                 )
-            examples.append(Example(ids, mask))
+            rows.append((sample.row, Example(ids, mask), images_of(messages)))
         except RegistryError as e:
             unknown = [name for name in sample.tools if name not in tools]
             mistakes.add(sample.row, "agent_name, tools", f"{e}. {where_to_load(*unknown)}")
         except ValueError as e:
             mistakes.add(sample.row, column, str(e))
+    ready = asyncio.run(_prepare(template, (image for *_, images in rows for image in images)))
+    examples = []
+    for row, example, images in rows:
+        for error in (e for i in images if isinstance(e := ready[i.key], ImageError)):
+            mistakes.add(row, column, str(error))
+        examples.append(replace(example, images=tuple(ready[i.key] for i in images)))
     mistakes.raise_any()
     return examples
+
+
+async def _prepare(
+    template: ChatTemplate, images: Iterable[Image]
+) -> dict[str, RowImage | BaseException]:
+    """Return images as the model reads them, or why they cannot be read, by their keys."""
+    distinct = {image.key: image for image in images}
+    if not distinct:
+        return {}
+    reader = require_rule(template.images)
+    tasks = map(reader.prepare, distinct.values())
+    return dict(zip(distinct, await asyncio.gather(*tasks, return_exceptions=True), strict=True))
 
 
 def has_tokens(path: str) -> bool:
@@ -118,9 +141,9 @@ def _arrays(column: pa.ChunkedArray) -> list[array[int]]:
 
 
 def _parse_messages(
-    cell: Any, column: str, template: ChatTemplate
+    cell: Any, column: str, template: ChatTemplate, images: RowImages
 ) -> tuple[list[Message], list[bool]]:
-    """Return the messages of a cell, and whether each is trained."""
+    """Return the messages of a cell, with the images of its row, and whether each is trained."""
     if cell is None:
         raise ValueError("is missing: name the column that holds the conversations with --column")
     if isinstance(cell, str) and column == JSON_COLUMN:
@@ -135,7 +158,10 @@ def _parse_messages(
         calls = item.get("tool_calls") if isinstance(item, dict) else None
         if calls and item.get("content") is None:  # as OpenAI writes it
             item = {**item, "content": ""}
-        message = read_message(item, problems, (*LOSS_KEYS, "tool_calls"))
+        parts = images.split(f"message {i}", item)
+        text = item if parts is None else {**item, "content": ""}
+        message = read_message(text, problems, (*LOSS_KEYS, "tool_calls"))
+        message = message if parts is None else with_parts(message, parts)
         if calls and not problems:
             message = _with_calls(message, calls, template, problems)
         loss = [] if problems else [item[k] for k in LOSS_KEYS if item.get(k) is not None]
@@ -148,6 +174,7 @@ def _parse_messages(
             raise ValueError(f"message {i}: {'; '.join(problems)}")
         messages.append(message)
         trained.append(is_trained)
+    images.check()
     if messages[-1].role != "assistant":
         raise ValueError("must end with an assistant message")
     if not any(trained):
