@@ -221,13 +221,13 @@ def _check_machine(
         memory.teacher_parameters(config)
     except ConfigError as e:
         return [*unchecked, f"memory of a {'run' if on_cpu else 'GPU'}: {e}", weights], ""
-    prompt = longest_prompt(plan, template)
+    prompt, images = longest_prompt(plan, template)
     response = min(longest_response(plan), max_length - prompt)
     if not on_cpu:
-        problem = _check_gpu(config, shape, gpu, prompt + response)
+        problem = _check_gpu(config, shape, gpu, prompt + response, images)
     else:
-        problem = _check_ram(plan, shape, prompt, response)
-        if not problem and _is_measured(config, shape):
+        problem = _check_ram(plan, shape, prompt, response, images)
+        if not problem and not images and _is_measured(config, shape):
             _measure_time(plan, template, prompt, response)
             return unchecked, ""
     return [*unchecked, weights], problem
@@ -303,7 +303,7 @@ def _is_measured(config: Config, shape: ModelShape) -> bool:
     return isinstance(try_to_load_from_cache(base, SAFE_WEIGHTS_NAME), str)
 
 
-def _check_ram(plan: Plan, shape: ModelShape, prompt: int, response: int) -> str:
+def _check_ram(plan: Plan, shape: ModelShape, prompt: int, response: int, images: int) -> str:
     """Print an estimate of the RAM of a run on the CPU; return what does not fit, or ""."""
     from agentrl.learner import memory
     from agentrl.process_memory import find_process_bytes
@@ -318,6 +318,7 @@ def _check_ram(plan: Plan, shape: ModelShape, prompt: int, response: int) -> str
         response_tokens=response,
         val_rollouts=len(plan.val) * config.val.n,
         process_bytes=find_process_bytes(),
+        image_tokens=images,
     )
     ram, of_run = memory.find_ram(), estimate(config)
     echo(f"RAM of the run, estimated: {of_run.describe(ram)}")
@@ -325,7 +326,9 @@ def _check_ram(plan: Plan, shape: ModelShape, prompt: int, response: int) -> str
     return _compare(of_run, estimate, settings, ram, "this machine")
 
 
-def _check_gpu(config: Config, shape: ModelShape, gpu: Gpu | None, row_tokens: int) -> str:
+def _check_gpu(
+    config: Config, shape: ModelShape, gpu: Gpu | None, row_tokens: int, images: int
+) -> str:
     """Print an estimate of the memory of a GPU; return what does not fit, or ""."""
     from agentrl.learner import memory
 
@@ -336,6 +339,7 @@ def _check_gpu(config: Config, shape: ModelShape, gpu: Gpu | None, row_tokens: i
         row_tokens=row_tokens,
         gpu_bytes=total,
         gpus=gpu.count if gpu else 0,
+        image_tokens=images,
     )
     of_run, ranks = estimate(config), config.trainer.ranks
     subject = f"each of {ranks} ranks" if ranks > 1 else "the learner"

@@ -305,11 +305,13 @@ def refuse_images(plan: Plan, template: ChatTemplate) -> None:
         )
 
 
-def longest_prompt(plan: Plan, template: ChatTemplate) -> int:
-    """Return the tokens of the prompt with the most bytes."""
+def longest_prompt(plan: Plan, template: ChatTemplate) -> tuple[int, int]:
+    """Return the tokens of the prompt with the most bytes, and how many of them are of images."""
     sizes = [(sizes, samples) for _, samples in plan.splits if len(sizes := prompt_bytes(samples))]
     sizes, samples = max(sizes, key=lambda split: split[0].max())
-    return template.length(*opening_of(samples[int(sizes.argmax())], LocalToolbox()))
+    messages, schemas = opening_of(samples[int(sizes.argmax())], LocalToolbox())
+    image_tokens = sum(map(template.images.tokens, images_of(messages))) if template.images else 0
+    return template.length(messages, schemas), image_tokens
 
 
 def longest_response(plan: Plan) -> int:

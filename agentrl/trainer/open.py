@@ -163,7 +163,7 @@ def _open_teacher(
     config = learner.config
     if not config.teacher.model or config.trainer.val_only:
         return None
-    longest = longest_prompt(plan, template) + longest_response(plan)
+    longest = longest_prompt(plan, template)[0] + longest_response(plan)
     with display.phase("open the teacher"):
         return Teacher(config, template, learner, rollouts.run, min(longest, engine.max_length))
 
