@@ -32,7 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 from agentrl.config import RewardConfig
 from agentrl.errors import RunStopped
 from agentrl.images import RowImage
-from agentrl.trajectory import Group, Scored, Segment, Trajectory, token_array
+from agentrl.trajectory import Group, Scored, Segment, token_array
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +186,6 @@ def collate(
     turn, tool = reward.turn_weight, reward.tool_weight
     weights = {"turn": turn, "scores": turn, "tool": tool}
     segments = [segment for s in scored for segment in s.trajectory.segments]
-    rewards_per_token = [row for s in scored for row in _token_rewards(s, weights)]
-    turns = [row for s in scored for row in _turns(s.trajectory)]
     prompts = [_tensor(s.prompt_ids) for s in segments]
     responses = [_tensor(s.response_ids) for s in segments]
     mask = _pad([_tensor(s.response_mask) for s in segments], 0).bool()
@@ -199,10 +197,8 @@ def collate(
         response_mask=mask,
         rollout_logprobs=_pad([_tensor(s.logprobs) for s in segments], 0.0),
         versions=_pad([_tensor(s.versions) for s in segments], -1).long(),
-        token_rewards=_pad(
-            [torch.tensor(row, dtype=torch.float64) for row in rewards_per_token], 0.0
-        ),
-        turn=_pad(turns, -1).masked_fill(~mask, -1),
+        token_rewards=_token_rewards(scored, weights, mask.shape),
+        turn=_turns(scored, mask),
         rewards=torch.tensor([s.reward for s in scored], dtype=torch.float64),
         rollout=torch.tensor([r for r, s in enumerate(scored) for _ in s.trajectory.segments]),
         group=torch.tensor([g for g, group in enumerate(groups) for _ in group.scored]),
@@ -355,18 +351,45 @@ def check_tokens(rows: TokenRows, vocabulary: int) -> None:
         )
 
 
-def _turns(trajectory: Trajectory) -> list[Tensor]:
-    """Return one tensor per segment: the turn of each token, or -1."""
-    turn_of_token = [
-        torch.full((len(segment.response_ids),), -1) for segment in trajectory.segments
-    ]
-    for k, turn in enumerate(trajectory.turns):
-        turn_of_token[turn.segment][turn.start : turn.end] = k
-    return turn_of_token
+def _turns(scored: Sequence[Scored], mask: Tensor) -> Tensor:
+    """Return the turn of each sampled token, (B, T) int64; -1 elsewhere."""
+    width, first = mask.shape[1] + 1, 0
+    starts: list[int] = []
+    ends: list[int] = []
+    numbers: list[int] = []
+    for s in scored:
+        for k, turn in enumerate(s.trajectory.turns):
+            row = (first + turn.segment) * width
+            starts.append(row + turn.start)
+            ends.append(row + turn.end)
+            numbers.append(k + 1)
+        first += len(s.trajectory.segments)
+    changes, added = torch.zeros(len(mask) * width, dtype=torch.int32), torch.tensor(numbers)
+    changes.index_add_(0, torch.tensor(starts, dtype=torch.int64), added.int())
+    changes.index_add_(0, torch.tensor(ends, dtype=torch.int64), -added.int())
+    turn = changes.view(len(mask), width).cumsum(1)[:, :-1] - 1
+    return turn.masked_fill(~mask, -1)
 
 
-def _token_rewards(scored: Scored, weights: Mapping[str, float]) -> list[list[float]]:
-    """Return the reward of each token, as one list per segment.
+def _token_rewards(
+    scored: Sequence[Scored], weights: Mapping[str, float], shape: Sequence[int]
+) -> Tensor:
+    """Return the reward of each token, (B, T) float64."""
+    rows, columns, values, first = token_array(), token_array(), array("d"), 0
+    for s in scored:
+        for (row, at), value in _placed_rewards(s, weights).items():
+            rows.append(first + row)
+            columns.append(at)
+            values.append(value)
+        first += len(s.trajectory.segments)
+    rewards = torch.zeros(*shape, dtype=torch.float64)
+    if values:
+        rewards[_tensor(rows), _tensor(columns)] = torch.frombuffer(values, dtype=torch.float64)
+    return rewards
+
+
+def _placed_rewards(scored: Scored, weights: Mapping[str, float]) -> dict[tuple[int, int], float]:
+    """Return the rewards of a rollout's tokens, by segment and index in its response.
 
     The part of the reward that no turn earned is placed at the end of the last turn, even if that
     turn is in a spawned conversation: all sampled tokens precede this position and contribute to
@@ -374,21 +397,21 @@ def _token_rewards(scored: Scored, weights: Mapping[str, float]) -> list[list[fl
     sampled tokens has no token rewards.
     """
     segments, turns = scored.trajectory.segments, scored.trajectory.turns
-    rewards_per_token = [[0.0] * len(segment.response_ids) for segment in segments]
+    placed: dict[tuple[int, int], float] = {}
     ends = [(t.segment, _find_last_sampled(segments[t.segment], t.start, t.end)) for t in turns]
     rows = [(k, _find_last_sampled(s, 0, len(s.response_ids))) for k, s in enumerate(segments)]
     last = next((position for position in reversed([*rows, *ends]) if position[1] >= 0), None)
     if last is None:
-        return rewards_per_token
+        return placed
     assigned = 0.0
-    for turn, (row, at) in zip(turns, ends, strict=True):
+    for turn, end in zip(turns, ends, strict=True):
         earned = sum(weights.get(source, 0.0) * r for source, r in turn.rewards.items())
-        if earned and at >= 0:
-            rewards_per_token[row][at] += earned
+        if earned and end[1] >= 0:
+            placed[end] = placed.get(end, 0.0) + earned
             assigned += earned
     if not math.isclose(scored.reward, assigned, rel_tol=1e-12):  # otherwise the rest is rounding
-        rewards_per_token[last[0]][last[1]] += scored.reward - assigned
-    return rewards_per_token
+        placed[last] = placed.get(last, 0.0) + (scored.reward - assigned)
+    return placed
 
 
 def _call_penalties(scored: Sequence[Scored]) -> Tensor | None:
