@@ -189,6 +189,11 @@ class Message:
         """Return a message of texts and images.
 
         Example: `Message.of("user", Image.of("plot.png", Path()), "How many bars are there?")`.
+
+        Args:
+            role: as in `Message`; not assistant, if there is an image.
+            parts: the texts and images, in order.
+            tool_call_id: as in `Message`.
         """
         content, images = join_parts(parts)
         return cls(role, content, tool_call_id=tool_call_id, images=images)

@@ -48,19 +48,16 @@ class Policy(Scripted):
         return await super().generate(*args, **options)
 
 
-@tool
 def zoom(n: int):
     """Zoom."""
     return BROKEN if n == 0 else ["the part: ", picture(n, "blue")]
 
 
-@interaction("painter")
 class Painter(Interaction):
     async def respond(self, messages):
         return Reply(["and this? ", picture(5, "green")])
 
 
-@agent_loop("edits_images")
 async def edits(ep):
     await ep.generate()
     ep.observe(Message.of("user", picture(2), "now?"))
@@ -71,18 +68,26 @@ async def edits(ep):
     await critic.generate()
 
 
-@agent_loop("shows_broken_image")
 async def broken(ep):
     await ep.generate()
     ep.observe(Message.of("user", BROKEN))
     await ep.generate()
 
 
-@agent_loop("talks_of_images")
 async def talks(ep):
     await ep.generate()
     await ep.interact()
     await ep.generate()
+
+
+@pytest.fixture(autouse=True)
+def registered(own_registries):
+    """Other tests find no tool, interaction or loop of this file."""
+    tool(zoom)
+    interaction("painter")(Painter)
+    agent_loop("edits_images")(edits)
+    agent_loop("shows_broken_image")(broken)
+    agent_loop("talks_of_images")(talks)
 
 
 def episode(answers, *prompt, loop="tool_agent", config=None, images=RULE, **fields):

@@ -305,7 +305,7 @@ def test_two_ranks_send_what_one_rank_sends(fake, folder, two_ranks, tmp_path, l
         Target(fake.url(n), ranks=ranks, processes=len(ranks))
         for n, ranks in enumerate([(0,), (1,), (0, 1)], 1)
     ]
-    route = Route(5, tuple(targets), tmp_path, torch.float32, bucket_bytes)
+    route = Route(5, tuple(targets), tmp_path, torch.float32, bucket_bytes=bucket_bytes)
     sent = two_ranks.send_weights(route)
     assert not sent.errors
     assert sent.size == sum(t.nbytes for t in expected.values())

@@ -225,8 +225,8 @@ def test_all_weights_learn_and_are_saved(family, folder_of, tmp_path):
 
 
 def test_a_frozen_vision_tower(folder_of, tmp_path):
-    folder, keys = folder_of("qwen3_vl"), {"model__freeze_vision_tower": True, "optim__lr": 1e-2}
-    learner = learner_of(folder, **keys)
+    folder = folder_of("qwen3_vl")
+    learner = learner_of(folder, model__freeze_vision_tower=True, optim__lr=1e-2)
     before = weights_of(learner)
     one_step(learner, make_batch(folder))
     moved = changed(learner, before)
@@ -234,7 +234,7 @@ def test_a_frozen_vision_tower(folder_of, tmp_path):
     assert is_moved == {name: "visual" not in name for name in is_moved}
     assert not any("visual" in name for name in learner.rank.optimizers["actor"].parameters)
     with pytest.raises(ConfigError, match="Qwen2ForCausalLM has no vision tower"):
-        learner_of(tiny_folder(tmp_path), **keys)
+        learner_of(tiny_folder(tmp_path), model__freeze_vision_tower=True)
 
 
 def test_a_base_of_four_bits(folder_of, tmp_path):

@@ -109,7 +109,7 @@ def test_graders_go_by_verls_names(source, name):
     ("source", "says"),
     [
         ("numina_olympiads", "verl's prime_math is not part of agentrl; `reward.function=math`"),
-        ("hiyouga/geometry3k", "its questions are images"),
+        ("hiyouga/geometry3k", "questions about images is not part of agentrl"),
         ("mathdapo", "Did you mean 'math_dapo'?"),
         ("AIME", "Known: openai/gsm8k"),
     ],

@@ -130,14 +130,14 @@ class Route:
     """An empty folder to write the weights to, for servers that read files."""
     dtype: torch.dtype | None = None
     """The dtype in which weights are sent; None: their own."""
-    fp8: bool = False
-    """True if the matrices of layers are sent in 8 bits, with scales."""
     published: bool = True
     """True if tensors have the names and shapes of the model's files, False if those of
     transformers. Used only if ranks send the weights."""
     bucket_bytes: int = BUCKET_BYTES
     adapter_folder: Path | None = None
     """An empty folder to write the LoRA adapter to, for servers that read it."""
+    fp8: bool = False
+    """True if the matrices of layers are sent in 8 bits, with scales."""
 
 
 @dataclass(slots=True)
