@@ -121,6 +121,7 @@ async def pause(seconds: float) -> float:
 '''
 
 
+@pytest.mark.slow
 def test_a_client_opens_no_more_connections_than_its_tool_server_accepts(tmp_path, monkeypatch):
     """A tool server accepts fewer connections than a client with the same limit could open."""
     monkeypatch.chdir(tmp_path)

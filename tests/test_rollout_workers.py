@@ -239,6 +239,7 @@ def test_a_row_that_kills_its_worker_is_dropped_by_its_name(caplog):
     assert sorted(engine.begun) == sorted(engine.ended)
 
 
+@pytest.mark.slow
 def test_a_replacement_that_is_killed_is_started_again():
     started = []
 
@@ -259,6 +260,7 @@ def test_a_replacement_that_is_killed_is_started_again():
         assert rollouts.metrics()["workers/restarts"] == 1
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_killed_and_costs_nothing(monkeypatch, caplog):
     monkeypatch.setattr("agentrl.rollout_workers.workers.SILENT_SECONDS", 3.0)
     engine = FailingEngine(TURNS)
@@ -292,6 +294,7 @@ def test_a_row_that_cannot_be_sent_is_a_mistake_of_the_row(two, monkeypatch):
     assert pids(rollouts) == processes
 
 
+@pytest.mark.slow
 def test_if_one_worker_cannot_start_the_others_end(tmp_path):
     path = tmp_path / "once.py"
     path.write_text(

@@ -213,6 +213,7 @@ def test_too_little_ram(check, gpus, monkeypatch):
     assert "time on this CPU" not in output  # Nothing that does not fit is loaded.
 
 
+@pytest.mark.slow
 def test_the_advice_for_a_small_gpu_names_lora(check, gpus, tmp_path, random_model):
     """7B fits into 24 GiB with weights in RAM; an adapter needs less."""
     model = tmp_path / "model"
@@ -371,6 +372,7 @@ def test_a_model_that_the_local_engine_cannot_run(tmp_path, random_model):
     assert result.exit_code == 0 and "rows: packed" in result.output
 
 
+@pytest.mark.slow
 def test_a_config_with_parts_for_text_and_images(tmp_path, random_model):
     config = Qwen3_5Config(text_config=SMALL, vision_config={"depth": 1})
     result = check_config_of(tmp_path, random_model, config, "rollout.name=sglang")

@@ -245,6 +245,7 @@ def test_a_wrong_key_or_address_fails_at_once(api, run, status):
     assert f"status {status}" in output and "the key (--token-env)" in output
 
 
+@pytest.mark.slow
 def test_json_of_several_models_has_a_note_before_the_objects_of_each(api):
     names = [f"{api.url}#guesser", f"{api.url}#caller"]
     models = [word for name in names for word in ("--model", name)]

@@ -63,6 +63,7 @@ def project(tmp_path_factory, tiny_model):
     return above / "my_env", run(train, above / "my_env")
 
 
+@pytest.mark.slow
 def test_the_files_of_the_starter_project(project):
     folder, _ = project
     assert {"env.py", "run.yaml", "test_env.py", "README.md"} <= set(os.listdir(folder))
@@ -92,6 +93,7 @@ def test_an_unknown_template_names_the_choices(tmp_path, capsys):
     assert all(name in shown for name in TEMPLATES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_template_is_a_project_whose_tests_need_only_pytest(template, tmp_path):
     """In any folder, and from any other one."""

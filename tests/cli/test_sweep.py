@@ -272,6 +272,7 @@ def test_runs_as_ray_tasks(tiny_model, folder):
     assert scores[0] == scores[1] and len(scores[0]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_runs_that_are_no_tasks_are_refused(refused, folder):
     text = "config: recipes/sweeps/run.yaml\noutput: out\ngrid: {trainer.seed: [0, 1]}\n"

@@ -23,6 +23,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 def test_actors_play_what_one_process_plays_and_are_replaced(cluster):
     registry.load_file("shelf:calculator")
     played, pids = [], []

@@ -179,6 +179,7 @@ def pair(request, cluster, flags, tmp_path_factory):
     return folder, keys, str(stopped.value)
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_as_one_process_does(pair):
     folder, overrides, _ = pair
     assert_same_steps(folder / "1", folder / "2", range(1, STEPS))

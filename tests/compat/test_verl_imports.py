@@ -430,6 +430,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)
 """
 
 
+@pytest.mark.slow
 @needs_sandbox
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_a_recipe_trains_three_steps(

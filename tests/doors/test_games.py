@@ -127,6 +127,7 @@ def test_a_game_is_played_to_its_end(games):
     assert won == (trajectory.scores.outcome == 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.load
 @pytest.mark.proves("reasoning-gym", "200 episodes at once")
 def test_200_answers_at_once_have_their_own_scores(games):
@@ -144,6 +145,7 @@ def test_an_invalid_move_ends_a_game_without_a_reward(games):
     assert trajectory.stop_reason == "done" and trajectory.scores.outcome == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.proves("textarena", "200 episodes at once")
 @pytest.mark.load
 def test_200_games_at_once_are_those_of_one_after_another(games):

@@ -277,6 +277,7 @@ def learn(learner, seed):
         p.add_(0.02 * p.abs().mean() * torch.randn_like(p))
 
 
+@pytest.mark.slow
 @pytest.mark.sglang
 def test_updates_that_arrive_pass(world):
     learner, _, publisher = world

@@ -466,6 +466,7 @@ def of_arithmetic(folder, model, *overrides):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_200_concurrent_episodes(engine, sglang_server, model, tiny_model, tmp_path):
     config = of_arithmetic(tmp_path, tiny_model)
     plan = make_plan(config)

@@ -100,6 +100,7 @@ def worst_gap(policies, prompt, turn):
     return float(max(gaps))
 
 
+@pytest.mark.slow
 async def test_each_logprob_is_that_of_the_version_that_its_token_names(engine, policies):
     pairs = await play_and_publish(
         engine,

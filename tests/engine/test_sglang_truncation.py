@@ -135,6 +135,7 @@ def test_a_run_trains_over_the_tokens_that_the_server_kept(
     assert 1 < max(counts) <= 20 and min(counts) < max(counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cut", [{"top_k": 3}, {"top_k": 50, "top_p": 0.7}, {"top_k": 6, "top_p": 0.6}]
 )

@@ -179,6 +179,7 @@ def test_the_openai_package_in_processes(
     assert any(len(t.turns) > 1 for step in steps for t in step)
 
 
+@pytest.mark.slow
 def test_served_answers_are_those_of_an_evaluation(
     keys, sglang_server, tiny_model, shipped_registries
 ):

@@ -83,6 +83,7 @@ HttpServer(create_app(lambda key: object()), bound).serve_forever()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_half_body_does_not_keep_a_server_from_its_end(signals):
     process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)

@@ -329,6 +329,7 @@ def test_openai_agents_drops_turns(packages_python, api):
     assert t.final_text == "12." and {turn.thread for turn in t.turns} == {0}
 
 
+@pytest.mark.slow
 def test_a_lost_answer_is_sent_again(packages_python):
     """Its connection broke after the gateway had sent it."""
     turns = [CALCULATE, "It is 12."]
@@ -367,6 +368,7 @@ def test_a_typed_answer(packages_python):
     assert '"title":"Result"' in TOKENIZER.decode(t.segments[0].prompt_ids)
 
 
+@pytest.mark.slow
 def test_a_handoff_begins_a_row(packages_python):
     """The other agent has other instructions and tools."""
     turns = [CALCULATE + CALCULATE, call("transfer_to_checker"), '{"value": 12}']

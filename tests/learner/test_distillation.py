@@ -187,6 +187,7 @@ def test_a_token_that_the_teacher_does_not_have_is_an_error(tmp_path, batch):
         learner.teacher_logprobs(batch, str(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [{}, {"model__lora_rank": 4}], ids=["full", "lora"])
 def test_two_ranks_learn_what_one_learns(tmp_path, batch, keys):
     """Over gloo, with sharded weights of policy and teacher."""

@@ -270,7 +270,9 @@ def groups(folder_of):
         ranks.close()
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "world", [pytest.param(w, marks=[pytest.mark.slow] * (w != "full")) for w in WORLDS]
+)
 def test_two_ranks_learn_what_one_learns(world, folder_of, groups):
     """A rank may have no image, or no row, in a pass in which the other one has images."""
     batch, results = make_batch(folder_of("qwen2_5_vl")), []

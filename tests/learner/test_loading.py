@@ -107,6 +107,7 @@ def check(groups, folder, cfg, ranks, dtype) -> None:
         assert spread == (0 if group is groups[1] else count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "keys"), [(2, LORA), (4, {})], ids=["lora", "all weights"])
 def test_a_rank_never_holds_more_than_its_shard_and_a_layer(groups, tmp_path, ranks, keys):
     shape = {

@@ -158,6 +158,7 @@ def test_ranks_that_share_rows_change_nothing(groups, batch, world, cuts):
         check_same(run(groups[ranks], other, batch), expected)
 
 
+@pytest.mark.slow
 def test_kept_tokens_go_to_the_rank_and_micro_batch_of_their_row(groups, batch):
     """Some tokens are sampled from all. Old logprobs, reference and entropy are over the kept."""
     cfg = config(**KEYS)

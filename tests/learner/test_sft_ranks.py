@@ -158,6 +158,7 @@ def test_the_gradient_is_the_plain_cross_entropy_s(groups, folder, examples, ran
         close(result[1], gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{"lora_rank": 4}, {"fresh": True}, {"overrides": ["optim.recompute=true"]}],

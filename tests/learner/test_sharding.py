@@ -86,6 +86,7 @@ def test_how_a_layer_is_sharded(spread):
     assert [around(layer) for layer in scorer.layers()] == [[]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3.5", "LFM2", "Qwen2.5"])
 def test_parts_with_a_convolution_are_not_compiled(name, monkeypatch):
     """No compiled graph contains a convolution, and the logits are equal."""

@@ -87,6 +87,7 @@ def caller(box: HttpToolbox, ids: list[str], name: str, seconds: float):
     return ask
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 async def test_300_calls_that_wait_a_second(file):
     """L3: side by side, and whoever asks how the server is hears it meanwhile."""

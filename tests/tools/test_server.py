@@ -292,9 +292,7 @@ async def test_the_protocol_with_raw_requests(url):
         status, answer = await ask("POST", f"{session}/calls", call)
         assert status == 200
         assert answer.pop("seconds") >= 0
-        assert answer == {
-            **{"content": "8", "ok": True, "reward": None, "error": "", "images": []}
-        }
+        assert answer == {**{"content": "8", "ok": True, "reward": None, "error": "", "images": []}}
         # The calls of a turn may be posted one by one, at once.
         posts = [
             ask(

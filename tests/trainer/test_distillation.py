@@ -240,6 +240,7 @@ VARIANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_step_is_replayed_bit_for_bit(train, home, random_model, name):
     folder = train(*(key.format(home=home, model=random_model) for key in VARIANTS[name]))

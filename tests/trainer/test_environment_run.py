@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from agentrl import load_config
 from agentrl.demo import TINY_SETTINGS
 from agentrl.store import TrajectoryStore
@@ -55,6 +57,7 @@ def rows(kind):
     return [{"prompt": prompt, "agent_name": "tool_agent", **kwargs(s)} for s in (3, 5, 7, 9)]
 
 
+@pytest.mark.slow
 def test_an_environment_has_the_tokens_and_the_curve_of_its_parts(
     own_registries, tmp_path, tiny_model
 ):

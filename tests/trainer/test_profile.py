@@ -214,6 +214,7 @@ def test_steps_that_the_run_does_not_make_are_refused(start, tmp_path):
         start(tmp_path / "run", "trainer.profile_steps=[0]")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_counts_steps_from_the_beginning(start, runs, tmp_path):
     output = shutil.copytree(runs / "profiled", tmp_path / "run")
     before = read(output / "profile/step_00000002/controller.json.gz")

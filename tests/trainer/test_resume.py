@@ -414,6 +414,7 @@ def scheduled(step: int, peak: float, warmup: int, final: float, total: int) -> 
     return peak * (1 - share) + peak * final * share
 
 
+@pytest.mark.slow
 def test_a_changed_schedule_is_that_of_a_run_which_always_had_it(run, tmp_path):
     first = ["optim.lr_warmup_steps=1", "optim.lr_final=0.5", "trainer.total_steps=3"]
     then = ["optim.lr_warmup_steps=4", "optim.lr_final=0.1", "trainer.total_steps=7"]

@@ -160,6 +160,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.slow
 @each_kind_and("command", COMMANDS)
 def test_each_command_samples_from_the_validated_policy(
     run, engine_weights, tmp_path, monkeypatch, command

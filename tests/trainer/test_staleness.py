@@ -244,6 +244,7 @@ def test_a_reward_that_raises_in_the_background_stops_the_run(start, tmp_path):
     assert last == [at] or (last == [] and at == 0)
 
 
+@pytest.mark.slow
 def test_a_recorded_step_is_replayed_bit_for_bit(start, tmp_path, capsys):
     start(tmp_path, "trainer.max_staleness=2")
     with pytest.raises(SystemExit) as ended:

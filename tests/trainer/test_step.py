@@ -82,7 +82,12 @@ def straight(start, tmp_path_factory):
     return start(tmp_path_factory.mktemp("straight") / "run")
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+SLOW = ("sleep", "store", "old logprobs", "weights_moving", "the KL penalty after the update")
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=[pytest.mark.slow] * (f in SLOW)) for f in FAULTS]
+)
 def test_an_error_in_a_step_saves_a_state_that_is_whole(
     start, straight, tmp_path, monkeypatch, fault
 ):

@@ -179,6 +179,7 @@ def test_the_gradient_is_that_of_the_enumerated_truncated_distribution(tmp_path)
         torch.testing.assert_close(actual[name], parameter.grad, atol=EXACT, rtol=EXACT, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 3])
 def test_two_ranks_learn_over_the_kept_tokens(tmp_path, n):
     """Over gloo, also if one of them has no row. A seventh of the tokens was sampled from all."""
@@ -228,6 +229,7 @@ def weights(output: Path) -> str:
     return hashlib.sha256((output / "model/model.safetensors").read_bytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_rollout_workers_send_the_kept_tokens(start, trained, tmp_path, shipped_registries):
     other = start(tmp_path / "run", "algorithm.kl_loss_coef=0.1", "rollout.workers=2")
     assert segments(other) == segments(trained) and weights(other) == weights(trained)
@@ -262,6 +264,7 @@ def test_an_engine_that_does_not_return_the_kept_tokens_is_refused(start, tmp_pa
         start(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["play", "generate"])
 def test_commands_sample_as_they_say(
     random_model, tmp_path, monkeypatch, capsys, command, shipped_registries
