@@ -3,7 +3,7 @@
     python examples/shapes/env.py data/shapes.parquet --rows 256 --seed 1 --difficulty 2
 
 The difficulty is the size of the picture: 1 has up to 6 shapes, 2 up to 25, and 3 asks how many
-more there are of one shape than of another.
+more there are of one shape than of another. 0 asks for the number of all shapes, without a tool.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentrl.data import write_rows
 
 CELL = 28
 """Shapes are in the cells of a grid, so that they never overlap. In pixels."""
-GRIDS = {1: (3, 2), 2: (5, 5), 3: (5, 5)}
+GRIDS = {0: (3, 2), 1: (3, 2), 2: (5, 5), 3: (5, 5)}
 KINDS = ("circle", "square", "triangle")
 COLORS = {"red": (220, 30, 30), "green": (20, 150, 60), "blue": (40, 70, 220)}
 ZOOMED = 168
@@ -111,33 +111,53 @@ def make_row(rng: random.Random, difficulty: int) -> dict[str, Any]:
     cells = [(column, line) for column in range(columns) for line in range(lines)]
     rng.shuffle(cells)
     looks = [(kind, color) for kind in KINDS for color in COLORS]
+    if difficulty == 0:
+        scene = place(rng, rng.choices(looks, k=rng.randint(0, 3)), cells)
+        answer = str(len(scene))
+        prompt = "<image>\nHow many shapes?"
+        row = make_row_of(scene, columns, lines, prompt, answer)
+        return row | {"agent_name": "single_turn", "answer": f"#### {answer}"}
     wanted, other, *rest = rng.sample(looks, len(looks))
     most = len(cells) // 3 + 1
     of_other = rng.randint(0, most // 2)
     answer = rng.randint(0, most - (of_other if difficulty == 3 else 0))
     drawn = [wanted] * (answer + (of_other if difficulty == 3 else 0)) + [other] * of_other
     drawn += rng.choices(rest, k=rng.randint(0, len(cells) - len(drawn)))
+    scene = place(rng, drawn, cells)
+    width, height = columns * CELL, lines * CELL
+    question = f"How many {wanted[1]} {wanted[0]}s are there?"
+    if difficulty == 3:
+        question = f"How many more {wanted[1]} {wanted[0]}s than {other[1]} {other[0]}s are there?"
+    text = PROMPT.format(question=question, width=width, height=height)
+    row = make_row_of(scene, columns, lines, text, str(answer))
+    return row | {"agent_name": "tool_agent", "tools": ["zoom"]}
+
+
+def place(
+    rng: random.Random, looks: list[tuple[str, str]], cells: list[tuple[int, int]]
+) -> list[Shape]:
+    """Return shapes of these kinds and colors, each in a cell."""
     scene = []
-    for (kind, color), (column, line) in zip(drawn, cells, strict=False):
+    for (kind, color), (column, line) in zip(looks, cells, strict=False):
         radius = rng.randint(5, 10)
         free = CELL // 2 - radius - 2
         x = column * CELL + CELL // 2 + rng.randint(-free, free)
         y = line * CELL + CELL // 2 + rng.randint(-free, free)
         scene.append(Shape(kind, color, x, y, radius))
-    width, height = columns * CELL, lines * CELL
-    question = f"How many {wanted[1]} {wanted[0]}s are there?"
-    if difficulty == 3:
-        question = f"How many more {wanted[1]} {wanted[0]}s than {other[1]} {other[0]}s are there?"
+    return scene
+
+
+def make_row_of(
+    scene: list[Shape], columns: int, lines: int, prompt: str, answer: str
+) -> dict[str, Any]:
+    """Return the fields that all rows have."""
     file = io.BytesIO()
-    draw(width, height, scene).save(file, "PNG")
-    text = PROMPT.format(question=question, width=width, height=height)
+    draw(columns * CELL, lines * CELL, scene).save(file, "PNG")
     return {
-        "prompt": [{"role": "user", "content": text}],
+        "prompt": [{"role": "user", "content": prompt}],
         "images": [{"bytes": file.getvalue()}],
-        "agent_name": "tool_agent",
         "data_source": "examples/shapes",
-        "tools": ["zoom"],
-        "ground_truth": str(answer),
+        "ground_truth": answer,
         "extra_info": {"scene": [list(shape) for shape in scene]},
     }
 
