@@ -54,7 +54,6 @@ def zoom(n: int):
     return BROKEN if n == 0 else ["the part: ", picture(n, "blue")]
 
 
-@interaction("painter")
 class Painter(Interaction):
     async def respond(self, messages):
         return Reply(["and this? ", picture(5, "green")])
@@ -134,6 +133,7 @@ def test_messages_of_a_loop_may_have_images():
 
 
 def test_an_interaction_may_answer_with_an_image():
+    interaction("painter")(Painter)  # Here: other tests list the interactions of a run's files.
     trajectory, policy = episode(["a", "b"], "hi", loop="talks_of_images", interaction="painter")
     assert policy.images == [None, [5]]
     assert trajectory.messages[2].content == f"and this? {PLACE}"

@@ -387,10 +387,10 @@ def _add_session_routes(
             row["prompt"] = [from_wire(m) if isinstance(m, dict) else m for m in row["prompt"]]
         sample = _SAMPLE.validate_python(row)
         opened = await host.open(body.episode_id, sample, body.create_kwargs)
-        opening: list[Any] = [m.as_dict() for m in opened.messages]
-        for written, message in zip(opening, opened.messages, strict=True):
-            if message.images:
-                written["images"] = to_wire(message)["images"]
+        opening = [
+            m.as_dict() | ({"images": to_wire(m)["images"]} if m.images else {})
+            for m in opened.messages
+        ]
         return json_response({"opening": opening, "tools": opened.functions})
 
     @app.post(RESPOND, **describe_route(ReplyResponse, *statuses, body=RespondRequest))
