@@ -59,7 +59,6 @@ class Painter(Interaction):
         return Reply(["and this? ", picture(5, "green")])
 
 
-@agent_loop("edits_images")
 async def edits(ep):
     await ep.generate()
     ep.observe(Message.of("user", picture(2), "now?"))
@@ -70,18 +69,25 @@ async def edits(ep):
     await critic.generate()
 
 
-@agent_loop("shows_broken_image")
 async def broken(ep):
     await ep.generate()
     ep.observe(Message.of("user", BROKEN))
     await ep.generate()
 
 
-@agent_loop("talks_of_images")
 async def talks(ep):
     await ep.generate()
     await ep.interact()
     await ep.generate()
+
+
+@pytest.fixture(autouse=True)
+def registered(own_registries):
+    """Register the names for each test alone: tests of rows list all names that are known."""
+    interaction("painter")(Painter)
+    agent_loop("edits_images")(edits)
+    agent_loop("shows_broken_image")(broken)
+    agent_loop("talks_of_images")(talks)
 
 
 def episode(answers, *prompt, loop="tool_agent", config=None, images=RULE, **fields):
@@ -133,7 +139,6 @@ def test_messages_of_a_loop_may_have_images():
 
 
 def test_an_interaction_may_answer_with_an_image():
-    interaction("painter")(Painter)  # Here: other tests list the interactions of a run's files.
     trajectory, policy = episode(["a", "b"], "hi", loop="talks_of_images", interaction="painter")
     assert policy.images == [None, [5]]
     assert trajectory.messages[2].content == f"and this? {PLACE}"
