@@ -14,7 +14,7 @@ import io
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError, UserError
+from agentrl.installation import install_command
 
 PLACE = "\ufffc"
 """The place of an image in a text: Unicode's object replacement character."""
@@ -207,11 +208,14 @@ def load_processor(path: str | Path) -> Any:
         )
 
         return Qwen2VLImageProcessorPil.from_pretrained(path)
-    except (ImportError, OSError, ValueError) as e:
+    except ImportError as e:
+        raise ConfigError(
+            f"{str(path)!r} reads images, for which Pillow is needed: {install_command('vision')}"
+        ) from e
+    except (OSError, ValueError) as e:
         raise ConfigError(
             f"{str(path)!r} reads images, but its image processor cannot be loaded:"
-            f" {str(e).splitlines()[0]}. It needs preprocessor_config.json, and Pillow: pip"
-            " install 'agentrl-toolkit[vision]'"
+            f" {str(e).splitlines()[0]}. It needs preprocessor_config.json"
         ) from e
 
 
@@ -280,23 +284,50 @@ def media_type(image: Image) -> str:
     raise ImageError(f"a file that begins with {image.data[:12]!r} is none of {', '.join(FORMATS)}")
 
 
-def split_row(
-    token_ids: Sequence[int], images: deque[RowImage]
-) -> Iterator[Sequence[int] | RowImage]:
-    """Yield the tokens of a part of a row, and its images in place of their placeholder tokens.
+def show_row(
+    token_ids: Sequence[int],
+    images: deque[RowImage],
+    decode: Callable[[Sequence[int]], str],
+    show: Callable[[RowImage], str] = describe_image,
+) -> str:
+    """Return the text of a part of a row, with a text for each image in place of its tokens.
 
     Args:
-        token_ids: tokens that the policy did not sample.
+        token_ids: the tokens of the part.
         images: the images of the row from this part on; those of this part are removed.
+        decode: returns the text of tokens.
+        show: returns the text of an image.
     """
-    ids, start = list(token_ids), 0
+    ids, text, start = list(token_ids), "", 0
     while images and images[0].token_id in ids[start:]:
         image = images.popleft()
         at = ids.index(image.token_id, start)
-        yield ids[start:at]
-        yield image
+        text += decode(ids[start:at]) + show(image)
         start = at + image.tokens
-    yield ids[start:]
+    return text + decode(ids[start:])
+
+
+def data_url(image: Image | RowImage) -> str:
+    """Return an image as a data URL.
+
+    Raises:
+        ImageError: its file has none of `FORMATS`.
+    """
+    kind = "image/png" if isinstance(image, RowImage) else media_type(image)
+    return f"data:{kind};base64,{base64.b64encode(image.data).decode()}"
+
+
+def read_pixels(processor: Any, images: Sequence[RowImage]) -> dict[str, Any]:
+    """Return images as arguments of a model: the tensors `pixel_values` and `image_grid_thw`.
+
+    Args:
+        processor: the model's image processor (`load_processor`).
+        images: the images.
+    """
+    from PIL import Image as PIL
+
+    pictures = [PIL.open(io.BytesIO(image.data)) for image in images]
+    return dict(processor(images=pictures, return_tensors="pt"))
 
 
 def read_parts(value: Any) -> list[str | Image] | None:

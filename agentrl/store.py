@@ -211,6 +211,8 @@ _ADAPTERS: dict[str, TypeAdapter[Any]] = {
 """The content of the columns in `_JSON`; `ground_truth` may be any JSON value."""
 _SAMPLES = TypeAdapter(Sample)
 _LONG_NUMBER = re.compile(r"[0-9]{19}")
+_ImageNames = dict[bytes, str]
+"""The names of the images of a file of trajectories, by their contents."""
 _IMAGE_NAME = re.compile(r"[0-9a-f]{64}")
 _SHARD = re.compile(r"([a-z]+)-(\d+)\.parquet")
 _ROW_GROUP = 16
@@ -255,10 +257,10 @@ class TrajectoryStore:
             RunStopped: the file cannot be written, for example because the disk is full.
         """
         path = self.folder / f"{split}-{step:08d}.parquet"
-        images = _ImageNames()
+        images: _ImageNames = {}
         table = _table(step, groups, split, images)
         try:
-            for name, data in images.files():
+            for data, name in images.items():
                 _write_image(self.images / name, data)
             _write_file(path, table)
         except OSError as e:
@@ -629,23 +631,12 @@ def _write_file(path: Path, table: pa.Table) -> None:
         pq.write_table(table, staging, compression="zstd", row_group_size=_ROW_GROUP)
 
 
-class _ImageNames:
-    """The names of the images of a file of trajectories."""
-
-    def __init__(self):
-        self._names: dict[bytes, str] = {}
-
-    def add(self, image: Image | RowImage) -> str:
-        """Return the name of an image's file."""
-        if image.data not in self._names:
-            is_whole = isinstance(image, Image)
-            name = image.key if is_whole else sha256(image.data).hexdigest()
-            self._names[image.data] = name
-        return self._names[image.data]
-
-    def files(self) -> Iterator[tuple[str, bytes]]:
-        """Yield the name and the content of each image."""
-        return ((name, data) for data, name in self._names.items())
+def _name_image(images: _ImageNames, image: Image | RowImage) -> str:
+    """Return the name of an image's file, and add it to those of a file of trajectories."""
+    if image.data not in images:
+        is_whole = isinstance(image, Image)
+        images[image.data] = image.key if is_whole else sha256(image.data).hexdigest()
+    return images[image.data]
 
 
 def _write_image(path: Path, data: bytes) -> None:
@@ -678,10 +669,10 @@ def _table(step: int, groups: Sequence[Group], split: str, images: _ImageNames) 
     ]
     table = pa.table(columns, schema=SCHEMA)
     cells = [
-        json.dumps([[asdict(i) | {"data": images.add(i)} for i in s.images] for s in row])
+        json.dumps([[asdict(i) | {"data": _name_image(images, i)} for i in s.images] for s in row])
         for row in segments
     ]
-    if names := [name for name, _ in images.files()]:
+    if names := images.values():
         table = table.append_column(IMAGES, pa.array(cells, IMAGES.type))
         table = table.replace_schema_metadata({IMAGE_FILES: " ".join(names)})
     return table
@@ -723,7 +714,7 @@ def _offsets(lists: Sequence[Sequence[Any]]) -> pa.Array:
 def _to_json(images: _ImageNames, value: Any) -> Any:
     """Convert a value that JSON does not support: dataclass, mapping, or anything else as text."""
     if isinstance(value, Image):
-        return images.add(value)
+        return _name_image(images, value)
     if isinstance(value, Message | ToolResult) and not value.images:
         return {f.name: getattr(value, f.name) for f in fields(value) if f.name != "images"}
     if is_dataclass(value) and not isinstance(value, type):

@@ -22,7 +22,6 @@ from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import ChatRefused, ConfigError, Infrastructure, RequestRefused, UserError
 from agentrl.http.chat import NoAccess, OpenAIChat
 from agentrl.http.client import parse_base_url
-from agentrl.images import RowImage
 from agentrl.trajectory import Generation, Message, ToolCall, float_array, token_array
 
 MAX_REQUESTS = 64
@@ -142,13 +141,7 @@ def _read_call(index: int, call: Any) -> ToolCall:
 class _NoTokens(TokenRow):
     """A row that stays empty."""
 
-    def extend(
-        self,
-        delta: Sequence[int],
-        generation: Generation,
-        max_tokens: int,
-        images: Sequence[RowImage] = (),
-    ) -> None:
+    def extend(self, *_: Any, **__: Any) -> None:
         pass
 
 

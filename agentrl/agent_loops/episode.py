@@ -393,7 +393,7 @@ class Episode:
         )
         self.observe(
             *(
-                _with_images(answer_as(r.content), r)
+                replace(answer_as(r.content), images=r.images)
                 if answer_as
                 else Message("tool", r.content, tool_call_id=c.id, images=r.images)
                 for c, r in zip(calls, results, strict=True)
@@ -572,10 +572,6 @@ def _require_messages(method: str, messages: Any) -> list[Message]:
     if not is_list:
         raise UserCodeError(f"ep.{method} takes a list of messages: [{messages!r:.60}]")
     return items
-
-
-def _with_images(message: Message, result: ToolResult) -> Message:
-    return replace(message, images=result.images) if result.images else message
 
 
 Penalties = tuple[tuple[int, int, float], ...]

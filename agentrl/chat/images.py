@@ -30,6 +30,7 @@ from agentrl.images import (
     ImageError,
     ImageRule,
     RowImage,
+    describe_image,
     prepare,
     read_size,
 )
@@ -158,6 +159,18 @@ class TemplateImages:
         """
         ready = self._ready.get(image.key)
         return ready.tokens if ready else self.rule.tokens(*self.rule.size(*read_size(image)))
+
+    def describe(self, text: str, messages: Sequence[Message]) -> str:
+        """Return the text of a row with a description of each image in place of placeholders.
+
+        Args:
+            text: the text of the row's tokens.
+            messages: the messages of the row.
+        """
+        for image in images_of(messages):
+            placeholders = self._encoder.decode([self.rule.token_id]) * self.tokens(image)
+            text = text.replace(placeholders, describe_image(image), 1)
+        return text
 
     async def prepare(self, image: Image) -> RowImage:
         """Return an image as the model reads it, decoded in another process.

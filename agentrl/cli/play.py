@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +17,7 @@ from agentrl.cli.options import (
     describe_sampling,
     read_config_to_play,
 )
-from agentrl.images import RowImage, describe_image, split_row
+from agentrl.images import show_row
 from agentrl.plural import plural
 from agentrl.terminal import echo
 
@@ -72,13 +71,14 @@ def transcript(scored: Scored, template: ChatTemplate) -> str:
     lines = [f"── row {t.sample.row} · {t.sample.agent_name} · {t.episode_id}"]
     for segment in t.segments:
         images = deque(segment.images)
-        lines += _marked(_text(segment.prompt_ids, images, template), " ")
+        lines += _marked(show_row(segment.prompt_ids, images, template.decode), " ")
         start = 0
         mask = segment.response_mask
         for end in range(1, len(mask) + 1):
             if end == len(mask) or mask[end] != mask[start]:
                 ids = segment.response_ids[start:end]
-                text = template.decode(ids) if mask[start] else _text(ids, images, template)
+                # A placeholder that the policy sampled is no image.
+                text = show_row(ids, deque() if mask[start] else images, template.decode)
                 lines += _marked(text, "▌" if mask[start] else " ")
                 start = end
     for i, turn in enumerate(t.turns):
@@ -94,14 +94,6 @@ def transcript(scored: Scored, template: ChatTemplate) -> str:
         f" reward {scored.reward:g} ({rewards}) · ground truth {t.sample.ground_truth!r}\n"
     )
     return "\n".join(lines)
-
-
-def _text(ids: Sequence[int], images: deque[RowImage], template: ChatTemplate) -> str:
-    """Return the text of tokens that the policy did not sample, with descriptions of images."""
-    return "".join(
-        describe_image(part) if isinstance(part, RowImage) else template.decode(part)
-        for part in split_row(ids, images)
-    )
 
 
 def _describe_end(stop_reason: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from pyarrow import csv
 
 from agentrl.data.files import Row, load_json, read_rows, write_rows
 from agentrl.errors import DataError
-from agentrl.images import Image, is_image
+from agentrl.images import Image, data_url, is_image
 from agentrl.installation import install_command
 from agentrl.registry import did_you_mean
 
@@ -197,8 +196,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if is_image(value):
-        data = base64.b64encode(Image.of(value).data).decode()
-        return f"data:image;base64,{data}"
+        return data_url(Image.of(value))
     if hasattr(value, "tolist"):  # numpy
         return _plain(value.tolist())
     if value is None or value != value:

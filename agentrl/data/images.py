@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.images import Image, ImageError
-from agentrl.trajectory import Message
+from agentrl.plural import plural
 
 PLACE_IN_TEXT = "<image>"
 """The place of an image in the texts of rows with the column `images`, as in verl's rows."""
@@ -34,31 +34,33 @@ class RowImages:
         self._images = [self._read(f"images[{i}]", value) for i, value in enumerate(values)]
         self._places = 0
 
-    def split(self, field: str, message: Any) -> list[str | Image] | None:
+    def split(self, field: str, message: dict[str, Any]) -> list[str | Image] | None:
         """Return the texts and images of a message of the row; None if it has no image.
 
         Args:
             field: the message in the row, for mistakes.
             message: the message, as the row has it.
         """
-        content = message.get("content") if isinstance(message, dict) else None
+        content = message.get("content")
         if isinstance(content, str) and self._has_column and message.get("role") != "assistant":
             first, *texts = content.split(PLACE_IN_TEXT)
             parts = [first, *(part for text in texts for part in (self._next(), text))]
             return [p for p in parts if p] if texts else None
         if not isinstance(content, list) or not any(map(_is_image_part, content)):
             return None
-        if message.get("role") == "assistant":
+        if is_answer := message.get("role") == "assistant":
             self._wrong(field, "an assistant message has images; the policy writes text alone")
-        return [*self._parts(field, content)]
+        parts = self._parts(field, content)
+        return [part for part in parts if not is_answer or isinstance(part, str)]
 
     def check(self) -> None:
         """Add a mistake if there are more or fewer images than places."""
         if self._places != len(self._images):
             self._wrong(
                 "images",
-                f"the messages have {self._places} places of images ({PLACE_IN_TEXT}, or parts of"
-                f" type image), but the column has {len(self._images)} images. Both must be equal",
+                f"the messages have {plural(self._places, 'place')} of images, but the column has"
+                f" {plural(len(self._images), 'image')}. Write {PLACE_IN_TEXT}, or a part"
+                ' {"type": "image"}, once for each image',
             )
 
     def _parts(self, field: str, content: list[Any]) -> Iterator[str | Image]:
@@ -93,10 +95,3 @@ def raise_wrong(field: str, what: str) -> None:
 
 def _is_image_part(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in ("image", "image_url")
-
-
-def with_parts(message: Message, parts: list[str | Image]) -> Message:
-    """Return a message with other content; an assistant message gets the texts alone."""
-    if message.role == "assistant":
-        parts = [part for part in parts if isinstance(part, str)]
-    return Message.of(message.role, *parts, tool_call_id=message.tool_call_id)

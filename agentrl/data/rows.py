@@ -15,10 +15,11 @@ from typing import Any, get_args
 
 from agentrl import registry
 from agentrl.data.files import Row, load_json
-from agentrl.data.images import RowImages, with_parts
+from agentrl.data.images import RowImages
 from agentrl.errors import DataError
+from agentrl.images import Image
 from agentrl.plural import plural
-from agentrl.trajectory import Message, Role, Sample
+from agentrl.trajectory import Message, Role, Sample, join_parts
 
 INNER = ("tools_kwargs", "interaction_kwargs", "tool_selection", "need_tools_kwargs")
 """The keys of `extra_info` that are not copied to `Sample.extra`."""
@@ -262,11 +263,10 @@ class RowReader:
 
     def message(self, prompt: str, i: int, message: Any, images: RowImages) -> Message:
         problems: list[str] = []
-        parts = images.split(f"{prompt}[{i}]", message)
-        read = read_message(message if parts is None else {**message, "content": ""}, problems)
+        read = read_message(message, problems, images=images, field=f"{prompt}[{i}]")
         for problem in problems:
             self.wrong(f"{prompt}[{i}]", problem)
-        return read if parts is None else with_parts(read, parts)
+        return read
 
     def wrong_image(self, field: str, what: str) -> None:
         if self.raises:
@@ -406,13 +406,21 @@ def tools_of_files(agent_name: str) -> Sequence[str]:
     return [name for name, tool in every if not tool.is_environment]
 
 
-def read_message(message: Any, problems: list[str], other_keys: Collection[str] = ()) -> Message:
+def read_message(
+    message: Any,
+    problems: list[str],
+    other_keys: Collection[str] = (),
+    images: RowImages | None = None,
+    field: str = "",
+) -> Message:
     """Return a message of a row.
 
     Args:
         message: the message, as the row has it.
         problems: gets a text for each part of the message that `Message` cannot hold.
         other_keys: the keys that the caller reads.
+        images: the images of the row; None: it has none.
+        field: the message in the row, for mistakes in its images.
     """
     if not isinstance(message, dict):
         problems.append(f'must be {{"role": ..., "content": ...}}, not {message!r:.60}')
@@ -436,7 +444,11 @@ def read_message(message: Any, problems: list[str], other_keys: Collection[str] 
             else f"the key {key!r} is not read. Write what the model reads or writes into the"
             f" content, as the chat template shows it, and remove {key!r}: {value!r:.60}"
         )
-    if isinstance(content, list):
+    parts = images and images.split(field, message)
+    found: tuple[Image, ...] = ()
+    if parts is not None:
+        content, found = join_parts(parts)
+    elif isinstance(content, list):
         texts = [_read_text_part(part) for part in content]
         if None in texts:
             problems.append("a part is neither text nor an image that agentrl reads")
@@ -445,7 +457,9 @@ def read_message(message: Any, problems: list[str], other_keys: Collection[str] 
         problems.append(f"content must be a string, not {content!r:.60}")
         content = ""
     call_id = message.get("tool_call_id") if role == "tool" else ""
-    return Message(role, content, tool_call_id=call_id if isinstance(call_id, str) else "")
+    return Message(
+        role, content, tool_call_id=call_id if isinstance(call_id, str) else "", images=found
+    )
 
 
 def _read_text_part(part: Any) -> str | None:

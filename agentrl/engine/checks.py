@@ -8,8 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from agentrl.config import Config
 from agentrl.engine.base import Sampling
-from agentrl.errors import PromptTooLong, RequestRefused, UserError
+from agentrl.errors import ConfigError, PromptTooLong, RequestRefused, UserError
 from agentrl.images import RowImage
 from agentrl.plural import plural
 
@@ -96,4 +97,28 @@ def check_sampling(sampling: Sampling, request: str) -> None:
     ):
         raise UserError(
             f"{request}: stop={sampling.stop!r} must be a tuple of non-empty strings; () for none"
+        )
+
+
+def check_image_servers(config: Config) -> None:
+    """Check the servers of a model that reads images. They get whole weights, in 16 or 32 bits.
+
+    Raises:
+        ConfigError: a value of `rollout` is not supported with such models.
+    """
+    r, path = config.rollout, config.model.path
+    if r.name == "vllm":
+        raise ConfigError(
+            f"rollout.name=vllm: {path} reads images, and agentrl sends no images to vLLM. Set"
+            " rollout.name=sglang, or local for small models"
+        )
+    if r.lora == "adapter" and config.model.lora_rank:
+        raise ConfigError(
+            f"rollout.lora=adapter: {path} reads images, and servers take LoRA of such models"
+            " merged into the weights alone. Set rollout.lora=auto"
+        )
+    if r.is_fp8:
+        raise ConfigError(
+            f"rollout.quantization=fp8: {path} reads images, and its vision tower has no 8-bit"
+            " weights here. Set rollout.quantization=none"
         )

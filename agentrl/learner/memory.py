@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 
 from agentrl.config import Config
 from agentrl.config.sources import assignment
-from agentrl.engine.local.load import auto_class, load_model_config, reads_images
+from agentrl.engine.local.load import empty_model, load_model_config, reads_images
 from agentrl.engine.local.quantize import BYTES_PER_WEIGHT
 from agentrl.engine.local.rows import GROWTH
 from agentrl.errors import ConfigError
@@ -632,8 +632,7 @@ def read_shape(config: PretrainedConfig) -> ModelShape:
     """
     text: Any = config.get_text_config()
     try:
-        with torch.device("meta"):
-            model: Any = auto_class(config).from_config(config, dtype=torch.bfloat16)
+        model: Any = empty_model(config, dtype=torch.bfloat16)
     except (ImportError, RuntimeError, ValueError) as e:
         raise ConfigError(f"{config.model_type}: cannot build it without weights: {e}") from e
     layers = getattr(model.get_decoder(), "layers", None)

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from agentrl.engine.local import windows
-from agentrl.engine.local.load import auto_class, reads_images
+from agentrl.engine.local.load import empty_model, reads_images
 from agentrl.engine.local.windows import (
     VOCABULARY,
     NoSmallCopy,
@@ -213,8 +213,7 @@ def find_mode(config: PretrainedConfig) -> tuple[Mode, str]:
     Raises:
         ConfigError: see `prove_mode`; or the small copy cannot be built.
     """
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, dtype=torch.float32)
+    model = empty_model(config, dtype=torch.float32)
     copy = _Copy(model, torch.float32, CPU_TOKENS)
     try:
         short_rows = _Comparison(copy.model, SHORT_ROW)

@@ -32,7 +32,7 @@ from transformers.utils import CONFIG_NAME
 from agentrl.config import ModelConfig
 from agentrl.engine.local.load import (
     add_other_parts,
-    auto_class,
+    empty_model,
     load_model_config,
     mark_quantized,
     quiet_peft,
@@ -512,9 +512,7 @@ def describe_targets(config: ModelConfig) -> str:
     Raises:
         ConfigError: there are no such modules to adapt.
     """
-    with torch.device("meta"):
-        whole = load_model_config(config.path)
-        model: PreTrainedModel = auto_class(whole).from_config(whole)
+    model = empty_model(load_model_config(config.path))
     modules = find_adaptable_modules(model)
     if check_targets(config.lora_target_modules, modules) != "all-linear":
         return ""

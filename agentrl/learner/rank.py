@@ -27,6 +27,7 @@ from agentrl.engine.remote.senders import (
     WeightsSender,
     check_folder_visible,
 )
+from agentrl.images import read_pixels
 from agentrl.learner.context_parallel import open_context
 from agentrl.learner.dispatch import BROADCAST, SPLIT, Placement, RankGroup, dispatch
 from agentrl.learner.losses import (
@@ -51,7 +52,7 @@ from agentrl.learner.sharding import (
     shard,
     wrap_layers,
 )
-from agentrl.learner.vision import freeze_vision_tower, read_pixels, vision_blocks
+from agentrl.learner.vision import freeze_vision_tower, image_processor, vision_blocks
 
 ModelName = Literal["policy", "reference", "critic", "teacher"]
 LossName = Literal["actor", "critic", "sft"]
@@ -302,7 +303,7 @@ class Rank:
         """
         if packed.images:
             base, _ = base_and_adapters(path or self._path)
-            packed = replace(packed, pixels=read_pixels(base, packed.images))
+            packed = replace(packed, pixels=read_pixels(image_processor(base), packed.images))
         return packed.part(self._context)
 
     def _use_adapter_of(self, model: ModelName | LossName) -> AbstractContextManager[None]:

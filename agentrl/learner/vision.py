@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
-from io import BytesIO
 from typing import Any
 
 import torch
@@ -17,22 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentrl.errors import ConfigError
-from agentrl.images import RowImage, load_processor
+from agentrl.images import load_processor
 from agentrl.learner.packing import PackedRows
 
-_processor = cache(load_processor)
-
-
-def read_pixels(path: str, images: Sequence[RowImage]) -> dict[str, Tensor]:
-    """Return images as arguments of the model at `path`: `pixel_values` and `image_grid_thw`.
-
-    Raises:
-        ConfigError: the model has no image processor.
-    """
-    from PIL import Image  # Here, so that a run without images needs no Pillow.
-
-    pictures = [Image.open(BytesIO(image.data)) for image in images]
-    return dict(_processor(path)(images=pictures, return_tensors="pt"))
+image_processor = cache(load_processor)
+"""Returns the image processor of a model, which is loaded once."""
 
 
 def vision_tower(model: PreTrainedModel) -> nn.Module | None:

@@ -187,7 +187,10 @@ def render_first_prompts(plan: Plan, template: ChatTemplate) -> str:
     first = {kind.sample.agent_name: kind.sample for kind in reversed(plan.kinds)}
     lines = []
     for agent, sample in sorted(first.items()):
-        prompt = template.decode(template.prompt(*opening_of(sample, LocalToolbox())))
+        messages, schemas = opening_of(sample, LocalToolbox())
+        prompt = template.decode(template.prompt(messages, schemas))
+        if template.images:  # Hundreds of placeholders tell a reader nothing.
+            prompt = template.images.describe(prompt, messages)
         lines.append(f"first prompt of {agent} (row {sample.row}):")
         lines += ["  | " + line for line in prompt.splitlines()]
     return "\n".join(lines)

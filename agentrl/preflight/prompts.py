@@ -41,6 +41,7 @@ from agentrl.data import (
     prompt_bytes,
     sample_rows,
 )
+from agentrl.engine.checks import check_image_servers
 from agentrl.errors import ConfigError, DataError, TemplateError, user_code
 from agentrl.images import FAMILIES, Image, ImageError
 from agentrl.plural import plural
@@ -289,17 +290,20 @@ async def _decode(template: ChatTemplate, images: Sequence[Image]) -> None:
 
 
 def refuse_images(plan: Plan, template: ChatTemplate) -> None:
-    """Refuse rows with images if the model reads none.
+    """Refuse rows with images if the model reads none, and servers that cannot run one that does.
 
     Raises:
-        ConfigError: the message says how many rows these are, and which models read images.
+        ConfigError: the message says how many rows these are, and which models read images; or
+            which value of `rollout` is not supported.
     """
+    if template.images:
+        return check_image_servers(plan.config)
     kinds = [kind for _, samples in plan.splits for kind in find_kinds(samples)]
     with_images = [k for k in kinds if any(m.images for m in k.sample.prompt)]
-    if with_images and template.images is None:
+    if with_images:
         raise ConfigError(
             f"{plural(sum(len(kind.rows) for kind in with_images), 'row')} with images, but"
-            f" {plan.config.model.path} reads none. agentrl trains these models on images:"
+            f" agentrl gives {plan.config.model.path} text alone. It trains these models on images:"
             f" {', '.join(FAMILIES)} (the model_type in config.json). Use one of them, or remove"
             " the rows"
         )

@@ -20,7 +20,7 @@ from agentrl.chat.images import images_of, require_rule
 from agentrl.chat.tokenizer import hash_vocabulary
 from agentrl.data import ColumnNames, open_rows
 from agentrl.data.files import load_json
-from agentrl.data.images import RowImages, raise_wrong, with_parts
+from agentrl.data.images import RowImages, raise_wrong
 from agentrl.data.rows import Mistakes, read_message
 from agentrl.errors import DataError, RegistryError, TemplateError
 from agentrl.images import Image, ImageError, RowImage
@@ -158,10 +158,8 @@ def _parse_messages(
         calls = item.get("tool_calls") if isinstance(item, dict) else None
         if calls and item.get("content") is None:  # as OpenAI writes it
             item = {**item, "content": ""}
-        parts = images.split(f"message {i}", item)
-        text = item if parts is None else {**item, "content": ""}
-        message = read_message(text, problems, (*LOSS_KEYS, "tool_calls"))
-        message = message if parts is None else with_parts(message, parts)
+        keys = *LOSS_KEYS, "tool_calls"
+        message = read_message(item, problems, keys, images, f"message {i}")
         if calls and not problems:
             message = _with_calls(message, calls, template, problems)
         loss = [] if problems else [item[k] for k in LOSS_KEYS if item.get(k) is not None]

@@ -25,7 +25,6 @@ import os
 import re
 import socket
 import time
-from base64 import b64encode
 from collections.abc import AsyncIterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -43,7 +42,7 @@ from agentrl.errors import DataError, UserError
 from agentrl.http_server.bind import bind, host_names_of
 from agentrl.http_server.guard import Guard, error_response
 from agentrl.http_server.server import HttpServer
-from agentrl.images import media_type
+from agentrl.images import data_url
 from agentrl.record import METRICS
 from agentrl.report.run import Run, load_run
 from agentrl.view.curves import Part, rollout_curves
@@ -212,8 +211,7 @@ def _add_episodes(app: FastAPI, runs: _Runs) -> None:
     @app.get("/api/runs/{r}/image")
     def image(r: int, key: str) -> Response:
         # A data URL in JSON needs no other policy than the page has, and also works in an export.
-        image = runs.open(r).store.read_image(key)
-        return _json({"url": f"data:{media_type(image)};base64,{b64encode(image.data).decode()}"})
+        return _json({"url": data_url(runs.open(r).store.read_image(key))})
 
     @app.get("/api/runs/{r}/tokens")
     def tokens(

@@ -82,8 +82,7 @@ async def talks(ep):
 
 @pytest.fixture(autouse=True)
 def registered(own_registries):
-    """Other tests find no tool, interaction or loop of this file."""
-    tool(zoom)
+    """Register the names for each test alone: tests of rows list all names that are known."""
     interaction("painter")(Painter)
     agent_loop("edits_images")(edits)
     agent_loop("shows_broken_image")(broken)

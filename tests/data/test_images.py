@@ -89,9 +89,12 @@ def test_without_the_column_a_place_is_text(tmp_path):
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"prompt": "<image><image>", "images": [url(RED)]}, "2 places .* has 1 images"),
-        ({"prompt": "none", "images": [url(RED)]}, "0 places .* has 1 images"),
-        ({"prompt": "<image>", "images": []}, "1 places .* has 0 images"),
+        (
+            {"prompt": "<image><image>", "images": [url(RED)]},
+            "2 places .* has 1 image. Write <image>",
+        ),
+        ({"prompt": "none", "images": [url(RED)]}, "0 places .* has 1 image. Write"),
+        ({"prompt": "<image>", "images": []}, "1 place .* has 0 images. Write"),
         ({"prompt": "<image>", "images": ["no.png"]}, r"row 1, images\[0\]: .*no.png cannot be"),
         ({"prompt": "<image>", "images": [7]}, r"images\[0\]: 7 is not an image"),
         ({"prompt": "x", "videos": ["x.mp4"]}, "videos: agentrl trains on texts and images only"),
@@ -102,7 +105,7 @@ def test_without_the_column_a_place_is_text(tmp_path):
         ),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-            "1 places .* has 0 images",
+            "1 place .* has 0 images. Write",
         ),
         (
             {

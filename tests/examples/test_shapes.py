@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 from PIL import Image as PIL
 from support.recorded import play
-from support.vision import vision_tokenizer
+from support.vision import vision_tokenizer, write_vision_model
+from typer.testing import CliRunner
 
 from agentrl import ToolError
 from agentrl import play as play_episode
+from agentrl.cli import app
 from agentrl.config import load_config
 from agentrl.data import load_samples, read_rows, write_rows
 from agentrl.images import Image, ImageRule
@@ -147,6 +149,19 @@ def test_a_policy_that_looks_and_is_right_earns_1(env, tmp_path):
     store = TrajectoryStore(tmp_path / "trajectories")
     store.write(1, groups)
     assert [s.scored for s in store.read()] == [s for g in groups for s in g.scored]
+
+
+def test_check_shows_the_size_of_images_and_refuses_other_engines(env, tmp_path):
+    write_rows(tmp_path / "rows.parquet", env.rows(2, 0, 1))
+    words = ["check", "--dataset", str(tmp_path / "rows.parquet"), "-f", str(ENV)]
+    words += ["--model", str(write_vision_model(tmp_path / "model")), "reward.function=shapes"]
+    checked = CliRunner().invoke(app, [*words, "trainer.device=cpu"])
+    assert "<|vision_start|>[image 84x56 " in checked.output
+    assert "<|image_pad|>" not in checked.output
+    for value in ("name=vllm", "quantization=fp8"):
+        refused = CliRunner().invoke(app, [*words, "rollout.name=sglang", f"rollout.{value}"])
+        assert refused.exit_code
+        assert "reads images" in str(refused.exception)
 
 
 @pytest.mark.parametrize(

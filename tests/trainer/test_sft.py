@@ -271,7 +271,7 @@ def test_examples_have_the_prompt_of_the_rows_loop(template, tmp_path):
         ),
         (
             {"messages": [*TALK[:3], {"role": "assistant", "content": [{"type": "image_url"}]}]},
-            "message 3: an assistant message has images; the policy writes text alone",
+            "message 3: an assistant message has images",
         ),
         (
             {"messages": [*TALK[:3], TALK[3] | {"weight": 0.5}]},

@@ -15,8 +15,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from agentrl.data.images import PLACE_IN_TEXT
 from agentrl.errors import UserError
-from agentrl.images import RowImage, split_row
+from agentrl.images import show_row
 from agentrl.report import Run
 from agentrl.store import StoredRollout
 
@@ -69,10 +70,7 @@ def _lines(run: Run, stored: StoredRollout, images: dict[str, bytes]) -> Iterato
     for i, segment in enumerate(trajectory.segments):
         rest = deque(segment.images)
         prompt, response = (
-            "".join(
-                "<image>" if isinstance(part, RowImage) else decode(list(part))
-                for part in split_row(ids, rest)
-            )
+            show_row(ids, rest, decode, lambda _: PLACE_IN_TEXT)
             for ids in (segment.prompt_ids, segment.response_ids)
         )
         line = {

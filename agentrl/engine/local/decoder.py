@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import io
 import logging
 from array import array
 from collections.abc import Iterable, Sequence
@@ -26,7 +25,7 @@ from transformers.masking_utils import sdpa_mask
 from agentrl.engine.base import Sampling
 from agentrl.engine.checks import image_starts
 from agentrl.engine.local.graphs import LENGTHS, DecodeGraphs
-from agentrl.engine.local.load import auto_class, max_row_length
+from agentrl.engine.local.load import empty_model, max_row_length
 from agentrl.engine.local.rounding import MAX_ROUNDINGS, rounded_again
 from agentrl.engine.local.rows import CachedRows, ImagePart, RowCache
 from agentrl.engine.local.windows import (
@@ -38,7 +37,7 @@ from agentrl.engine.local.windows import (
     small_copy,
 )
 from agentrl.errors import EngineError, UserError
-from agentrl.images import RowImage
+from agentrl.images import RowImage, read_pixels
 
 log = logging.getLogger("agentrl")
 
@@ -276,15 +275,9 @@ class Decoder:
     def _image_inputs(self, part: ImagePart, begin: int = 0) -> dict[str, torch.Tensor]:
         """Return what a pass needs beside the ids of a part of a row, from a token on."""
         pairs = zip(part.images, part.starts, strict=True)
-        pixels = self._pixels([image for image, start in pairs if start >= begin])
-        return pixels | {"position_ids": self._tensor(part.positions[:, None, begin:])}
-
-    def _pixels(self, images: Sequence[RowImage]) -> dict[str, torch.Tensor]:
-        from PIL import Image as PIL
-
-        pictures = [PIL.open(io.BytesIO(image.data)) for image in images]
-        values = self.processor(images=pictures, return_tensors="pt")
-        return {name: value.to(self.device) for name, value in values.items()}
+        pixels = read_pixels(self.processor, [i for i, start in pairs if start >= begin])
+        at_device = {name: value.to(self.device) for name, value in pixels.items()}
+        return at_device | {"position_ids": self._tensor(part.positions[:, None, begin:])}
 
     def decode(self, n: int) -> torch.Tensor:
         """Feed each of the first n rows its next token; return the logits (N, V) after it.
@@ -444,9 +437,7 @@ def check_config(config: PretrainedConfig) -> None:
     Raises:
         UserError: a small copy of such a model is not decoded correctly, or cannot be built.
     """
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, dtype=torch.float32)
-    _check_small_copy(model, "cpu")
+    _check_small_copy(empty_model(config, dtype=torch.float32), "cpu")
 
 
 def _check_small_copy(model: PreTrainedModel, device: torch.device | str) -> None:

@@ -120,6 +120,17 @@ def auto_class(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
 
 
+def empty_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """Return a model without memory for its weights: its modules, and the shapes of its tensors.
+
+    Args:
+        config: the config of the model.
+        options: further arguments of transformers' `from_config`.
+    """
+    with torch.device("meta"):
+        return auto_class(config).from_config(config, **options)
+
+
 def reads_images(config: PretrainedConfig) -> bool:
     """Return whether models with a config read images here."""
     return config.model_type in FAMILIES

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from agentrl.config import Config
-from agentrl.engine.local.load import auto_class, load_model_config, reads_images
+from agentrl.engine.checks import check_image_servers
+from agentrl.engine.local.load import empty_model, load_model_config, reads_images
 from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.client import RemoteEngine
 from agentrl.engine.remote.launch import EngineSlot, SGLangLaunch, VLLMLaunch
@@ -47,7 +48,8 @@ def make_openers(
         ConfigError: this machine cannot run the servers, or the policy cannot be sent to them.
     """
     if reads_images(load_model_config(base)):
-        config = _without_adapters(config)
+        check_image_servers(config)
+        config = config.with_values("rollout", lora="merge")
     dtype = server_dtype(base, cpu=cpu)
     urls = config.rollout.urls
     vllm: dict[str, Any] | None = None
@@ -67,25 +69,6 @@ def make_openers(
             " trainer.max_staleness=0"
         )
     return [partial(_start, config, base, slot, dtype, vllm, learner_loaded) for slot in slots]
-
-
-def _without_adapters(config: Config) -> Config:
-    """Return the config for servers of a model that reads images: they get whole weights.
-
-    Raises:
-        ConfigError: the engine, or an adapter, is not supported with such models.
-    """
-    if config.rollout.name == "vllm":
-        raise ConfigError(
-            f"rollout.name=vllm: {config.model.path} reads images, and agentrl sends no images to"
-            " vLLM. Set rollout.name=sglang, or local for small models"
-        )
-    if config.rollout.lora == "adapter" and config.model.lora_rank:
-        raise ConfigError(
-            f"rollout.lora=adapter: {config.model.path} reads images, and servers take LoRA of such"
-            " models merged into the weights alone. Set rollout.lora=auto"
-        )
-    return config.with_values("rollout", lora="merge")
 
 
 def server_dtype(base: str, *, cpu: bool) -> torch.dtype:
@@ -204,17 +187,11 @@ def _start(
         delivery = sglang_delivery(config, slot)
         sleep = r.sleep if slot.ranks else "none"
         targets = _lora_targets(config) if delivery.source == "adapter" else ()
-        vision = reads_images(load_model_config(base))
-        if vision and r.is_fp8:
-            raise ConfigError(
-                f"rollout.quantization=fp8 with {base}, which reads images: its vision tower has no"
-                " 8-bit weights here. Set rollout.quantization=none"
-            )
         launch = SGLangLaunch(
             base,
             lora_targets=targets,
             sleep=sleep,
-            reads_images=vision,
+            reads_images=reads_images(load_model_config(base)),
             fp8=r.is_fp8,
             **common,
         )
@@ -340,7 +317,5 @@ def vllm_delivery(config: Config, base: str, *, cpu: bool) -> dict[str, Any]:
 
 def parameter_names(base: str) -> frozenset[str]:
     """Return the names in transformers of all tensors of a model, each once; read no weights."""
-    with torch.device("meta"):
-        config = load_model_config(base)
-        model = auto_class(config).from_config(config)
+    model = empty_model(load_model_config(base))
     return frozenset(name for name, _ in model.named_parameters())

@@ -6,7 +6,6 @@ Ids and logprobs are read from `output_token_logprobs`.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import math
 import time
@@ -32,7 +31,7 @@ from agentrl.engine.remote.client import (
 )
 from agentrl.engine.remote.senders import Route, Sent, load_seconds
 from agentrl.errors import ConfigError, EngineError
-from agentrl.images import RowImage
+from agentrl.images import RowImage, data_url
 from agentrl.trajectory import Generation, float_array, token_array
 
 ABORT_SECONDS = 10.0
@@ -43,10 +42,6 @@ ROUNDING_TOLERANCE = 1e-2
 """A logprob may be above 0 by rounding, but not by more."""
 MEMORY_TAGS = {"none": (), "kv_cache": ("kv_cache",), "all": ("weights", "kv_cache")}
 """The memory that a server releases for each `rollout.sleep`, in the order of resuming it."""
-
-
-def _data_url(image: RowImage) -> str:
-    return f"data:image/png;base64,{base64.b64encode(image.data).decode()}"
 
 
 def _sampling_params(sampling: Sampling, limit: int, seed: int | None) -> dict[str, Any]:
@@ -311,7 +306,7 @@ class SGLangEngine(RemoteEngine):
         kept = np.ones(len(ids), bool)
         for start, image in zip(image_starts(ids, images, where), images, strict=True):
             kept[start + 1 : start + image.tokens] = False
-        return ids[kept], {"image_data": [_data_url(image) for image in images]} if images else {}
+        return ids[kept], {"image_data": [data_url(image) for image in images]} if images else {}
 
     async def _ask(self, body: dict[str, Any], where: str, deadline: float, episode_id: str) -> Any:
         # SGLang aborts all requests whose id begins with the given text, so ids have equal lengths.

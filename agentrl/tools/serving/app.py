@@ -348,6 +348,17 @@ def _read_messages(messages: list[dict[str, Any]]) -> tuple[Message, ...]:
     return _MESSAGES.validate_python([*map(from_wire, messages)])
 
 
+def _read_sample(fields: dict[str, Any]) -> Sample:
+    row = {"id": "", "prompt": (), **fields}
+    if isinstance(row["prompt"], list):
+        row["prompt"] = [from_wire(m) if isinstance(m, dict) else m for m in row["prompt"]]
+    return _SAMPLE.validate_python(row)
+
+
+def _write_opening(message: Message) -> dict[str, Any]:
+    return message.as_dict() | ({"images": to_wire(message)["images"]} if message.images else {})
+
+
 def _add_session_routes(
     app: FastAPI, host: ToolHost, tool_metrics: ToolMetrics, *, needs_token: bool
 ) -> None:
@@ -382,15 +393,8 @@ def _add_session_routes(
     @app.post("/sessions", **describe_route(OpenResponse, *statuses, body=OpenRequest))
     async def open_session(request: Request) -> Response:
         body = OpenRequest.model_validate(orjson.loads(await request.body()))
-        row = {"id": "", "prompt": (), **body.sample}
-        if isinstance(row["prompt"], list):
-            row["prompt"] = [from_wire(m) if isinstance(m, dict) else m for m in row["prompt"]]
-        sample = _SAMPLE.validate_python(row)
-        opened = await host.open(body.episode_id, sample, body.create_kwargs)
-        opening: list[Any] = [m.as_dict() for m in opened.messages]
-        for written, message in zip(opening, opened.messages, strict=True):
-            if message.images:
-                written["images"] = to_wire(message)["images"]
+        opened = await host.open(body.episode_id, _read_sample(body.sample), body.create_kwargs)
+        opening = [*map(_write_opening, opened.messages)]
         return json_response({"opening": opening, "tools": opened.functions})
 
     @app.post(RESPOND, **describe_route(ReplyResponse, *statuses, body=RespondRequest))
