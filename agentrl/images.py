@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import io
 import math
 import os
@@ -370,10 +371,14 @@ def _to_rgb(picture: Any) -> Any:
 
 
 def _write_png(picture: Any) -> bytes:
-    if picture.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
-        picture = picture.convert("RGB")
     file = io.BytesIO()
-    picture.save(file, "PNG", compress_level=1)
+    try:
+        if picture.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
+            picture = picture.convert("RGB")
+        picture.save(file, "PNG", compress_level=1)
+    except ValueError as e:
+        width, height = picture.size
+        raise ImageError(f"a PIL image of {width}x{height} pixels ({picture.mode}): {e}") from e
     return file.getvalue()
 
 
@@ -391,9 +396,14 @@ def _read_file(path: Path) -> bytes:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ImageError(f"the image {path} has more than {MAX_BYTES >> 20} MiB")
+        if not path.is_file():  # A pipe or a device may never end.
+            raise OSError(errno.EINVAL, "not a regular file")
         return path.read_bytes()
-    except OSError as e:
-        raise ImageError(f"the image {path} cannot be read: {e.strerror}") from e
+    except (OSError, ValueError) as e:  # ValueError: a NUL in the path
+        if isinstance(e, ImageError):
+            raise
+        reason = getattr(e, "strerror", None) or e
+        raise ImageError(f"the image {path} cannot be read: {reason}") from e
 
 
 def _shown(value: Any) -> str:
