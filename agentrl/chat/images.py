@@ -152,6 +152,10 @@ class TemplateImages:
             start = at + 1
         return result + ids[start:] if images else ids
 
+    def spells(self, text: str) -> bool:
+        """Return whether SGLang takes a part of a text for an image or a video."""
+        return VIDEO in text or self._encoder.decode([self.rule.token_id]) in text
+
     def check_spelling(self, ids: array[int]) -> None:
         """Check that the text of a row has no more placeholders than its tokens.
 

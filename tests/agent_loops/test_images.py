@@ -181,7 +181,6 @@ def test_a_sampled_placeholder_ends_the_episode_with_its_turn():
         ("a", "<|image_pad|>"),
         ("a", "<|vision_start|><|image_pad|><|vision_end|>"),
         ("a", "<|video_pad|>"),
-        ("<|video_pad|>", "b"),
     ],
 )
 def test_sglang_gets_no_text_that_it_takes_for_an_image(answer, text):
@@ -195,6 +194,14 @@ def test_sglang_gets_no_text_that_it_takes_for_an_image(answer, text):
     fine, _ = episode((call("zoom", n=2), "done"), "<|vision_start|>", picture(3),
                       tools=("zoom",), config=config)  # fmt: skip
     assert fine.stop_reason == "done"
+
+
+def test_a_sampled_video_ends_the_episode_where_sglang_cannot_continue_it():
+    for name, turns in (("local", 2), ("sglang", 1)):
+        config = Config.model_validate({"rollout": {"name": name}})
+        answers = call("zoom", n=2) + "<|video_pad|>", "done"
+        trajectory, _ = episode(answers, "hi", tools=("zoom",), config=config)
+        assert (len(trajectory.turns), trajectory.stop_reason) == (turns, "done")
 
 
 def test_budgets_count_the_tokens_of_images():
