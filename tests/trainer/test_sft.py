@@ -6,6 +6,7 @@ import math
 from base64 import b64encode
 from itertools import islice
 from shutil import copytree
+from typing import Any
 
 import pytest
 import torch
@@ -569,7 +570,7 @@ def url(data):
     return "data:image/png;base64," + b64encode(data).decode()
 
 
-def looks(content, tool="seen", answer="done"):
+def looks(content: Any, tool: Any = "seen", answer: str = "done"):
     """A conversation with a question, a call and its result."""
     return [
         {"role": "user", "content": content},
