@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import io
 import math
 import os
@@ -33,6 +34,8 @@ MAX_BYTES = 20 << 20
 MAX_PIXELS = 64 << 20
 """The most pixels of an image before it is resized: 256 MB while it is decoded."""
 DECODE_SECONDS = 10.0
+MOST_RESIZES = 32
+"""Of an image 200 times as long as wide, each resize halves the excess over the model's limit."""
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """The `model_type` of the models that read images here."""
 
@@ -173,9 +176,24 @@ class ImageRule:
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Return the width and the height at which the model reads an image.
 
+        Engines and the learner resize the result again, so it is a size that this does not change.
+
         Raises:
-            ImageError: the image is too narrow for the model: over 200 times as long as wide.
+            ImageError: the image is too narrow for the model: over 200 times as long as wide; or
+                there is no such size.
         """
+        before, after = (0, 0), (width, height)
+        for _ in range(MOST_RESIZES):
+            before, after = after, self._resize(*after)
+            if before == after:
+                return after
+        raise ImageError(
+            f"an image has {width}x{height} pixels, and no size near that stays between the"
+            f" {self.min_pixels} and {self.max_pixels} pixels that the model allows. Allow more in"
+            " `size` of the model's preprocessor_config.json"
+        )
+
+    def _resize(self, width: int, height: int) -> tuple[int, int]:
         # transformers' `smart_resize`. A process that decodes one image should not import torch.
         unit, pixels = self.unit, width * height
         if max(width, height) > 200 * min(width, height):
@@ -229,7 +247,7 @@ def prepare(image: Image, rule: ImageRule) -> RowImage:
         ImageError: the file is no image, is cut off, has several frames, or has too many pixels.
     """
     from PIL import Image as PIL
-    from PIL import UnidentifiedImageError
+    from PIL import ImageOps, UnidentifiedImageError
 
     try:
         with PIL.open(io.BytesIO(image.data), formats=FORMATS) as file:
@@ -240,12 +258,8 @@ def prepare(image: Image, rule: ImageRule) -> RowImage:
                 )
             if (frames := getattr(file, "n_frames", 1)) > 1:
                 raise ImageError(f"a {file.format} file has {frames} frames. Use one frame of it")
-            if file.mode in ("RGBA", "LA", "PA") or "transparency" in file.info:
-                layer = file.convert("RGBA")
-                pixels = PIL.new("RGB", file.size, "white")
-                pixels.paste(layer, mask=layer.getchannel("A"))
-            else:
-                pixels = file.convert("RGB")
+            ImageOps.exif_transpose(file, in_place=True)  # as transformers' `load_image`
+            pixels = _to_rgb(file)
     except UnidentifiedImageError as e:
         raise ImageError(
             f"{len(image.data)} bytes that begin with {image.data[:12]!r} are no image that Pillow"
@@ -255,7 +269,7 @@ def prepare(image: Image, rule: ImageRule) -> RowImage:
         if isinstance(e, ImageError):
             raise
         raise ImageError(f"an image cannot be decoded: {e}. Is its file complete?") from e
-    size = rule.size(width, height)
+    size = rule.size(*pixels.size)
     if size != pixels.size:
         pixels = pixels.resize(size, PIL.Resampling.BICUBIC)
     return RowImage(_write_png(pixels), *size, rule.tokens(*size), rule.token_id, image.key)
@@ -375,11 +389,27 @@ def read_size(image: Image) -> tuple[int, int]:
         raise ImageError(f"an image cannot be read: {e}") from e
 
 
+def _to_rgb(picture: Any) -> Any:
+    from PIL import Image as PIL
+
+    if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
+        layer = picture.convert("RGBA")
+        picture = PIL.new("RGB", layer.size, "white")
+        picture.paste(layer, mask=layer.getchannel("A"))
+    elif picture.mode.startswith("I;16"):  # `convert` would cut all values off at 255.
+        picture = picture.point(lambda value: value / 256).convert("L")
+    return picture.convert("RGB")
+
+
 def _write_png(picture: Any) -> bytes:
-    if picture.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
-        picture = picture.convert("RGB")
     file = io.BytesIO()
-    picture.save(file, "PNG", compress_level=1)
+    try:
+        if picture.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
+            picture = picture.convert("RGB")
+        picture.save(file, "PNG", compress_level=1)
+    except ValueError as e:
+        width, height = picture.size
+        raise ImageError(f"a PIL image of {width}x{height} pixels ({picture.mode}): {e}") from e
     return file.getvalue()
 
 
@@ -397,9 +427,14 @@ def _read_file(path: Path) -> bytes:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ImageError(f"the image {path} has more than {MAX_BYTES >> 20} MiB")
+        if not path.is_file():  # A pipe or a device may never end.
+            raise OSError(errno.EINVAL, "not a regular file")
         return path.read_bytes()
-    except OSError as e:
-        raise ImageError(f"the image {path} cannot be read: {e.strerror}") from e
+    except (OSError, ValueError) as e:  # ValueError: a NUL in the path
+        if isinstance(e, ImageError):
+            raise
+        reason = getattr(e, "strerror", None) or e
+        raise ImageError(f"the image {path} cannot be read: {reason}") from e
 
 
 def _shown(value: Any) -> str:

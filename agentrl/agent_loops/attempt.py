@@ -309,6 +309,8 @@ class Attempt:
         """
         # An engine that reads no images need not know this argument.
         more: dict[str, Any] = {"images": images} if images else {}
+        if images and self.runtime.config.rollout.name == "sglang":
+            require_rule(self.runtime.template.images).check_spelling(ids)
         while True:
             deadline = min(until, self.deadline)
             try:

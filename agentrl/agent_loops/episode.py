@@ -227,8 +227,11 @@ class Episode:
         # No `await` and no user code follows, so the turn is added completely or not at all.
         message = Message("assistant", text, tuple(calls))
         self._add_turn(row, delta, generation, max_tokens, message, seconds, images)
-        if template.images and template.images.rule.token_id in generation.token_ids:
-            raise attempt.end_with("done")  # No engine can continue the row.
+        if (reader := template.images) and (
+            reader.rule.token_id in generation.token_ids
+            or (rollout.name == "sglang" and reader.spells(text))
+        ):
+            raise attempt.end_with("done")  # The engine cannot continue the row.
         if generation.finish_reason == "length" and max_tokens == budget:
             raise attempt.end_with("turn_tokens" if max_tokens < remaining else "trajectory_tokens")
         return message

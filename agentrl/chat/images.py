@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 
 from agentrl.chat.encoding import Encoder
 from agentrl.chat.render import SALT, Renderer
-from agentrl.errors import ConfigError, TemplateError
+from agentrl.errors import ConfigError, RequestRefused, TemplateError
 from agentrl.images import (
     DECODE_SECONDS,
     FAMILIES,
@@ -39,6 +39,8 @@ from agentrl.workers import Processes, WorkerDied, WorkerError
 
 IMAGE_MARK = f"zq{SALT}imageqz"
 """The place of an image in a text that a template is filled with."""
+VIDEO = "<|video_pad|>"
+"""The placeholder of videos, in all families."""
 PROCESSES = 2
 MEMORY_MB = 2048
 """The limits of decoding: the number of processes, and the MiB of each."""
@@ -150,6 +152,27 @@ class TemplateImages:
             result.extend(token_array([placeholder]) * self.tokens(image))
             start = at + 1
         return result + ids[start:] if images else ids
+
+    def spells(self, text: str) -> bool:
+        """Return whether SGLang takes a part of a text for an image or a video."""
+        return VIDEO in text or self._encoder.decode([self.rule.token_id]) in text
+
+    def check_spelling(self, ids: array[int]) -> None:
+        """Check that the text of a row has no more placeholders than its tokens.
+
+        SGLang looks for them in the text. It would never answer, or take other tokens.
+
+        Raises:
+            RequestRefused: the text has more.
+        """
+        text, placeholder = self._encoder.decode(ids), self.rule.token_id
+        most = {self._encoder.decode([placeholder]): ids.count(placeholder), VIDEO: 0}
+        for name, count in most.items():
+            if text.count(name) > count:
+                raise RequestRefused(
+                    f"a row with images has the text {name!r}, which SGLang takes for media. Remove"
+                    " it from prompts and tool results, or set rollout.name=local"
+                )
 
     def tokens(self, image: Image) -> int:
         """Return the number of tokens of an image. Of one that is not prepared, read the header.

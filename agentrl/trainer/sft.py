@@ -73,7 +73,9 @@ def load_examples(
                 raise ValueError(
                     f"is {len(ids):,} tokens long, more than the model's {max_length:,}"
                 )
-            rows.append((sample.row, Example(ids, mask), images_of(messages)))
+            found = images_of(messages)
+            _check_placeholders(ids, found, template)
+            rows.append((sample.row, Example(ids, mask), found))
         except RegistryError as e:
             unknown = [name for name in sample.tools if name not in tools]
             mistakes.add(sample.row, "agent_name, tools", f"{e}. {where_to_load(*unknown)}")
@@ -87,6 +89,17 @@ def load_examples(
         examples.append(replace(example, images=tuple(ready[i.key] for i in images)))
     mistakes.raise_any()
     return examples
+
+
+def _check_placeholders(ids: array[int], images: Sequence[Image], template: ChatTemplate) -> None:
+    """Raise `ValueError` if a conversation with images has further placeholder tokens."""
+    if images and template.images:
+        placeholder = template.images.rule.token_id
+        if ids.count(placeholder) != sum(map(template.images.tokens, images)):
+            raise ValueError(
+                f"an assistant message has {template.decode([placeholder])!r}, the placeholder of"
+                " an image. Remove it"
+            )
 
 
 async def _prepare(

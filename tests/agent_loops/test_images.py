@@ -15,7 +15,7 @@ from agentrl.agent_loops.play import play
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.scripted import Scripted
-from agentrl.errors import ConfigError, UserCodeError
+from agentrl.errors import ConfigError, RequestRefused, UserCodeError
 from agentrl.images import PLACE, Image, ImageError, ImageRule
 from agentrl.interactions import Interaction, Reply, interaction
 from agentrl.testing import call
@@ -83,6 +83,7 @@ async def talks(ep):
 @pytest.fixture(autouse=True)
 def registered(own_registries):
     """Register the names for each test alone: tests of rows list all names that are known."""
+    tool(zoom)
     interaction("painter")(Painter)
     agent_loop("edits_images")(edits)
     agent_loop("shows_broken_image")(broken)
@@ -177,6 +178,35 @@ def test_a_sampled_placeholder_ends_the_episode_with_its_turn():
     assert (trajectory.stop_reason, turn.finish_reason, turn.tool_results) == ("done", "stop", ())
     assert PLACEHOLDER in trajectory.segments[0].response_ids
     assert trajectory.segments[0].images == ()
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("a", "<|image_pad|>"),
+        ("a", "<|vision_start|><|image_pad|><|vision_end|>"),
+        ("a", "<|video_pad|>"),
+    ],
+)
+def test_sglang_gets_no_text_that_it_takes_for_an_image(answer, text):
+    """A real server never answers to the first, and answers the others with errors."""
+    config = Config.model_validate({"rollout": {"name": "sglang"}})
+    answers = call("zoom", n=2) + answer, "done"
+    free, policy = episode(answers, text, tools=("zoom",))
+    assert free.stop_reason == "done" and policy.images == [None, [2]]
+    with pytest.raises(RequestRefused, match="which SGLang takes for media"):
+        episode(answers, text, tools=("zoom",), config=config)
+    fine, _ = episode((call("zoom", n=2), "done"), "<|vision_start|>", picture(3),
+                      tools=("zoom",), config=config)  # fmt: skip
+    assert fine.stop_reason == "done"
+
+
+def test_a_sampled_video_ends_the_episode_where_sglang_cannot_continue_it():
+    for name, turns in (("local", 2), ("sglang", 1)):
+        config = Config.model_validate({"rollout": {"name": name}})
+        answers = call("zoom", n=2) + "<|video_pad|>", "done"
+        trajectory, _ = episode(answers, "hi", tools=("zoom",), config=config)
+        assert (len(trajectory.turns), trajectory.stop_reason) == (turns, "done")
 
 
 def test_budgets_count_the_tokens_of_images():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import pickle
 from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from PIL import ExifTags
 from PIL import Image as PIL
 from support.vision import TEMPLATE, vision_tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
@@ -20,7 +22,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
 from agentrl.chat import ChatTemplate
 from agentrl.chat.images import message_dict
 from agentrl.errors import ConfigError, TemplateError
-from agentrl.images import Image, ImageError, ImageRule
+from agentrl.images import Image, ImageError, ImageRule, prepare
 from agentrl.testing import byte_tokenizer
 from agentrl.trajectory import Message
 
@@ -214,13 +216,57 @@ def test_a_damaged_image_is_an_error_of_the_image():
         asyncio.run(template().images.prepare(Image(b"text")))
 
 
-@given(st.integers(1, 3000), st.integers(1, 3000))
-def test_sizes_are_those_of_transformers(width, height):
-    rule = ImageRule(0, 14, 2, 56 * 56, 28 * 28 * 1280)
+@given(st.integers(1, 9000), st.integers(1, 9000))
+@example(8200, 41)  # 293 x 1 squares: over 200 times as long as wide
+@example(9000, 45)  # reduced to one square, it still has more than the most pixels
+def test_sizes_are_those_of_transformers_and_stay_so(width, height):
+    rule = ImageRule(0, 14, 2, 56 * 56, 28 * 28 * 256)
+
+    def resize(width: int, height: int) -> tuple[int, int]:
+        return smart_resize(height, width, 28, rule.min_pixels, rule.max_pixels)[::-1]
+
     try:
-        expected = smart_resize(height, width, 28, rule.min_pixels, rule.max_pixels)
-    except ValueError:
-        with pytest.raises(ImageError, match="200 times as long"):
-            rule.size(width, height)
+        size = rule.size(width, height)
+    except ImageError:
+        with pytest.raises(ValueError, match="aspect ratio"):
+            resize(*resize(width, height))
         return
-    assert rule.size(width, height) == expected[::-1]
+    assert resize(*size) == size  # what the learner and engines do with it
+    once = resize(width, height)
+    assert size == once or resize(*once) != once
+
+
+def test_a_model_that_allows_one_size_only_says_so():
+    with pytest.raises(ImageError, match="stays between the 200704 and 200704 pixels"):
+        ImageRule(0, 14, 2, 200704, 200704).size(124, 49)
+
+
+def prepared(picture: Any, file_format: str, **options: Any) -> PIL.Image:
+    file = io.BytesIO()
+    picture.save(file, file_format, **options)
+    return PIL.open(io.BytesIO(prepare(Image(file.getvalue()), RULE).data))
+
+
+def test_a_photo_is_turned_as_its_camera_says():
+    photo, exif = PIL.new("RGB", (84, 56), "blue"), PIL.Exif()
+    photo.paste("red", (0, 0, 84, 28))
+    exif[ExifTags.Base.Orientation] = 6  # turn it clockwise
+    seen = prepared(photo, "PNG", exif=exif)
+    assert seen.size == (56, 84)
+    assert (seen.getpixel((2, 40)), seen.getpixel((54, 40))) == ((0, 0, 255), (255, 0, 0))
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "I;16"])
+def test_all_modes_become_rgb(mode):
+    gray, alpha = PIL.linear_gradient("L").resize((84, 56)), PIL.new("L", (84, 56), 255)
+    if mode == "I;16":
+        picture = gray.convert("I").point(lambda value: value * 256).convert("I;16")
+    elif mode in ("LA", "RGBA"):
+        picture = gray.convert(mode)
+        picture.putalpha(alpha)
+    else:
+        picture = (gray if mode == "P" else gray.convert("RGB")).convert(mode)
+    seen = prepared(picture, "JPEG" if mode == "CMYK" else "PNG", quality=100)
+    assert seen.mode == "RGB"
+    pairs = zip(seen.convert("L").tobytes(), gray.tobytes(), strict=True)
+    assert max(abs(a - b) for a, b in pairs) <= 8

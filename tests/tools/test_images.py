@@ -43,6 +43,7 @@ def plot(kind: str):
         "mixed": [picture(), {"x": 1}],
         "text": ["x", "y"],
         "bytes": b"plain",
+        "empty": picture().crop((5, 5, 5, 9)),
     }[kind]
 
 
@@ -100,6 +101,12 @@ async def test_what_a_tool_returns(toolbox, kind, content, n):
 async def test_other_values_beside_an_image_are_a_bug_of_the_tool(toolbox):
     result = await run(toolbox, "plot", kind="mixed")
     assert (result.error, result.images) == ("crash", ())
+
+
+async def test_a_picture_without_pixels_is_an_error_for_the_model(toolbox):
+    result = await run(toolbox, "plot", kind="empty")
+    assert result.error == "tool_error"
+    assert "a PIL image of 0x4 pixels (RGB): cannot write empty image" in result.content
 
 
 async def test_a_tool_reads_the_images_of_the_conversation(toolbox):

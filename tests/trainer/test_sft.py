@@ -1,15 +1,20 @@
 """Supervised fine-tuning: what is imitated, and that it is learned."""
 
+import io
 import json
 import math
+from base64 import b64encode
 from itertools import islice
 from shutil import copytree
+from typing import Any
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image as PIL
+from support.vision import vision_tokenizer, write_vision_model
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from agentrl import registry
@@ -20,6 +25,7 @@ from agentrl.data import write_rows
 from agentrl.data.rows import read_message
 from agentrl.demo.arithmetic import rows
 from agentrl.errors import ConfigError, DataError, RunStopped
+from agentrl.images import ImageRule
 from agentrl.learner.packing import make_micro_batch
 from agentrl.learner.sft import (
     FLAG_OF_KEY,
@@ -36,6 +42,7 @@ from agentrl.trainer.sft import load_examples
 from agentrl.trajectory import Message, token_array
 
 END = 258  # <|im_end|>
+IMAGE_PAD = 265
 SHAPE = Qwen2Config(
     vocab_size=263,
     hidden_size=64,
@@ -542,3 +549,104 @@ def test_mistakes_are_one_message(base, tmp_path, monkeypatch, capsys, change, m
     assert run(*options, *change) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+# -- images ---------------------------------------------------------------------------------------
+
+
+def png(width, color="red"):
+    file = io.BytesIO()
+    PIL.new("RGB", (width, 28), color).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def vision_template(tmp_path_factory):
+    rule = ImageRule(IMAGE_PAD, 14, 2, 28 * 28, 64 * 28 * 28)
+    return ChatTemplate(vision_tokenizer(), images=rule)
+
+
+def url(data):
+    return "data:image/png;base64," + b64encode(data).decode()
+
+
+def looks(content: Any, tool: Any = "seen", answer: str = "done"):
+    """A conversation with a question, a call and its result."""
+    return [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": "look"},
+        {"role": "tool", "content": tool},
+        {"role": "assistant", "content": answer},
+    ]
+
+
+def test_images_of_conversations_are_read_and_not_trained(vision_template, tmp_path):
+    (tmp_path / "red.png").write_bytes(png(56))
+    part = {"type": "image", "image": url(png(84, "blue"))}
+    made = (
+        {"messages": looks("<image>?", "a part: <image>"), "images": ["red.png", url(png(112))]},
+        {"messages": looks("Hi", [{"type": "text", "text": "it: "}, part])},
+        {"messages": looks("<image>")},  # without the column, it is text
+    )
+    examples = load(vision_template, tmp_path, *made)
+    assert [[i.tokens for i in e.images] for e in examples] == [[2, 4], [3], []]
+    for e in examples:
+        pads = [i == IMAGE_PAD for i in e.ids]
+        assert sum(pads) == sum(i.tokens for i in e.images)
+        assert not any(m for m, is_pad in zip(e.mask, pads, strict=True) if is_pad)
+        assert own(vision_template, e) == "look|done|"
+    assert "<image>" in vision_template.decode(examples[2].ids)
+    assert make_rows(examples).images == tuple(e.images for e in examples)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": looks("<image>")}, "1 places of images .* 2 images"),
+        ({"messages": looks("<image><image><image>")}, "3 places of images .* 2 images"),
+        ({"messages": looks("<image>", "<image>"), "images": ["no.png", "no.png"]}, "cannot be re"),
+        ({"messages": looks("<image>?"), "images": [url(png(28)[:60])]}, "cannot be decoded"),
+        ({"messages": looks("<image>?"), "images": [url(b"text")]}, "image"),
+        ({"messages": looks("<image>?"), "images": [url(png(28 * 201))]}, "200 times as long"),
+        (
+            {"messages": looks("<image>", answer="<|image_pad|>"), "images": [url(png(28))]},
+            "placeholder",
+        ),
+        (
+            {
+                "messages": [
+                    *looks("<image>")[:1],
+                    {"role": "assistant", "content": "<|image_pad|>", "weight": 0},
+                    *looks("<image>")[2:],
+                ],
+                "images": [url(png(28))],
+            },
+            "placeholder",
+        ),
+    ],
+)
+def test_broken_images_of_conversations_are_named(vision_template, tmp_path, row, message):
+    good = {"messages": looks("<image>"), "images": [url(png(28))]}
+    row = {"images": [url(png(28))] * 2, **row}
+    with pytest.raises(DataError, match=f"(?s)row 1.*({message})"):
+        load(vision_template, tmp_path, good, row)
+
+
+def test_a_model_without_images_names_the_row(template, tmp_path):
+    row = {"messages": looks("<image>"), "images": [url(png(28))]}
+    with pytest.raises((ConfigError, DataError), match="the policy reads none"):
+        load(template, tmp_path, row)
+
+
+def test_a_conversation_with_an_image_is_memorized(tmp_path):
+    folder = write_vision_model(tmp_path / "model")
+    template = ChatTemplate.load(folder)
+    made = [
+        {"messages": looks("<image>", answer=color), "images": [url(png(56, color))]}
+        for color in ("red", "blue")
+    ] + [{"messages": looks("none", answer="gray")}]
+    examples = load(template, tmp_path, *made)
+    learner = imitator(folder, steps=60, lr=3e-3)
+    learner.fit(batches(examples, 3, seed=0))
+    # Only the image tells which of the first two answers is right.
+    assert score(learner, examples).exp().mean() > 0.9

@@ -704,7 +704,8 @@ def make_buckets(
     """Copy named tensors into buckets; those of one dtype and device in their order.
 
     A bucket has one dtype, because a view of another dtype would need aligned bytes. It is on the
-    device of its tensors. References to tensors are kept only until their bucket is full.
+    device of its tensors. References to tensors are kept only until their bucket is full, so at
+    most `limit` bytes of each dtype are kept.
 
     Args:
         weights: at least one named tensor.
