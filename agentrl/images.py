@@ -12,6 +12,7 @@ import base64
 import binascii
 import errno
 import io
+import json
 import math
 import os
 from collections import deque
@@ -145,17 +146,26 @@ class ImageRule:
 
     @classmethod
     def load(cls, path: str | Path) -> ImageRule | None:
-        """Return the rule of a model folder or hub name; None if the model reads no images here.
+        """Return the rule of a model or of the model below an adapter: a folder or a hub name.
+
+        None: the model reads no images here.
 
         Raises:
             ConfigError: the model's processor is missing or cannot be loaded.
         """
         # Here, so that a run without images imports neither PIL nor transformers' processors.
         from transformers import AutoConfig
+        from transformers.utils.peft_utils import find_adapter_config_file
 
         try:
+            bases = [str(path)]
+            while file := find_adapter_config_file(bases[-1]):
+                bases.append(json.loads(Path(file).read_bytes())["base_model_name_or_path"])
+                if bases[-1] in bases[:-1]:  # `load_causal_lm` says what is wrong
+                    return None
+            path = bases[-1]
             config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        except (OSError, ValueError):  # a folder with a tokenizer alone, or with an adapter
+        except (OSError, ValueError, KeyError, TypeError):  # a folder with a tokenizer alone
             return None
         if config.model_type not in FAMILIES:
             return None

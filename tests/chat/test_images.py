@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import io
 import pickle
 from functools import cache
@@ -13,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags
 from PIL import Image as PIL
-from support.vision import TEMPLATE, vision_tokenizer
+from support.vision import TEMPLATE, vision_tokenizer, write_vision_model
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     Qwen2VLImageProcessorPil,
     smart_resize,
@@ -270,3 +271,15 @@ def test_all_modes_become_rgb(mode):
     assert seen.mode == "RGB"
     pairs = zip(seen.convert("L").tobytes(), gray.tobytes(), strict=True)
     assert max(abs(a - b) for a, b in pairs) <= 8
+
+
+def test_an_adapter_reads_images_as_its_base(tmp_path):
+    base = write_vision_model(tmp_path / "base")
+    for name, below in (("one", base), ("two", tmp_path / "one"), ("itself", tmp_path / "itself")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(
+            json.dumps({"base_model_name_or_path": str(below), "peft_type": "LORA"})
+        )
+    rule = ImageRule.load(base)
+    assert rule and ImageRule.load(tmp_path / "two") == rule
+    assert ImageRule.load(tmp_path / "itself") is None
