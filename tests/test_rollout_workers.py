@@ -331,6 +331,9 @@ def test_lines_and_warnings_of_workers_are_logged_once(two, caplog):
     caplog.set_level("INFO", logger="agentrl")
     engine = FailingEngine(["<tool_call>"])
     two(engine).collect(rows(1, "slow"), n=1, sampling=SAMPLING, step=0)
+    end = time.monotonic() + 30  # A thread reads the lines that a worker prints.
+    while "a line of a loop" not in caplog.text and time.monotonic() < end:
+        time.sleep(0.05)
     assert caplog.text.count("a line of a loop") == 1
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +16,10 @@ from agentrl.learner.dispatch import Dispatch, dispatched_methods
 
 MAKE = "make"
 """The call that makes the rank of each process."""
+START_SECONDS = 60.0
 SECONDS = 120.0
-"""The time limit of a call, in seconds. Ranks that wait for each other for ever fail the test."""
+"""The time limits of the first call and of others, in seconds. Ranks that wait for each other for
+ever fail the test."""
 
 
 _idle: dict[int, tuple[list, list]] = {}
@@ -42,7 +46,14 @@ class Processes:
             self.pipes, self.processes = _idle.pop(size)
         else:
             self.pipes, self.processes = _start(size, start)
-        self.call(MAKE, make, *args)
+        try:
+            self.call(MAKE, make, *args)
+        except TimeoutError:
+            # Rarely, a process that was forked hangs before its first answer; where, it has written
+            # to stderr. A spawned one shares no lock with the process that it is forked from.
+            self.close()
+            self.pipes, self.processes = _start(size, "spawn")
+            self.call(MAKE, make, *args)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: self.call(name, *args, **kwargs)
@@ -52,9 +63,9 @@ class Processes:
             pipe.send((rank, name, args, kwargs))
         answers = []
         for pipe in self.pipes:
-            if not pipe.poll(SECONDS):
+            if not pipe.poll(START_SECONDS if name == MAKE else SECONDS):
                 self.reusable = False
-                raise AssertionError(f"{name}: a rank does not answer")
+                raise TimeoutError(f"{name}: a rank does not answer")
             how, answer, error = pipe.recv()
             if error:
                 self.reusable = False
@@ -106,6 +117,7 @@ def _serve(pipe: Any, rank: int, size: int, port: int) -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
+    faulthandler.dump_traceback_later(START_SECONDS - 10, file=sys.__stderr__)
     import torch
 
     torch.set_num_threads(1)
@@ -116,6 +128,7 @@ def _serve(pipe: Any, rank: int, size: int, port: int) -> None:
             if name == MAKE:
                 make, *arguments = positional
                 thing, how, answer = make(*arguments), None, None
+                faulthandler.cancel_dump_traceback_later()
             else:
                 how = dispatched_methods(type(thing)).get(name)
                 if how is Dispatch.SPLIT:
