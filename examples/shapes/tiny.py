@@ -8,7 +8,7 @@ nothing (README.md). It knows no language.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from copy import deepcopy
 from typing import Any
 
@@ -36,7 +36,7 @@ TEMPLATE = """
 PATCH = 14
 
 
-def write(folder: str, seed: int = 0) -> None:
+def write(folder: str, seed: int) -> None:
     """Write the model, its tokenizer and its image processor."""
     tokenizer: Any = deepcopy(byte_tokenizer())
     tokenizer.add_tokens(list(TOKENS), special_tokens=True)
@@ -88,5 +88,14 @@ def write(folder: str, seed: int = 0) -> None:
     ).save_pretrained(folder)
 
 
+def main() -> None:
+    """Write the model to a folder."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("folder")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    write(arguments.folder, arguments.seed)
+
+
 if __name__ == "__main__":
-    write(sys.argv[1])
+    main()
