@@ -292,6 +292,7 @@ def test_updates_that_arrive_pass(world):
         learn(learner, version)
 
 
+@pytest.mark.slow
 @pytest.mark.sglang
 @pytest.mark.parametrize("fault", ["off", "stale"])
 def test_an_update_that_did_not_arrive_stops_the_run(world, fault):
@@ -307,6 +308,7 @@ def test_an_update_that_did_not_arrive_stops_the_run(world, fault):
     assert publisher.publish(3)["canary/drift"] > 100 * publisher.noise
 
 
+@pytest.mark.slow
 @pytest.mark.sglang
 def test_a_server_takes_a_version_without_weights(world):
     learner, engine, publisher = world
@@ -320,6 +322,7 @@ def test_a_server_takes_a_version_without_weights(world):
     assert [*engine.probe().versions] == [4]
 
 
+@pytest.mark.slow
 @pytest.mark.sglang
 def test_noise_in_one_tensor_stops_the_run(world):
     learner, engine, publisher = world
@@ -330,6 +333,7 @@ def test_noise_in_one_tensor_stops_the_run(world):
         publisher.publish(1)
 
 
+@pytest.mark.slow
 @pytest.mark.sglang
 def test_a_sender_that_sends_nothing_stops_the_run(world, monkeypatch):
     learner, engine, publisher = world
