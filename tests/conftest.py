@@ -90,22 +90,29 @@ def no_other_names():
 
     user_names = user_registrations()
     own = {k.kind: set(k.names()) - user_names[k.kind] for k in registry.all_registries()}
-    with only_names(own):
+    with only_names(own), own_user_files():
         yield
+
+
+@contextmanager
+def own_user_files():
+    """Forget after the block the user files that it read: they would not register again."""
+    modules = set(sys.modules)
+    yield
+    for name in set(sys.modules) - modules:
+        if name.startswith("agentrl_user_"):
+            del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)
 def own_registries(monkeypatch):
     """Remove after each test what it registered, the user files and the keys that it read."""
-    modules = set(sys.modules)
     monkeypatch.setattr(environment, "_values", {})
     with ExitStack() as stack:
+        stack.enter_context(own_user_files())
         for kind in (*registry.all_registries(), diagnoses):
             stack.enter_context(kind.isolated())
         yield
-    for name in set(sys.modules) - modules:
-        if name.startswith("agentrl_user_"):
-            del sys.modules[name]
 
 
 @cache
