@@ -36,7 +36,8 @@ MAX_PIXELS = 64 << 20
 """The most pixels of an image before it is resized: 256 MB while it is decoded."""
 DECODE_SECONDS = 10.0
 MOST_RESIZES = 32
-"""Of an image 200 times as long as wide, each resize halves the excess over the model's limit."""
+"""`ImageRule.size` resizes at most so often. A very long image exceeds the model's limit after the
+first resize; each further one halves the excess."""
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """The `model_type` of the models that read images here."""
 

@@ -668,14 +668,14 @@ def _table(step: int, groups: Sequence[Group], split: str, images: _ImageNames) 
         for name, kind in STREAMS.items()
     ]
     table = pa.table(columns, schema=SCHEMA)
+    if not images and not any(s.images for row in segments for s in row):
+        return table
     cells = [
         json.dumps([[asdict(i) | {"data": _name_image(images, i)} for i in s.images] for s in row])
         for row in segments
     ]
-    if names := images.values():
-        table = table.append_column(IMAGES, pa.array(cells, IMAGES.type))
-        table = table.replace_schema_metadata({IMAGE_FILES: " ".join(names)})
-    return table
+    table = table.append_column(IMAGES, pa.array(cells, IMAGES.type))
+    return table.replace_schema_metadata({IMAGE_FILES: " ".join(images.values())})
 
 
 def _cell(name: str, path: str, row: StoredRollout, images: _ImageNames) -> Any:

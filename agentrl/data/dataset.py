@@ -128,7 +128,7 @@ class Rows(Sequence[Sample]):
 
     def _read(self, table: Table, row: dict[str, Any], number: int) -> Sample:
         with self._lock:
-            self._reader.folder = Path(table.path).expanduser().parent
+            self._reader.folder = table.folder
             return self._reader.read(row, number)
 
     def require_images(self) -> None:

@@ -180,7 +180,8 @@ class RowReader:
         self.folder: Path | None = None
         """The folder of the file that is read, in which the paths of images begin."""
         self.raises = False
-        """Whether an image that cannot be read raises an error; if not, it is a mistake."""
+        """True: an image that cannot be read raises `DataError`. False: it is added to the
+        mistakes."""
         self.number = 0
         """The number of the row that is read, for messages."""
         self.row: Row = {}

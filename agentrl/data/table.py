@@ -78,6 +78,8 @@ class Table:
             stored: the rows, as `load_table` stores them.
         """
         self.path = path
+        self.folder = Path(path).expanduser().parent
+        """The folder of the file, in which the paths of images begin."""
         self.digest = digest
         self._batches = batches = stored.batches
         self._stored = stored

@@ -19,7 +19,12 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from agentrl.config import Config
-from agentrl.engine.local.load import base_and_adapters, compute_dtype, load_causal_lm
+from agentrl.engine.local.load import (
+    base_and_adapters,
+    compute_dtype,
+    image_processor,
+    load_causal_lm,
+)
 from agentrl.engine.local.rounding import rounded_again
 from agentrl.engine.remote.senders import (
     Route,
@@ -52,7 +57,7 @@ from agentrl.learner.sharding import (
     shard,
     wrap_layers,
 )
-from agentrl.learner.vision import freeze_vision_tower, image_processor, vision_blocks
+from agentrl.learner.vision import freeze_vision_tower, vision_blocks
 
 ModelName = Literal["policy", "reference", "critic", "teacher"]
 LossName = Literal["actor", "critic", "sft"]
@@ -302,8 +307,8 @@ class Rank:
             path: the model that runs them; "": the policy's.
         """
         if packed.images:
-            base, _ = base_and_adapters(path or self._path)
-            packed = replace(packed, pixels=read_pixels(image_processor(base), packed.images))
+            processor = image_processor(path or self._path)
+            packed = replace(packed, pixels=read_pixels(processor, packed.images))
         return packed.part(self._context)
 
     def _use_adapter_of(self, model: ModelName | LossName) -> AbstractContextManager[None]:

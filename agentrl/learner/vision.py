@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,11 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentrl.errors import ConfigError
-from agentrl.images import load_processor
 from agentrl.learner.packing import PackedRows
-
-image_processor = cache(load_processor)
-"""Returns the image processor of a model, which is loaded once."""
 
 
 def vision_tower(model: PreTrainedModel) -> nn.Module | None:

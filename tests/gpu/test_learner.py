@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.trainer_fixtures import as_sampled_by, config, random_groups
+from support.trainer_fixtures import as_sampled_by, config, random_groups, step
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from agentrl.learner import sharding
@@ -57,17 +57,6 @@ def batch(folder):
 def learner_on(folder, device: str, **keys) -> Learner:
     settings = {"optim__lr": 1e-4, "optim__critic_lr": 1e-4, "algorithm__kl_loss_coef": 0.1}
     return Learner(folder, config(**(settings | {"trainer__device": device} | keys)), total_steps=8)
-
-
-def step(learner: Learner, batch, number: int) -> dict[str, float]:
-    targets = make_targets(
-        batch,
-        learner.config,
-        learner.old_logprobs(batch),
-        learner.values(batch),
-        learner.reference_logprobs(batch),
-    )
-    return learner.update(batch, targets, number)[0]
 
 
 WORLDS = {

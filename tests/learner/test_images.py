@@ -18,7 +18,15 @@ from peft import PeftModel
 from PIL import Image as PIL
 from support.exact_rank import ExactRank
 from support.processes import Processes
-from support.trainer_fixtures import config, group, scored, segment, tensors_in, tiny_folder
+from support.trainer_fixtures import (
+    config,
+    group,
+    scored,
+    segment,
+    step,
+    tensors_in,
+    tiny_folder,
+)
 from support.vision import FAMILIES, vision_config, vision_model, write_vision_model
 from transformers import AutoModelForImageTextToText
 
@@ -153,17 +161,6 @@ def test_logprobs_and_gradients_are_the_models_own(family, folder_of, tmp_path):
         torch.testing.assert_close(gradient, own[name], rtol=1e-3, atol=1e-5)
 
 
-def one_step(learner: Learner, batch: Batch) -> dict[str, float]:
-    targets = make_targets(
-        batch,
-        learner.config,
-        learner.old_logprobs(batch),
-        learner.values(batch),
-        learner.reference_logprobs(batch),
-    )
-    return learner.update(batch, targets, 1)[0]
-
-
 def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in learner.rank.policy.model.named_parameters()}
 
@@ -183,7 +180,7 @@ def test_lora(folder_of, tmp_path):
     assert len(names) == 2 * 7 * 2 and not any("visual" in name for name in names)
     expected = own_logprobs(vision_model(family), batch, folder).detach()
     assert (learner.logprobs(batch) - expected).abs().max() < 1e-4
-    one_step(learner, batch)
+    step(learner, batch)
     initial = learner.initial_logprobs(batch)
     assert (initial - expected).abs().max() < 1e-4
     learned = learner.logprobs(batch)
@@ -203,7 +200,7 @@ def test_all_weights_learn_and_are_saved(family, folder_of, tmp_path):
     keys = {"algorithm__kl_loss_coef": 0.1, "optim__lr": 1e-2}
     learner = learner_of(folder, **keys)
     before = learner.logprobs(batch)
-    one_step(learner, batch)
+    step(learner, batch)
     assert torch.equal(learner.initial_logprobs(batch), before)
     learned = learner.logprobs(batch)
     assert (learned - before).abs().max() > 0.01
@@ -212,8 +209,8 @@ def test_all_weights_learn_and_are_saved(family, folder_of, tmp_path):
     again = learner_of(folder, **keys)
     again.ranks.load(tmp_path / "saved")
     assert torch.equal(again.logprobs(batch), learned)
-    one_step(again, batch)
-    one_step(learner, batch)
+    step(again, batch)
+    step(learner, batch)
     assert not changed(again, weights_of(learner))
     again.ranks.save_pretrained(tmp_path / "export")
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "export", dtype=torch.float32)
@@ -228,7 +225,7 @@ def test_a_frozen_vision_tower(folder_of, tmp_path):
     folder = folder_of("qwen3_vl")
     learner = learner_of(folder, model__freeze_vision_tower=True, optim__lr=1e-2)
     before = weights_of(learner)
-    one_step(learner, make_batch(folder))
+    step(learner, make_batch(folder))
     moved = changed(learner, before)
     is_moved = {name: name in moved for name in before if ".k_proj.bias" not in name}
     assert is_moved == {name: "visual" not in name for name in is_moved}
@@ -242,7 +239,7 @@ def test_a_base_of_four_bits(folder_of, tmp_path):
     folder, batch = folder_of("qwen2_vl"), make_batch(folder_of("qwen2_vl"))
     lora = {"model__lora_rank": 4, "optim__lr": 1e-2}
     learner = learner_of(folder, model__quantization="nf4", **lora)
-    one_step(learner, batch)
+    step(learner, batch)
     learned = learner.logprobs(batch)
     learner.ranks.save_pretrained(tmp_path)
     merged = load_causal_lm(tmp_path, torch.float32)
@@ -281,7 +278,7 @@ def test_two_ranks_learn_what_one_learns(world, folder_of, groups):
         ranks.begin(settings)
         learner = Learner("", settings, total_steps=2, group=ranks)
         before = ranks.weights()
-        metrics = one_step(learner, batch)
+        metrics = step(learner, batch)
         assert metrics["perf/micro_batches"] == {1: 5, 2: 4}[count]
         results.append((metrics, ranks.weights(), before))
     (one, weights, _), (two, others, before) = results

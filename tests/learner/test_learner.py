@@ -22,6 +22,8 @@ from support.trainer_fixtures import (
     random_groups,
     scored,
     segment,
+    step,
+    targets_of,
     tensors_in,
     tiny_folder,
     tiny_model,
@@ -55,20 +57,6 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture
 def batch() -> Batch:
     return as_sampled_by(tiny_model(), collate(random_groups(0, groups=4, n=4, dead=[1]), 31))
-
-
-def targets_of(learner: Learner, batch: Batch) -> Targets:
-    return make_targets(
-        batch,
-        learner.config,
-        learner.old_logprobs(batch),
-        learner.values(batch),
-        learner.reference_logprobs(batch),
-    )
-
-
-def step(learner: Learner, batch: Batch, number: int = 1) -> dict[str, float]:
-    return learner.update(batch, targets_of(learner, batch), number)[0]
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:

@@ -17,7 +17,9 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from agentrl.config import Config
-from agentrl.learner.batch import Batch
+from agentrl.learner.algorithms import make_targets
+from agentrl.learner.batch import Batch, Targets
+from agentrl.learner.learner import Learner
 from agentrl.trajectory import (
     Group,
     Sample,
@@ -55,6 +57,22 @@ def scored(
 
 def turn(segment: int, start: int, end: int, thread: int = 0, **rewards: float) -> Turn:
     return Turn(segment, start, end, "stop", rewards=rewards, thread=thread)
+
+
+def targets_of(learner: Learner, batch: Batch) -> Targets:
+    """Return what the update needs, from the learner's own passes."""
+    return make_targets(
+        batch,
+        learner.config,
+        learner.old_logprobs(batch),
+        learner.values(batch),
+        learner.reference_logprobs(batch),
+    )
+
+
+def step(learner: Learner, batch: Batch, number: int = 1) -> dict[str, float]:
+    """Make an update, and return its metrics."""
+    return learner.update(batch, targets_of(learner, batch), number)[0]
 
 
 def group(*members: Scored) -> Group:

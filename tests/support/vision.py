@@ -58,7 +58,7 @@ TEMPLATE = r"""
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}
 """
-"""As Qwen3-VL's: images in messages of users and in results of tools."""
+"""Like the template of Qwen3-VL: messages of users and results of tools may have images."""
 
 
 def vision_tokenizer() -> Any:
@@ -74,61 +74,42 @@ def vision_config(family: str = "qwen2_5_vl") -> Any:
     tokenizer = vision_tokenizer()
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in VISION_TOKENS}
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    text: dict[str, Any] = {
-        **{
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-        },
-        **{"num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 4096},
-        **{
-            "eos_token_id": eos,
-            "pad_token_id": pad,
-            "bos_token_id": None,
-            "tie_word_embeddings": False,
-        },
-    }
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    vision: dict[str, Any]
+    text: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 320,
+        "max_position_embeddings": 4096,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+        "bos_token_id": None,
+        "tie_word_embeddings": False,
+        "rope_parameters": rope,
+    }
+    vision: dict[str, Any] = {
+        "depth": 2,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    if family == "qwen2_vl":
+        vision |= {"embed_dim": 64, "mlp_ratio": 2}
+    else:
+        vision |= {"intermediate_size": 128, "out_hidden_size": 64}
+    if family == "qwen2_5_vl":
+        vision |= {"window_size": 56, "fullatt_block_indexes": [1]}
     if family == "qwen3_vl":
         text |= {"head_dim": 16, "rope_parameters": rope | {"mrope_interleaved": True}}
-        vision = {
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_heads": 4,
-            "patch_size": 16,
-        }
-        vision |= {
-            "out_hidden_size": 64,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0],
-        }
-    elif family == "qwen2_5_vl":
-        text |= {"rope_parameters": rope}
-        vision = {
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_heads": 4,
-            "patch_size": 14,
-        }
-        vision |= {"out_hidden_size": 64, "window_size": 56, "fullatt_block_indexes": [1]}
-    else:
-        text |= {"rope_parameters": rope}
-        vision = {
-            "depth": 2,
-            "embed_dim": 64,
-            "hidden_size": 64,
-            "num_heads": 4,
-            "mlp_ratio": 2,
-            "patch_size": 14,
-        }
+        vision |= {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     return AutoConfig.for_model(
         family,
         text_config=text,
-        vision_config=vision | {"spatial_merge_size": 2, "temporal_patch_size": 2},
+        vision_config=vision,
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],

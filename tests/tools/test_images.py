@@ -49,7 +49,7 @@ def plot(kind: str):
 
 @tool
 async def see(messages):
-    """See what is in the conversation."""
+    """Report how many images each message of the conversation has."""
     return [f"{len(m.images)} in {m.content!r} " for m in messages] + [messages[0].images[0]]
 
 

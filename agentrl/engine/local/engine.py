@@ -22,8 +22,8 @@ from agentrl.engine.base import Engine, Sampling, Update
 from agentrl.engine.checks import check_sampling, image_starts, validate_row
 from agentrl.engine.local.decoder import Decoder
 from agentrl.engine.local.load import (
-    base_and_adapters,
     compute_dtype,
+    image_processor,
     load_causal_lm,
     reads_images,
     resolve_device,
@@ -37,7 +37,7 @@ from agentrl.engine.local.schedule import (
 )
 from agentrl.engine.local.stepper import Stepper, StopStrings
 from agentrl.errors import EngineError, RequestRefused
-from agentrl.images import FAMILIES, RowImage, load_processor
+from agentrl.images import FAMILIES, RowImage
 from agentrl.torch_threads import ThreadCount, choose_threads
 from agentrl.trajectory import Generation
 
@@ -146,9 +146,7 @@ class LocalEngine(Engine):
         model = load_causal_lm(path, compute_dtype(device), device)
         if deterministic is None:
             deterministic = device == "cpu"
-        processor = None
-        if reads_images(model.config):
-            processor = load_processor(base_and_adapters(path)[0])
+        processor = image_processor(path) if reads_images(model.config) else None
         return cls(
             model, tokenizer, deterministic=deterministic, patience=patience, processor=processor
         )

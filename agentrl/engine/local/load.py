@@ -13,6 +13,7 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
@@ -37,7 +38,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from agentrl.engine.local.quantize import rounded
 from agentrl.errors import ConfigError
-from agentrl.images import FAMILIES
+from agentrl.images import FAMILIES, load_processor
 from agentrl.workers.variables import environment_variables
 
 LAUNCHER_PREFIXES = ("ACCELERATE_", "PMI_", "OMPI_", "MV2_")
@@ -134,6 +135,16 @@ def empty_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
 def reads_images(config: PretrainedConfig) -> bool:
     """Return whether models with a config read images here."""
     return config.model_type in FAMILIES
+
+
+@cache
+def image_processor(path: str | Path) -> Any:
+    """Return the image processor of a model, or of the model below an adapter. It is loaded once.
+
+    Raises:
+        ConfigError: see `load_processor` and `base_and_adapters`.
+    """
+    return load_processor(base_and_adapters(path)[0])
 
 
 def load_model_config(path: str | Path) -> PretrainedConfig:
