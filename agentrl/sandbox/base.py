@@ -7,13 +7,15 @@ LocalSandbox  also opens boxes, on this machine
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
-from agentrl.sandbox.box import Box, DriverConnection, Slot
+from agentrl.sandbox.box import PROGRAMS_FOLDER, Box, DriverConnection, Slot
 from agentrl.sandbox.program import (
     MAX_BOXES,
     Completed,
@@ -21,6 +23,7 @@ from agentrl.sandbox.program import (
     Limits,
     Program,
     check_files,
+    clean_input,
     default_limits,
     slot_count,
 )
@@ -37,6 +40,7 @@ class Sandbox(ABC):
 
     def __init__(self, config: SandboxConfig):
         self._config = config
+        self._python = config.python
         self._limits = default_limits(config)
         self.slots = slot_count(config.slots)
         """How many programs run at the same time."""
@@ -91,7 +95,6 @@ class Sandbox(ABC):
     async def _run(self, program: Program) -> Completed:
         """Run a program. The caller holds a slot for it."""
 
-    @abstractmethod
     async def open(
         self,
         *,
@@ -109,6 +112,24 @@ class Sandbox(ABC):
         Raises:
             SandboxError: no box can be opened, or the backend does not support boxes.
         """
+        limits = limits or self._limits
+        self.check_image(image)
+        initial_files = check_files(files, limits)
+
+        async def start() -> DriverConnection:
+            return await self._start_driver(initial_files, limits, image)
+
+        return Box(await start(), start)
+
+    async def _start_driver(
+        self, files: Mapping[str, bytes], limits: Limits, image: str
+    ) -> DriverConnection:
+        """Start the driver of a box. Backends without boxes raise SandboxError."""
+        raise SandboxError(
+            f"{self.name} cannot keep variables or files between calls. Set"
+            " sandbox.backend=bubblewrap, or use a tool that runs whole programs, such as"
+            " shelf:python"
+        )
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -144,26 +165,39 @@ class LocalSandbox(Sandbox):
         self.drivers: set[DriverConnection] = set()
         """The drivers of the open boxes."""
 
-    async def open(
-        self,
-        *,
-        files: Mapping[str, bytes] | None = None,
-        limits: Limits | None = None,
-        image: str = "",
-    ) -> Box:
-        limits = limits or self._limits
-        self.check_image(image)
-        initial_files = check_files(files, limits)
+    async def _start_driver(
+        self, files: Mapping[str, bytes], limits: Limits, image: str
+    ) -> DriverConnection:
+        if len(self.drivers) >= MAX_BOXES:
+            raise SandboxError(f"this process has {MAX_BOXES} open boxes, which is the maximum")
+        try:
+            return await self._connect(files, limits, self._slot, image)
+        except OSError as e:
+            raise SandboxError(f"{self.name} cannot start a box: {e}") from e
 
-        async def start() -> DriverConnection:
-            if len(self.drivers) >= MAX_BOXES:
-                raise SandboxError(f"this process has {MAX_BOXES} open boxes, which is the maximum")
-            try:
-                return await self._connect(initial_files, limits, self._slot, image)
-            except OSError as e:
-                raise SandboxError(f"{self.name} cannot start a box: {e}") from e
+    async def _run(self, program: Program) -> Completed:
+        """Run a program by a driver of its own."""
+        # The program already has a slot.
+        driver = await self._connect(
+            program.files, program.limits, contextlib.nullcontext, program.image
+        )
+        try:
+            path = str(self._script_folder(driver) / program.script)
+            return await driver.run(
+                {
+                    "do": "script",
+                    "argv": [*program.interpreter_command(self._python), path],
+                    "code": program.code,
+                    "path": path,
+                    "stdin": clean_input(program.stdin),
+                }
+            )
+        finally:
+            await driver.aclose()
 
-        return Box(await start(), start)
+    def _script_folder(self, driver: DriverConnection) -> Path:
+        """Return the folder for the code of a program, in the sandbox."""
+        return Path(PROGRAMS_FOLDER)
 
     async def aclose(self) -> None:
         await asyncio.gather(*(box.aclose() for box in list(self.drivers)))

@@ -29,8 +29,7 @@ from agentrl.sandbox.program import (
     Language,
     Limits,
     clean_input,
-    clean_output,
-    shorten_output,
+    readable_output,
 )
 
 log = logging.getLogger("agentrl.sandbox")
@@ -39,6 +38,8 @@ INSIDE = Path(__file__).parent / "inside"
 PROGRAMS = {
     n: (INSIDE / n).read_bytes() for n in ("driver.py", "descendants.py", "scratch.py", "cells.py")
 }
+PROGRAMS_FOLDER = "/agentrl"
+"""The folder of these files, in the sandbox."""
 START_SECONDS = 30.0
 GRACE_SECONDS = 10.0
 """The time that the driver has to answer, in addition to the program's time."""
@@ -310,7 +311,7 @@ class DriverConnection:
             seconds_run = round(time.monotonic() - start, 4)
             return Completed("", TERMINATED_NOTE, -signal.SIGKILL, why, seconds_run)
         stdout, stderr = (
-            clean_output(shorten_output(base64.b64decode(answer[name]), self._limits.output_bytes))
+            readable_output(base64.b64decode(answer[name]), self._limits.output_bytes)
             for name in ("stdout", "stderr")
         )
         code, why = answer["exit_code"], answer["ended_by"]
@@ -440,7 +441,7 @@ class Capture:
     @property
     def text(self) -> str:
         """The content, shortened and cleaned."""
-        return clean_output(shorten_output(bytes(self.content), self._max_bytes))
+        return readable_output(bytes(self.content), self._max_bytes)
 
     def close(self) -> None:
         """Stop reading and close the pipe."""

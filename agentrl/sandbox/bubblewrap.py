@@ -24,6 +24,7 @@ from agentrl.errors import SandboxError
 from agentrl.sandbox.base import LocalSandbox
 from agentrl.sandbox.box import (
     PROGRAMS,
+    PROGRAMS_FOLDER,
     Capture,
     DriverConnection,
     Slot,
@@ -46,8 +47,6 @@ SETUP_SECONDS = 30.0
 """The longest time for bwrap to create namespaces. A longer time is the fault of the machine."""
 END_SECONDS = 10.0
 """The longest time for a killed namespace to end. With many processes the kernel needs seconds."""
-PROGRAMS_FOLDER = "/agentrl"
-"""The folder of the driver's files, inside the namespace."""
 
 
 class Bubblewrap(LocalSandbox):
@@ -56,8 +55,8 @@ class Bubblewrap(LocalSandbox):
     name = "bubblewrap"
 
     async def _run(self, program: Program) -> Completed:
-        python, limits, stdin = self._config.python, program.limits, program.stdin
-        script = "/main.py" if program.language == "python" else "/main.sh"
+        python, limits, stdin = self._python, program.limits, program.stdin
+        script = f"/{program.script}"
         scripts = {script: program.code.encode("utf-8", "surrogatepass")}
         with InheritedFiles() as inherited, dedicated_user() as uid, memory_limit(limits) as cgroup:
             options = bwrap_options(python, limits, inherited, program.files, scripts, uid)
@@ -71,10 +70,7 @@ class Bubblewrap(LocalSandbox):
             return await _run([options, command], inherited, stdin_fd, limits, cgroup)
 
     def _start(self, files: Mapping[str, bytes], limits: Limits, slot: Slot) -> DriverConnection:
-        python, programs = (
-            self._config.python,
-            {f"{PROGRAMS_FOLDER}/{n}": c for n, c in PROGRAMS.items()},
-        )
+        python, programs = self._python, {f"{PROGRAMS_FOLDER}/{n}": c for n, c in PROGRAMS.items()}
         with ExitStack() as resources, InheritedFiles() as inherited:
             uid = resources.enter_context(dedicated_user())
             cgroup = resources.enter_context(memory_limit(limits))

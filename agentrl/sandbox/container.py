@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import json
 import os
 import resource
@@ -28,6 +27,7 @@ from agentrl.errors import SandboxError
 from agentrl.sandbox.base import LocalSandbox
 from agentrl.sandbox.box import (
     PROGRAMS,
+    PROGRAMS_FOLDER,
     BoxLost,
     DriverConnection,
     Slot,
@@ -35,12 +35,10 @@ from agentrl.sandbox.box import (
 )
 from agentrl.sandbox.cgroup import EXTRA_MB
 from agentrl.sandbox.namespace import ENVIRONMENT, FOLDER, SHM_BYTES
-from agentrl.sandbox.program import Completed, Limits, Program, clean_input
+from agentrl.sandbox.program import Limits
 from agentrl.sandbox.seccomp import seccomp_filter
 from agentrl.sandbox.unsafe import PlainProcess
 
-PROGRAMS_FOLDER = "/agentrl"
-"""The folder of the driver's files and of the program, in the container."""
 WARM = 4
 """The maximum number of containers that are started before a program needs them."""
 STARTS = 4
@@ -88,7 +86,8 @@ class Container(LocalSandbox):
                 " sandbox.backend=bubblewrap"
             )
         default = SandboxConfig.model_fields["python"].default
-        self._python = "python3" if config.python == default else config.python
+        if config.python == default:
+            self._python = "python3"
         self._starts = asyncio.Semaphore(STARTS)
         self._default = self._kind(self._limits, "")
         self._warm: deque[asyncio.Task[DriverConnection]] = deque()
@@ -107,25 +106,6 @@ class Container(LocalSandbox):
         await asyncio.gather(*self._warm, return_exceptions=True)
         self._warm.clear()
         await super().aclose()
-
-    async def _run(self, program: Program) -> Completed:
-        # The program already has a slot.
-        driver = await self._connect(
-            program.files, program.limits, contextlib.nullcontext, program.image
-        )
-        try:
-            script = "main.py" if program.language == "python" else "main.sh"
-            path = f"{PROGRAMS_FOLDER}/{script}"
-            request = {
-                "do": "script",
-                "argv": [*program.interpreter_command(self._python), path],
-                "code": program.code,
-                "path": path,
-                "stdin": clean_input(program.stdin),
-            }
-            return await driver.run(request)
-        finally:
-            await driver.aclose()
 
     async def _connect(
         self, files: Mapping[str, bytes], limits: Limits, slot: Slot, image: str

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError
@@ -20,8 +19,7 @@ from agentrl.sandbox.program import (
     Limits,
     Program,
     clean_input,
-    clean_output,
-    shorten_output,
+    readable_output,
 )
 
 ANSWER_SECONDS = 60.0
@@ -55,20 +53,6 @@ class SandboxFusion(Sandbox):
         )
         return self._read_result(status, answer, limits)
 
-    async def open(
-        self,
-        *,
-        files: Mapping[str, bytes] | None = None,
-        limits: Limits | None = None,
-        image: str = "",
-    ) -> NoReturn:
-        """Raise SandboxError: the API has no boxes."""
-        raise SandboxError(
-            f"{self.name} cannot keep variables or files between calls. Set"
-            " sandbox.backend=bubblewrap, or use a tool that runs whole programs, such as"
-            " shelf:python"
-        )
-
     async def aclose(self) -> None:
         await self._client.aclose()
 
@@ -91,11 +75,7 @@ class SandboxFusion(Sandbox):
         code = 128 - code if code > 128 else code
         ended_by: EndedBy = "time" if timed_out else "signal" if code < 0 else ""
         stdout, stderr = (
-            clean_output(
-                shorten_output(
-                    (result.get(name) or "").encode("utf-8", "replace"), limits.output_bytes
-                )
-            )
+            readable_output((result.get(name) or "").encode(errors="replace"), limits.output_bytes)
             for name in ("stdout", "stderr")
         )
         return Completed(

@@ -70,6 +70,11 @@ class Program(NamedTuple):
     init: bool
     image: str = ""
 
+    @property
+    def script(self) -> str:
+        """The name of the file with the code."""
+        return "main.py" if self.language == "python" else "main.sh"
+
     def interpreter_command(self, python: str) -> list[str]:
         """Return the command that starts the interpreter."""
         return [python, "-s"] if self.language == "python" else ["bash"]
@@ -113,15 +118,13 @@ def clean_input(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def clean_output(content: bytes) -> str:
-    """Decode output and remove NUL. Control characters become visible, such as x1b."""
+def readable_output(content: bytes, max_bytes: int) -> str:
+    """Return output as text without NUL. Control characters become visible, such as x1b.
+
+    The middle of long output is removed, and the number of omitted bytes is inserted.
+    """
+    if len(content) > max_bytes:
+        head, tail = content[: max_bytes - max_bytes // 2], content[len(content) - max_bytes // 2 :]
+        content = head + b"\n[%d bytes omitted]\n" % (len(content) - max_bytes) + tail
     text = content.decode("utf-8", "replace").replace("\0", "")
     return _CONTROL.sub(lambda m: f"\\x{ord(m.group()):02x}", text)
-
-
-def shorten_output(content: bytes, max_bytes: int) -> bytes:
-    """Remove the middle of long output, and insert the number of omitted bytes."""
-    if len(content) <= max_bytes:
-        return content
-    head, tail = content[: max_bytes - max_bytes // 2], content[len(content) - max_bytes // 2 :]
-    return head + b"\n[%d bytes omitted]\n" % (len(content) - max_bytes) + tail

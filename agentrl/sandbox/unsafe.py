@@ -22,7 +22,7 @@ from agentrl.errors import SandboxError
 from agentrl.sandbox.base import LocalSandbox
 from agentrl.sandbox.box import INSIDE, DriverConnection, Slot, driver_command
 from agentrl.sandbox.namespace import ENVIRONMENT
-from agentrl.sandbox.program import Completed, Limits, Program, clean_input
+from agentrl.sandbox.program import Limits
 
 END_SECONDS = 10.0
 WARNING = (
@@ -44,28 +44,11 @@ class UnsafeSubprocess(LocalSandbox):
             )
         super().__init__(config)
 
-    async def _run(self, program: Program) -> Completed:
-        # The program already has a slot.
-        driver = self._start(program.files, program.limits, contextlib.nullcontext)
-        await self._begin(driver)
-        try:
-            script = driver.folder.parent / (
-                "main.py" if program.language == "python" else "main.sh"
-            )
-            script.write_bytes(program.code.encode("utf-8", "surrogatepass"))
-            argv = [*program.interpreter_command(self._config.python), str(script)]
-            request = {
-                "do": "script",
-                "argv": argv,
-                "code": None,
-                "stdin": clean_input(program.stdin),
-            }
-            return await driver.run(request)
-        finally:
-            await driver.aclose()
+    def _script_folder(self, driver: DriverConnection) -> Path:
+        return driver.folder.parent
 
     def _start(self, files: Mapping[str, bytes], limits: Limits, slot: Slot) -> DriverConnection:
-        python = self._config.python
+        python = self._python
         if not os.access(python, os.X_OK):
             raise SandboxError(f"sandbox.python={python} is not an executable file")
         with ExitStack() as resources:

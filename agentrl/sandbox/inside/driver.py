@@ -123,12 +123,12 @@ class Driver:
         return answer
 
     def do_script(self, argv, code, stdin, seconds, path=""):
-        """Run a program. If `code` is text, the program reads it from `path`, or from SCRIPT."""
+        """Run a program, which reads its code from `path`, or from SCRIPT."""
         fds = []
         if path:
             with open(path, "wb") as file:
                 file.write(code.encode("utf-8", "surrogatepass"))
-        elif code is not None:
+        else:
             fds = [self.scratch.unnamed(code.encode("utf-8", "surrogatepass"))]
         stdin_fd = self.scratch.unnamed(stdin.encode("utf-8", "surrogatepass")) if stdin else None
         pid, out, err = self._start(argv, stdin_fd, fds, cpu=self.settings["cpu_seconds"])
