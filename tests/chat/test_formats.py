@@ -213,11 +213,9 @@ def test_no_text_raises_or_returns_calls_that_cannot_be_stored(name, text):
         ("llama_pythonic", "[add(a=1)]"),
     ],
 )
-def test_a_call_after_many_thoughts_is_read_or_is_an_error(name, call):
-    [read] = FORMATS[name]("<think>so</think>" * 32 + call)
+def test_a_call_after_many_thoughts_is_read(name, call):
+    [read] = FORMATS[name]("<think>so</think>" * 10_000 + call)
     assert (read.name, read.arguments, read.error) == ("add", {"a": 1}, "")
-    [error] = FORMATS[name]("<think>so</think>" * 33 + call)
-    assert error.error == "more than 32 thoughts in one turn"
 
 
 @pytest.mark.parametrize("name", NAMES)

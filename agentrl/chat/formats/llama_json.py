@@ -7,14 +7,11 @@ from itertools import islice
 
 from agentrl.chat.formats.scan import (
     MAX_CALLS,
-    TooManyThoughts,
-    first_tag,
     limit_calls,
-    remove_thoughts,
-    with_spans_of_turn,
+    shift_spans,
+    without_thought,
 )
 from agentrl.chat.formats.strict_json import (
-    end_of_brackets,
     end_of_object,
     invalid_call,
     load_object,
@@ -45,11 +42,7 @@ def parse_llama_json(text: str) -> list[ToolCall]:
     `<|python_tag|>` precedes it. A JSON object with none of the keys of a call is an answer. Llama
     4 writes text before its calls between `<|python_start|>` and `<|python_end|>`.
     """
-    turn = text
-    try:
-        text = remove_thoughts(turn, _end_of_calls)
-    except TooManyThoughts as e:
-        return [with_span(invalid_call(turn, str(e)), 0, len(turn))]
+    text, shift = without_thought(text, lambda text: _start_of_calls(text)[0])
     position, has_tag = _start_of_calls(text)
     calls: list[ToolCall] = []
     is_in_list = False
@@ -73,7 +66,7 @@ def parse_llama_json(text: str) -> list[ToolCall]:
     else:
         if is_in_list:
             calls.append(with_span(invalid_call("", "missing closing ]"), len(text), len(text)))
-    return with_spans_of_turn(limit_calls(calls), turn, text)
+    return shift_spans(limit_calls(calls), shift)
 
 
 def _start_of_calls(text: str) -> tuple[int, bool]:
@@ -88,19 +81,6 @@ def _start_of_calls(text: str) -> tuple[int, bool]:
         if end >= 0 and _OPENS.match(text, end + len(_TAG_END)):
             return end, True
     return tag.start(), True
-
-
-def _end_of_calls(text: str, start: int) -> int:
-    position, _ = _start_of_calls(text)
-    if not 0 <= position < first_tag(text):
-        return start
-    while True:
-        begin = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
-        end = end_of_brackets(text, begin) if text.startswith(("{", "["), begin) else 0
-        if not end:
-            # A call that is cut off extends to the end of the turn, so that it becomes an error.
-            return len(text) if _CALL_START.match(text, begin) else position
-        position = end
 
 
 def _read(body: str) -> ToolCall:

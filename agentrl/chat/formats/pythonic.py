@@ -10,14 +10,11 @@ from agentrl.chat.formats.marked_json import MarkedJson
 from agentrl.chat.formats.scan import (
     MAX_CALLS,
     THINK_END,
-    TooManyThoughts,
-    first_tag,
     invalid_call_at,
     limit_calls,
     read_calls,
-    remove_thoughts,
     shift_spans,
-    with_spans_of_turn,
+    without_thought,
 )
 from agentrl.chat.formats.strict_json import (
     end_of_brackets,
@@ -47,11 +44,8 @@ def parse_llama_pythonic(text: str) -> list[ToolCall]:
     `cast_arguments` converts these values to the types of the tool's schema. A turn that begins
     with prose has no calls, unless `<|python_start|>` precedes them.
     """
-    try:
-        answer = remove_thoughts(text, _end_of_calls)
-    except TooManyThoughts as e:
-        return [with_span(invalid_call(text, str(e)), 0, len(text))]
-    return with_spans_of_turn(_read_list(answer), text, answer)
+    answer, shift = without_thought(text, _start_of_calls)
+    return shift_spans(_read_list(answer), shift)
 
 
 def _read_list(text: str) -> list[ToolCall]:
@@ -95,14 +89,6 @@ def _start_of_calls(text: str) -> int:
         return text.index("[", match.start())
     mark = _MARK.search(text)
     return mark.end() if mark else -1
-
-
-def _end_of_calls(text: str, start: int) -> int:
-    begin = _start_of_calls(text)
-    if not 0 <= begin < first_tag(text) or not text.startswith("[", begin):
-        return start
-    # A list that is cut off extends to the end of the text.
-    return end_of_brackets(text, begin, _TO_BRACKET) or len(text)
 
 
 def _read_call(name: str, body: str) -> ToolCall:

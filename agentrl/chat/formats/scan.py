@@ -138,60 +138,28 @@ def end_of_invalid_call(text: str, start: int, openings: tuple[str, ...], closin
     return min((p for p in thoughts if p >= 0), default=following)
 
 
-MAX_THOUGHTS = 32
-"""The maximum number of thoughts in a turn whose whole text is the call."""
+_THOUGHTS = re.compile(rf"{THINK_END}(?:\s*{THINK_START}.*?{THINK_END})*", re.DOTALL)
 
 
-class TooManyThoughts(ValueError):
-    """A turn has more than `MAX_THOUGHTS` thoughts."""
+def without_thought(text: str, start_of_calls: Callable[[str], int]) -> tuple[str, int]:
+    """Return a turn without its thoughts, and the index of the rest in the turn.
 
-    def __init__(self) -> None:
-        super().__init__(f"more than {MAX_THOUGHTS} thoughts in one turn")
-
-
-def remove_thoughts(text: str, end_of_calls: Callable[[str, int], int]) -> str:
-    """Return a turn without its thoughts, for formats in which the whole turn is the call.
+    This is for formats in which the whole turn is the call. Its thoughts are before its calls; a
+    tag after the beginning of the calls is text of the calls.
 
     Args:
         text: one assistant turn.
-        end_of_calls: returns the end of the calls that begin at an index, or a smaller number if
-            there are none. A tag before that end is text of the calls.
-
-    Returns:
-        The text before a thought if it is calls, and the text after the thought. If a thought is
-        not closed, the text after its beginning is removed.
-
-    Raises:
-        TooManyThoughts: the cost would be quadratic.
+        start_of_calls: returns the beginning of the calls in a text without thoughts; -1 if there
+            are none.
     """
-    # Only the first thought can begin in the prompt.
-    for thought_count in range(MAX_THOUGHTS + 1):
-        begin, end = text.find(THINK_START), text.find(THINK_END)
-        if begin < 0 and (end < 0 or thought_count):
-            return text
-        lead = len(text) - len(text.lstrip())
-        calls_end = lead if begin == lead else max(lead, end_of_calls(text, lead))
-        begin = text.find(THINK_START, calls_end)
-        end = text.find(THINK_END, max(begin, 0) if thought_count else calls_end)
-        if begin < 0 and (end < 0 or thought_count):
-            return text
-        if end < 0:
-            return text[:begin]
-        keeps_calls = calls_end > lead and 0 <= begin < end
-        text = (text[:begin] if keeps_calls else "") + text[end + len(THINK_END) :]
-    raise TooManyThoughts
-
-
-def with_spans_of_turn(calls: list[ToolCall], turn: str, answer: str) -> list[ToolCall]:
-    """Return calls from the text of `remove_thoughts` with their spans in the turn.
-
-    The spans are None if the answer was joined from the texts before and after a thought.
-    """
-    if turn.endswith(answer):
-        return shift_spans(calls, len(turn) - len(answer))
-    if turn.startswith(answer):
-        return calls
-    return [replace(call, span=None) for call in calls]
+    start = 0
+    if not 0 <= start_of_calls(text) < find_start(any_tag((THINK_START, THINK_END)), text, 0):
+        thoughts = _THOUGHTS.search(text)
+        start = thoughts.end() if thoughts else 0
+        text = text[start:]
+    begin = text.find(THINK_START)
+    is_thought = begin >= 0 and not 0 <= start_of_calls(text) < begin
+    return text[:begin] if is_thought else text, start
 
 
 def shift_spans(calls: list[ToolCall], by: int) -> list[ToolCall]:
@@ -202,11 +170,6 @@ def shift_spans(calls: list[ToolCall], by: int) -> list[ToolCall]:
         replace(call, span=(call.span[0] + by, call.span[1] + by)) if call.span else call
         for call in calls
     ]
-
-
-def first_tag(text: str) -> int:
-    """Return the start of the first `<think>` or `</think>`, or the end of the text."""
-    return find_start(any_tag((THINK_START, THINK_END)), text, 0)
 
 
 @cache
