@@ -22,7 +22,8 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -390,7 +391,7 @@ class ToolHost:
     Args:
         on_call_end: see `Runner`.
         shard: which of the server's workers this process is.
-        max_calls: limit of concurrent calls, see `enter`.
+        max_calls: limit of concurrent calls, see `counted_call`.
         limits: see `Runner`.
         idle_seconds: `close_idle_sessions` closes a session that was not used for this time.
     """
@@ -406,7 +407,7 @@ class ToolHost:
     ):
         self.shard = shard
         self.calls_in_flight = 0
-        """Number of calls between `enter` and `leave`."""
+        """Number of calls within `counted_call`."""
         self.is_draining = False
         """True if this process is stopping: new sessions and calls are refused."""
         self._max_calls = max_calls
@@ -425,8 +426,9 @@ class ToolHost:
         """True if so many calls hang in this process that it should be restarted."""
         return self._runner.is_worn_out
 
-    def enter(self) -> None:
-        """Count a call until `leave`.
+    @contextmanager
+    def counted_call(self) -> Iterator[None]:
+        """Count a call during a block.
 
         Raises:
             Draining: the server is stopping.
@@ -439,10 +441,10 @@ class ToolHost:
                 " its maximum"
             )
         self.calls_in_flight += 1
-
-    def leave(self) -> None:
-        """Stop counting a call."""
-        self.calls_in_flight -= 1
+        try:
+            yield
+        finally:
+            self.calls_in_flight -= 1
 
     def _check_not_draining(self) -> None:
         if self.is_draining:
