@@ -44,6 +44,7 @@ from agentrl.errors import EpisodeOver, Infrastructure, TemplateError
 from agentrl.gateway.memory import AnswerMemory
 from agentrl.gateway.output_format import STATEMENT
 from agentrl.gateway.requests import Answer, ChatCall, ChatMessage, ChatRequest, Refusal
+from agentrl.tools.validation import with_whole_numbers
 from agentrl.trajectory import Message, Role, ToolCall, ToolResult
 
 _WEEKDAY = f"(?:{'|'.join([*day_name, *day_abbr])})"
@@ -710,18 +711,9 @@ def canonical(arguments: str) -> str:
     """Return a canonical text of the arguments of a call, or the text if it is not JSON."""
     try:
         value: Any = orjson.loads(arguments or "{}")
-        return orjson.dumps(_unify(value), option=orjson.OPT_SORT_KEYS).decode()
+        return orjson.dumps(with_whole_numbers(value), option=orjson.OPT_SORT_KEYS).decode()
     except (orjson.JSONDecodeError, orjson.JSONEncodeError, RecursionError):
         return arguments
-
-
-def _unify(node: Any) -> Any:
-    """Return a JSON value whose whole numbers are integers: JavaScript writes 1.0 as 1."""
-    if isinstance(node, float) and node.is_integer() and abs(node) < 2**53:
-        return int(node)
-    if isinstance(node, dict):
-        return {key: _unify(value) for key, value in node.items()}
-    return [*map(_unify, node)] if isinstance(node, list) else node
 
 
 def _text_of(key: Key) -> str:

@@ -253,22 +253,20 @@ def _unique_items(
     for item in instance:
         _time_left()
         # JSON text is hashed, not the value: an attacker can choose numbers whose hashes collide.
-        text = json.dumps(_canonical(item), sort_keys=True)
+        text = json.dumps(with_whole_numbers(item), sort_keys=True)
         if text in texts:
             yield ValidationError(f"{instance!r} has non-unique elements")
             return
         texts.add(text)
 
 
-def _canonical(value: Any) -> Any:
-    """Return a value in a form in which equal JSON values have equal texts: 1.0 becomes 1."""
+def with_whole_numbers(value: Any) -> Any:
+    """Return a JSON value whose whole numbers are integers: JavaScript writes 1.0 as 1."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    if isinstance(value, list):
-        return [_canonical(item) for item in value]
     if isinstance(value, dict):
-        return {name: _canonical(item) for name, item in value.items()}
-    return value
+        return {name: with_whole_numbers(item) for name, item in value.items()}
+    return [*map(with_whole_numbers, value)] if isinstance(value, list) else value
 
 
 def _is_valid(validator: Any, instance: Any, schema: Any) -> bool:

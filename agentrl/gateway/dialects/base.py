@@ -36,6 +36,8 @@ class Dialect(ABC):
     """Fields that are refused, with the reason. To ignore them would mislead the client."""
     IGNORED: ClassVar[Sequence[str]]
     """Fields that are ignored and counted, because the run decides their values."""
+    USUAL: ClassVar[Mapping[str, Any]] = {}
+    """Fields that are ignored and counted if they have other values."""
 
     def read(self, body: bytes, headers: Mapping[str, str], memory: AnswerMemory) -> ChatRequest:
         """Return a request.
@@ -57,6 +59,7 @@ class Dialect(ABC):
             raise wrong("tools", tools, "a list", "tools")
         request = self._read(data, memory)
         ignored = [name for name in self.IGNORED if data.get(name) is not None]
+        ignored += [n for n, usual in self.USUAL.items() if data.get(n) not in (None, usual)]
         return replace(
             request,
             tools=[self._read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)],

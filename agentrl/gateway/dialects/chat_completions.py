@@ -50,23 +50,19 @@ class ChatCompletions(Dialect):
         "repetition_penalty", "seed", "reasoning_effort", "verbosity", "chat_template_kwargs",
     )  # fmt: skip
 
+    USUAL: ClassVar[Mapping[str, Any]] = {"tool_choice": "auto", "parallel_tool_calls": True}
+
     def _read(self, data: dict[str, Any], memory: AnswerMemory) -> ChatRequest:
         if data.get("n") not in (None, 1):
             why = f"n={data['n']!r} is not supported: send a request for each answer"
             raise Refusal(400, "unsupported", why, "n")
         messages = read_list(data, "messages", "message")
-        ignored = []
-        if data.get("tool_choice") not in (None, "auto"):
-            ignored.append("tool_choice")
-        if data.get("parallel_tool_calls") is False:
-            ignored.append("parallel_tool_calls")
         options = data.get("stream_options") or {}
         return ChatRequest(
             messages=tuple(self._message(m, i) for i, m in enumerate(messages)),
             max_tokens=read_limit(data, "max_completion_tokens", "max_tokens"),
             stop=read_stops(data.get("stop"), "stop"),
             stream_usage=bool(isinstance(options, dict) and options.get("include_usage")),
-            ignored=tuple(ignored),
             output_format=read_output_format(data.get("response_format"), "response_format"),
         )
 

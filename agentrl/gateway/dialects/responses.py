@@ -64,7 +64,6 @@ class Responses(Dialect):
     USUAL: ClassVar[Mapping[str, Any]] = {
         "tool_choice": "auto", "parallel_tool_calls": True, "truncation": "disabled",
     }  # fmt: skip
-    """Fields that are ignored and counted if they have other values."""
 
     def _read(self, data: dict[str, Any], memory: AnswerMemory) -> ChatRequest:
         fields = {k: v for k, v in data.items() if k != "input" and v is not None}
@@ -79,11 +78,10 @@ class Responses(Dialect):
         previous = fields.get("previous_response_id")
         earlier = _recall(previous, memory, "previous_response_id") if previous else []
         conversation = (*earlier, *_read_input(data.get("input"), memory))
-        ignored = [name for name, usual in self.USUAL.items() if fields.get(name, usual) != usual]
         text = read_object(data, "text")
         nested = (("reasoning", "effort"), ("text", "verbosity"))
-        ignored += [f"{outer}.{name}" for outer, name in nested
-                    if read_object(data, outer).get(name)]  # fmt: skip
+        ignored = [f"{outer}.{name}" for outer, name in nested
+                   if read_object(data, outer).get(name)]  # fmt: skip
         return ChatRequest(
             messages=(*system, *conversation),
             max_tokens=read_limit(data, "max_output_tokens"),
