@@ -27,9 +27,10 @@ class _Leaks:
     """The rows whose ground truth occurs in one kind of text."""
 
     def __init__(self) -> None:
-        self.in_form = self.plain = 0
-        self.first_in_form = self.first_plain = (0, "")
-        """The first row with its text."""
+        self.in_form: list[tuple[int, str]] = []
+        """The rows that contain it in a form that graders read, each with this text."""
+        self.plain: list[tuple[int, str]] = []
+        """The rows that contain it alone."""
 
     def add(self, row: int, truth: str, text: str) -> None:
         """Count a row, if the truth occurs in the text."""
@@ -37,11 +38,9 @@ class _Leaks:
             return
         form = next((f.format(truth) for f in FORMS if _occurs(f.format(truth), text)), "")
         if form:
-            self.first_in_form = self.first_in_form if self.in_form else (row, form)
-            self.in_form += 1
+            self.in_form.append((row, form))
         elif len(truth) >= SHORT and _occurs(truth, text):
-            self.first_plain = self.first_plain if self.plain else (row, truth)
-            self.plain += 1
+            self.plain.append((row, truth))
 
 
 def find_leaks(
@@ -65,17 +64,17 @@ def find_leaks(
             in_tools.add(row, truth, without_signs(tool_texts(sample)))
     where = f"{file}: " if file else ""
     for source, leaks in (("the prompt", in_prompts), ("the descriptions of the tools", in_tools)):
-        if leaks.in_form > FORM_SHARE * truths:
-            row, form = leaks.first_in_form
+        if len(leaks.in_form) > FORM_SHARE * truths:
+            row, form = leaks.in_form[0]
             yield (
-                f"{where}{source} of {_share(leaks.in_form, truths)} (first: row {row}) contains"
-                f" the right answer in a form that graders read, {form!r:.80}: a model gets the"
-                " reward by copying it"
+                f"{where}{source} of {_share(len(leaks.in_form), truths)} (first: row {row})"
+                f" contains the right answer in a form that graders read, {form!r:.80}: a model"
+                " gets the reward by copying it"
             )
-        elif leaks.plain > PLAIN_SHARE * truths:
-            row, truth = leaks.first_plain
+        elif len(leaks.plain) > PLAIN_SHARE * truths:
+            row, truth = leaks.plain[0]
             yield (
-                f"{where}{source} of {_share(leaks.plain, truths)} (first: row {row}) contains"
+                f"{where}{source} of {_share(len(leaks.plain), truths)} (first: row {row}) contains"
                 f" the row's ground truth, {truth!r:.80}. Check whether this is intended"
             )
 
