@@ -311,19 +311,23 @@ def _describe_fault(error: ValidationError) -> str:
 
 def _describe_type(schema: Any) -> str:
     """Describe the values that a schema allows; return "" if a few words are not enough."""
+    kinds = kinds_of(schema)
     if "enum" in schema:
-        return f"one of {', '.join(orjson.dumps(v).decode() for v in schema['enum'])}"
-    if choices := schema.get("anyOf"):
-        kinds = list(
-            dict.fromkeys(_describe_type(c) if isinstance(c, Mapping) else "" for c in choices)
-        )
-    else:
-        names = schema.get("type", "")
-        kinds = [
-            n if n in ("", "null") else f"a{'n' * (n[0] in 'aio')} {n}"
-            for n in ([names] if isinstance(names, str) else names)
-        ]
-    return " or ".join(kinds) if all(kinds) else ""
+        return f"one of {', '.join(kinds)}"
+    texts = (n if n in ("any", "null") else f"a{'n' * (n[0] in 'aio')} {n}" for n in kinds)
+    return "" if "any" in kinds else " or ".join(dict.fromkeys(texts))
+
+
+def kinds_of(schema: Any) -> list[str]:
+    """Return the values or the names of types that a schema allows; "any" for all others."""
+    if not isinstance(schema, Mapping):
+        return ["any"]
+    if "enum" in schema:
+        return [orjson.dumps(v).decode() for v in schema["enum"]]
+    if "anyOf" in schema:
+        return [kind for choice in schema["anyOf"] for kind in kinds_of(choice)]
+    names = schema.get("type", "any")
+    return [names] if isinstance(names, str) else list(names)
 
 
 def _has_type(value: Any, schema: Any) -> bool:

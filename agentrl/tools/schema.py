@@ -41,7 +41,7 @@ from typing_extensions import is_typeddict
 from agentrl.errors import UserError
 from agentrl.sandbox import Sandbox
 from agentrl.signatures import KEYWORD, locate
-from agentrl.tools.payloads import ANNOTATIONS, Parameters, shorten
+from agentrl.tools.payloads import ANNOTATIONS, Parameters, kinds_of, shorten
 from agentrl.tools.validation import DATA_KEYWORDS, LOOP_SECONDS, NAMED_KEYWORDS, Validator
 from agentrl.trajectory import Message, Sample
 
@@ -384,16 +384,8 @@ def _usage(name: str, schema: Mapping[str, Any]) -> str:
         if parameter not in required:
             known = field_options.get("default", ...)
             default = f" = {'...' if known is ... else orjson.dumps(known).decode()}"
-        parts.append(f"{parameter}: {_type(field_options)}{default}")
+        parts.append(f"{parameter}: {'|'.join(kinds_of(field_options))}{default}")
     return shorten(f"{name}({', '.join(parts)})", 160)
-
-
-def _type(schema: Any) -> str:
-    if "enum" in schema:
-        return "|".join(orjson.dumps(v).decode() for v in schema["enum"])
-    if "anyOf" in schema:
-        return "|".join(_type(s) for s in schema["anyOf"])
-    return str(schema.get("type", "any"))
 
 
 # -- parameters that agentrl fills ----------------------------------------------------------------
