@@ -1,12 +1,10 @@
-"""The address of an MCP server, and a tool that it lists."""
+"""The address of an MCP server."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
 from agentrl.errors import UserError
@@ -61,12 +59,3 @@ def _label(name: str, label: str) -> str:
     if label and not _LABEL.fullmatch(label):
         raise UserError(f"{name}: #{label} must be letters, digits and _, at most 32")
     return label
-
-
-@dataclass(frozen=True, slots=True)
-class ListedTool:
-    """One tool as a server lists it."""
-
-    name: str
-    description: str
-    schema: Mapping[str, Any]

@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 import httpx2
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
+from mcp_types import Tool
 
 from agentrl.errors import ToolError, ToolServerError
-from agentrl.tools.mcp.address import MAX_TOOLS, TOKEN_VARIABLE, Address, ListedTool
+from agentrl.tools.mcp.address import MAX_TOOLS, TOKEN_VARIABLE, Address
 from agentrl.workers import LoopThread
 
 _REFUSALS = (-32601, -32602)
@@ -52,7 +53,7 @@ class McpConnection:
         self._link: _OpenClient | None = None
         atexit.register(self.close)
 
-    def list(self) -> tuple[str, list[ListedTool]]:
+    def list(self) -> tuple[str, list[Tool]]:
         """Return the server's name and its tools. Blocks the caller.
 
         Raises:
@@ -88,13 +89,13 @@ class McpConnection:
 
     # -- in the connection's own loop -------------------------------------------------------------
 
-    async def _list(self) -> tuple[str, list[ListedTool]]:
+    async def _list(self) -> tuple[str, list[Tool]]:
         link = await self._connect()
-        tools: list[ListedTool] = []
+        tools: list[Tool] = []
         cursor: str | None = None
         while len(tools) <= MAX_TOOLS:
             page = await self._request(link, link.client.list_tools(cursor=cursor))
-            tools += [ListedTool(t.name, t.description or "", t.input_schema) for t in page.tools]
+            tools += page.tools
             cursor = page.next_cursor
             if not cursor:
                 break

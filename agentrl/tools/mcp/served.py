@@ -48,7 +48,13 @@ class McpEndpoint:
     def __init__(self, host: ToolHost):
         self._host = host
         specs = [tools.get(name).spec for name in tools.names() if _is_usable_without_row(name)]
-        self._mcp_tools = [_to_mcp_tool(schema["function"]) for schema in schemas_of(specs)]
+        functions = [schema["function"] for schema in schemas_of(specs)]
+        self._mcp_tools = [
+            types.Tool(
+                name=f["name"], description=f.get("description", ""), input_schema=f["parameters"]
+            )
+            for f in functions
+        ]
         self._owners = {f: spec.name for spec in specs for f in spec.functions}
         self._turns = itertools.count()
         server = Server(
@@ -119,11 +125,3 @@ def _is_usable_without_row(name: str) -> bool:
         log.warning("the tool %r is not available to MCP clients: %s", name, e)
         return False
     return True
-
-
-def _to_mcp_tool(function: dict[str, Any]) -> types.Tool:
-    return types.Tool(
-        name=function["name"],
-        description=function.get("description", ""),
-        input_schema=function["parameters"],
-    )

@@ -24,7 +24,7 @@ import orjson
 from agentrl.errors import ToolServerError, UserError
 from agentrl.installation import install_command
 from agentrl.registry import tools
-from agentrl.tools.mcp.address import MAX_TOOLS, ListedTool, read_address
+from agentrl.tools.mcp.address import MAX_TOOLS, read_address
 from agentrl.tools.payloads import Parameters, shorten
 from agentrl.tools.schema import parameters_from_schema
 from agentrl.tools.tool import Tool, ToolFunction
@@ -94,8 +94,8 @@ def _caller(
     return remote
 
 
-def functions_of(listing: Iterable[ListedTool], prefix: str, where: str) -> dict[str, ToolFunction]:
-    """Convert listed tools to functions for the registry. The keys are the server's own names.
+def functions_of(listing: Iterable[Any], prefix: str, where: str) -> dict[str, ToolFunction]:
+    """Convert tools of the package `mcp` to functions. The keys are the server's own names.
 
     Surplus tools, and tools without a usable schema, are left out with a warning.
 
@@ -113,12 +113,12 @@ def functions_of(listing: Iterable[ListedTool], prefix: str, where: str) -> dict
         try:
             if name in names_in_use:
                 raise UserError(f"has the same name as {names_in_use[name]!r}")
-            parameters = _safe_parameters(tool.schema, name, f"{where}: {tool.name[:80]}")
+            parameters = _safe_parameters(tool.input_schema, name, f"{where}: {tool.name[:80]}")
         except UserError as e:
             log.warning("%s: the tool %s is not used: %s", where, tool.name[:80], e)
             continue
         names_in_use[name] = tool.name
-        description = shorten(tool.description, MAX_DESCRIPTION)
+        description = shorten(tool.description or "", MAX_DESCRIPTION)
         shown = {"name": name, "description": description, "parameters": parameters.schema}
         functions[tool.name] = ToolFunction(
             name=name,

@@ -65,6 +65,8 @@ from agentrl.trajectory import Message, Sample
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Upper bounds of the histogram buckets in /metrics; the last bucket has none."""
 SESSION = "/sessions/{episode_id:path}"
+ERRORS = (AgentRLError, HTTPException, ValidationError, orjson.JSONDecodeError)
+"""The exceptions that are answers to requests."""
 
 # -- requests -------------------------------------------------------------------------------------
 
@@ -203,12 +205,7 @@ def create_app(
     return Starlette(
         routes=routes,
         middleware=[Middleware(Guard, token=token, hosts=names, limits=limits)],
-        exception_handlers={
-            AgentRLError: _answer_agentrl_error,
-            ValidationError: _answer_validation_error,
-            orjson.JSONDecodeError: _answer_json_error,
-            HTTPException: _answer_http_error,
-        },
+        exception_handlers=dict.fromkeys(ERRORS, _answer_error),
         lifespan=_lifespan(host, mcp_endpoint),
     )
 
@@ -327,23 +324,18 @@ def _pages(host: ToolHost, tool_metrics: ToolMetrics, max_client_connections: in
     return [Route(path, page, methods=["GET"]) for path, page in pages.items()]
 
 
-async def _answer_agentrl_error(_: Request, e: Any) -> Response:
-    headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if isinstance(e, Busy) else None
-    return error_response(_status(e), type(e).__name__, str(e), headers)
-
-
-async def _answer_validation_error(_: Request, e: Any) -> Response:
-    first = e.errors(include_url=False, include_context=False)[0]
-    where = ".".join(map(str, first["loc"]))
-    return error_response(422, "BadRequest", f"{where}: {first['msg']}")
-
-
-async def _answer_json_error(_: Request, e: Any) -> Response:
+async def _answer_error(_: Request, e: Exception) -> Response:
+    """Return the answer to a request that raised one of `ERRORS`."""
+    if isinstance(e, AgentRLError):
+        headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if isinstance(e, Busy) else None
+        return error_response(_status(e), type(e).__name__, str(e), headers)
+    if isinstance(e, HTTPException):
+        return error_response(e.status_code, REFUSED, str(e.detail), e.headers)
+    if isinstance(e, ValidationError):
+        first = e.errors(include_url=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        return error_response(422, "BadRequest", f"{where}: {first['msg']}")
     return error_response(400, "BadRequest", f"the body is not JSON: {e}")
-
-
-async def _answer_http_error(_: Request, e: Any) -> Response:
-    return error_response(e.status_code, REFUSED, str(e.detail), e.headers)
 
 
 def _make_mcp_endpoint(host: ToolHost) -> Any:
