@@ -141,12 +141,6 @@ def test_the_span_of_a_react_call_starts_at_the_action():
     assert shown(parse_react(text), text) == [text.partition("\n")[2]]
 
 
-def test_calls_around_a_removed_thought_have_no_span():
-    text = '{"name": "f", "parameters": {}}<think>no</think>{"name": "g", "parameters": {}}'
-    calls = FORMATS["llama_json"](text)
-    assert [(c.name, c.span) for c in calls] == [("f", None), ("g", None)]
-
-
 FRAGMENTS = st.lists(
     st.sampled_from(
         [*"af{}[]()\"',:;=\n ", "<tool_call>", "</tool_call>", "<think>", "</think>", "é",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from agentrl.chat.formats.marked_json import read_list
-from agentrl.chat.formats.scan import read_calls
+from agentrl.chat.formats.scan import THINK_END, THINK_START, read_calls
 from agentrl.chat.formats.strict_json import (
     end_of_broken_json,
     end_of_object,
@@ -20,11 +20,12 @@ from agentrl.chat.formats.strict_json import (
 from agentrl.trajectory import ToolCall
 
 OPEN = "[TOOL_CALLS]"
-THINK_START, THINK_END = "[THINK]", "[/THINK]"
+MISTRALS_THOUGHT = ("[THINK]", "[/THINK]")
 
 _NAME = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\](\w*))?(?:\[ARGS\]\s*|\s*(?=\{))")
 _TAG = re.compile(r"\[TOOL_CALLS\]|\[/?THINK\]|</?think>")
 _THOUGHT = re.compile(r"\[/THINK\]|</think>")
+_THINKING = re.compile(r"\[/?THINK\]|</?think>")
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 _BAD_ID = "a call's id must be nine letters or digits"
 
@@ -43,17 +44,12 @@ def parse_mistral(text: str) -> list[ToolCall]:
     """
     if OPEN not in text:  # most turns; this takes a tenth of the time
         return []
-    return read_calls(text, (OPEN, THINK_START), "", _read)
+    first = _THINKING.search(text)
+    thought = (THINK_START, THINK_END) if first and first[0][0] == "<" else MISTRALS_THOUGHT
+    return read_calls(text, (OPEN,), "", _read, thought)
 
 
 def _read(text: str, start: int) -> tuple[list[ToolCall], int]:
-    if text.startswith(THINK_START, start):
-        end = text.find(THINK_END, start)
-        if end >= 0:
-            return [], end + len(THINK_END)
-        cut = text.find(OPEN, start)
-        why = "the call is inside a [THINK] block that is never closed"
-        return [invalid_call(text[cut:], why)] if cut >= 0 else [], len(text)
     body = start + len(OPEN)
     first = skip_space(text, body)
     if text.startswith("[", first) and not text.startswith(OPEN, first):

@@ -142,17 +142,28 @@ def tagged_call(
     return read
 
 
+def named_tags(call: str, value: str) -> ReadCall:
+    """Return a reader of calls whose opening tags contain the name of the tool, or the key.
+
+    Args:
+        call: the opening tag of a call, with NAME.
+        value: the opening tag of a value, with KEY.
+    """
+    ends = [f"</{re.split('[ =]', tag[1:])[0]}>" for tag in (call, value)]
+    return tagged_call(
+        f"{call} {value}VALUE{ends[1]} {ends[0]}",
+        call.replace("NAME", r'([^"<>\s]+)'),
+        value.replace("KEY", r'([^"<>\n]+)'),
+        (call.partition("NAME")[0], value.partition("KEY")[0]),
+        ends[1],
+        ends[0],
+    )
+
+
 parse_minimax_m2 = Sections(
     ("<minimax:tool_call>", "</minimax:tool_call>"),
     ("<invoke ", "</invoke>"),
-    tagged_call(
-        '<invoke name="NAME"> <parameter name="KEY">VALUE</parameter> </invoke>',
-        r'<invoke name="([^"<>\s]+)">',
-        r'<parameter name="([^"<>\n]+)">',
-        ("<invoke name=", "<parameter name="),
-        "</parameter>",
-        "</invoke>",
-    ),
+    named_tags('<invoke name="NAME">', '<parameter name="KEY">'),
 )
 """The format of MiniMax-M2. All values are strings (see `cast_arguments`).
 
@@ -166,14 +177,7 @@ parse_minimax_m2 = Sections(
 parse_seed_oss = Sections(
     ("<seed:tool_call>", "</seed:tool_call>"),
     ("<function=", "</function>"),
-    tagged_call(
-        "<function=NAME> <parameter=KEY>VALUE</parameter> </function>",
-        r"<function=([^<>\s]+)>",
-        r"<parameter=([^<>\n]+)>",
-        ("<function=", "<parameter="),
-        "</parameter>",
-        "</function>",
-    ),
+    named_tags("<function=NAME>", "<parameter=KEY>"),
     thought=("<seed:think>", "</seed:think>"),
 )
 """The format of Seed-OSS. All values are strings (see `cast_arguments`).
@@ -401,15 +405,7 @@ _PROSE, _NOBODY = ("self", "user", "commentary"), "?"
 _MUSE_CALLS = Sections(
     _SECTION,
     _CALL,
-    tagged_call(
-        '<atem:invoke name="NAME"> <atem:parameter name="KEY">VALUE</atem:parameter>'
-        " </atem:invoke>",
-        r'<atem:invoke name="([^"<>\s]+)">',
-        r'<atem:parameter name="([^"<>\n]+)">',
-        (_CALL[0], "<atem:parameter "),
-        "</atem:parameter>",
-        _CALL[1],
-    ),
+    named_tags('<atem:invoke name="NAME">', '<atem:parameter name="KEY">'),
     thought=(_END, _TURN_END),  # an invalid call ends with its message
 )
 
