@@ -365,7 +365,8 @@ class ChatTemplate:
         closing = [t for t in tokens if self.encoder.encode_trusted(t[0])[0] in self._ends]
         # gpt-oss ends a turn with calls by another token.
         text = head + last_mark + tail[: (closing or tokens)[0].start()]
-        return encode_parts(self.encoder, [text], []).fill((), self._encode_foreign)
+        encode = partial(self._encode_region, tags=(True,))
+        return encode_parts(self.encoder, [text], []).fill((), encode)
 
     def append_foreign(self, ids: array[int], turn: Sequence[int]) -> int:
         """Append a turn of `foreign_turn` after the header of an assistant turn.
@@ -498,13 +499,19 @@ class ChatTemplate:
         """Return whether a message may contain tags if it is from the dataset row."""
         return message.role != "tool" and not self._untrusted
 
-    def _encode_region(self, text: str, inside: Sequence[int | None]) -> array[int]:
-        if self.images:
-            return self.images.encode(text, self.encoder.encode_plain)
-        return self.encoder.encode_plain(text)
+    def _encode_region(
+        self, text: str, inside: Sequence[int | None], tags: Sequence[bool] = ()
+    ) -> array[int]:
+        """Encode a region with contents. It may contain tags if all of its contents may.
 
-    def _encode_foreign(self, text: str, inside: Sequence[int | None]) -> array[int]:
-        return self.encoder.encode_prompt_text(text)
+        Args:
+            text: the text of the region.
+            inside: the indices of its contents; None for a string of a tool's schema.
+            tags: for each content, whether it may contain tags; () if none may.
+        """
+        may_tag = bool(tags) and all(i is not None and tags[i] for i in inside)
+        plain = self.encoder.encode_prompt_text if may_tag else self.encoder.encode_plain
+        return self.images.encode(text, plain) if self.images else plain(text)
 
     # -- what the template writes -----------------------------------------------------------------
 
@@ -559,7 +566,7 @@ class ChatTemplate:
         if self.encoder.decodes_to(ids, text):
             return ids
         # The template branches on the contents, or on whether they are empty.
-        parts = self._make_parts_of_row(marked, schemas)
+        parts, _ = self._make_parts(marked, schemas, with_contents=True)
         ids = parts.fill((), self._region_encoder(marked, may_tag))
         if not self.encoder.decodes_to(ids, text):
             decoded = self.decode(ids)
@@ -583,18 +590,9 @@ class ChatTemplate:
     def _region_encoder(
         self, messages: Sequence[Message], may_tag: Sequence[bool]
     ) -> Callable[[str, Sequence[int | None]], array[int]]:
-        """Return the function that encodes a region of a prompt.
-
-        A region may contain tags if all of its contents may.
-        """
+        """Return the function that encodes a region of a prompt."""
         tags = [may for m, may in zip(messages, may_tag, strict=True) if m.role != "assistant"]
-
-        def encode(text: str, inside: Sequence[int | None]) -> array[int]:
-            may_tag = all(i is not None and tags[i] for i in inside)
-            plain = self.encoder.encode_prompt_text if may_tag else self.encoder.encode_plain
-            return self.images.encode(text, plain) if self.images else plain(text)
-
-        return encode
+        return partial(self._encode_region, tags=tags)
 
     def _parts_of_prompt(
         self, messages: Sequence[Message], schemas: Schemas
@@ -610,47 +608,39 @@ class ChatTemplate:
         )
 
     def _make_parts(
-        self, messages: Sequence[Message], schemas: Schemas
+        self, messages: Sequence[Message], schemas: Schemas, with_contents: bool = False
     ) -> tuple[TemplateParts, int]:
         """Return the parts of a prompt, and the number of control tokens in its schemas.
 
-        The slots are the contents of the messages that are not the assistant's.
-        """
-        untrusted = [i for i, m in enumerate(messages) if m.role != "assistant"]
-
-        def render(contents: Sequence[str], schemas: Schemas) -> str:
-            as_dicts = [m.as_dict() for m in messages]
-            for i, content in zip(untrusted, contents, strict=True):
-                as_dicts[i]["content"] = content
-            return self.render(as_dicts, schemas)
-
-        contents, count = [content_mark(i) for i in range(len(untrusted))], 0
-        if schemas:
-            schemas, count = guard_schemas(
-                self.encoder, lambda schemas: render(contents, schemas), schemas
-            )
-        roles = [messages[i].role for i in untrusted]
-        texts, slots = split_rendering(lambda contents: render(contents, schemas), roles)
-        return encode_parts(self.encoder, texts, slots), count
-
-    def _make_parts_of_row(self, messages: Sequence[Message], schemas: Schemas) -> TemplateParts:
-        """Return the parts of a prompt with its contents, for a template that reads contents.
+        Args:
+            messages: the prompt. The messages that are not the assistant's have untrusted contents.
+            schemas: the schemas of the tools that the template shows.
+            with_contents: whether the parts have these contents, for a template that reads them.
+                Otherwise they have slots for any contents.
 
         Raises:
-            TemplateError: if a content cannot be located in the rendered text.
+            TemplateError: if the template does not write each content once, or if one of these
+                contents cannot be located in the rendered text.
         """
-        as_dicts = [m.as_dict() for m in messages]
-        if schemas:
-            schemas, _ = guard_schemas(self.encoder, lambda s: self.render(as_dicts, s), schemas)
         untrusted = [i for i, m in enumerate(messages) if m.role != "assistant"]
 
-        def render(contents: Mapping[int, str]) -> str:
-            dicts = [{"role": m["role"], "content": m["content"]} for m in as_dicts]
+        def render(contents: Mapping[int, str], schemas: Schemas) -> str:
+            as_dicts = [m.as_dict() for m in messages]
             for i, content in contents.items():
-                dicts[untrusted[i]]["content"] = content
-            return self.render(dicts, schemas)
+                as_dicts[untrusted[i]]["content"] = content
+            return self.render(as_dicts, schemas)
 
-        return self._locate(render, [messages[i] for i in untrusted])
+        marks = {} if with_contents else {i: content_mark(i) for i in range(len(untrusted))}
+        count = 0
+        if schemas:
+            schemas, count = guard_schemas(self.encoder, partial(render, marks), schemas)
+        others = [messages[i] for i in untrusted]
+        if with_contents:
+            return self._locate(lambda contents: render(contents, schemas), others), count
+        texts, slots = split_rendering(
+            lambda contents: render(dict(enumerate(contents)), schemas), [m.role for m in others]
+        )
+        return encode_parts(self.encoder, texts, slots), count
 
     def _adapt_to_contents(
         self, ids: array[int], delta: TurnDelta, messages: Sequence[Message]
