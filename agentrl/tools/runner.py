@@ -2,6 +2,7 @@
 
     Runner         runs the calls of all sessions of a process
       Executors    where calls run: event loop, threads, processes; with their limits
+      Deadline     a shared timer for all calls with the same timeout
       ResultCache  cached results of one tool
 
 An async function runs on the event loop. A plain function or method runs in a daemon thread. A
@@ -120,8 +121,9 @@ class Runner:
         self._queue_seconds = limits.queue_seconds
         self._executors = Executors(limits)
         self._checks = Threads(CHECK_THREADS, "tool-check")
-        self.caches: defaultdict[Tool, ResultCache] = defaultdict(ResultCache)
-        """The cached results of each tool."""
+        self._deadline = functools.cache(Deadline)
+        """Calls with the same timeout share a `Deadline`."""
+        self._caches: defaultdict[Tool, ResultCache] = defaultdict(ResultCache)
         self._background_tasks: set[asyncio.Future[Any]] = set()
         """Tasks that nobody awaits. The event loop itself keeps weak references only."""
         self._logged: set[tuple[str, str]] = set()
@@ -145,7 +147,7 @@ class Runner:
                 f"{tool.label}: a call waited {self._queue_seconds:g} s for one of"
                 f" {CHECK_THREADS} validation threads"
             ) from None
-        if await wait_for_job(job, tool.timeout, call.waiters):
+        if await self._deadline(tool.timeout).wait(job, call.waiters):
             raise ToolServerError(f"{tool.label}: its episode ended during the call")
         if not job.done():
             return self.reject(tool, call.function.name, parameters.slow_error())
@@ -202,6 +204,12 @@ class Runner:
             return await self._run_call(call, method, instance)
         finally:
             instance.lock.release()
+
+    async def cached_result(
+        self, tool: Tool, key: bytes, call: Callable[[], Awaitable[ToolResult]]
+    ) -> ToolResult:
+        """Return the cached result of an equal call, or run the call and cache its result."""
+        return await self._caches[tool].get_or_run(key, call)
 
     async def call_once(self, call: Call, arguments: Mapping[str, Any]) -> ToolResult:
         """Call a method of an object that is created for this call and closed after it.
@@ -272,7 +280,7 @@ class Runner:
         async with instance.lock:
             hanging = instance.hanging_call
             if hanging is not None and not hanging.done():
-                if await wait_for_job(hanging, tool.timeout, waiters):
+                if await self._deadline(tool.timeout).wait(hanging, waiters):
                     raise ToolServerError(f"{tool.label}: its episode ended before {hook}()")
                 if not hanging.done():
                     raise _late_error(
@@ -403,12 +411,12 @@ class Runner:
         deadline = start_time + tool.timeout
         # The process pool kills the worker at the deadline; its clock does not count the start.
         extra = START_SECONDS if tool.process else 0.0
+        wait = self._deadline(tool.timeout + extra).wait
         tries = 0
         try:
             while True:
                 try:
-                    seconds_left = deadline + extra - time.monotonic()
-                    is_cancelled = await wait_for_job(job, seconds_left, waiters)
+                    is_cancelled = await wait(job, waiters)
                 finally:
                     if not job.done():
                         self._abandon(tool, bound, job, instance)
@@ -422,6 +430,7 @@ class Runner:
                 if error is None and type(value) is not str and inspect.isawaitable(value):
                     # A plain function that returned a coroutine.
                     job = asyncio.create_task(run_catching(lambda value=value: value))
+                    wait = Deadline(deadline - time.monotonic()).wait
                     continue
                 if tool.process and isinstance(error, TimeoutError):
                     return None
@@ -435,6 +444,7 @@ class Runner:
                         job = await self._executors.start(tool, bound, seconds_left, is_async)
                 except TimeoutError:
                     return None
+                wait = Deadline(deadline - time.monotonic() + extra).wait
         finally:
             if self._on_call_end is not None and call is not None:
                 self._on_call_end(
@@ -654,34 +664,61 @@ def cancel_waiters(waiters: Waiters) -> None:
             waiter.set_result(True)
 
 
-async def wait_for_job(
-    job: asyncio.Future[Any], seconds: float, waiters: Waiters | None = None
-) -> bool:
-    """Wait until the job is done, the time is over or the wait is cancelled.
+class Deadline:
+    """One timer for all waits with the same timeout. Belongs to one event loop.
 
-    `job.done()` tells whether the job is done. It costs a third of `asyncio.wait`.
+    Nearly every call ends long before its deadline. To set and cancel a timer for each call costs
+    more than running an async tool.
 
     Args:
-        job: the job. It continues to run even if the wait ends first.
-        seconds: the longest wait.
-        waiters: the wait is added to this set, so that `cancel_waiters` can end it.
-
-    Returns:
-        True if the wait was cancelled.
+        seconds: the timeout of each wait.
     """
-    loop = asyncio.get_running_loop()
-    waiter: asyncio.Future[bool] = loop.create_future()
-    end_wait = functools.partial(_end_wait, waiter)
-    timer = loop.call_later(seconds, end_wait)
-    job.add_done_callback(end_wait)
-    waiters = set() if waiters is None else waiters
-    waiters.add(waiter)
-    try:
-        return await waiter
-    finally:
-        timer.cancel()
-        job.remove_done_callback(end_wait)
-        waiters.discard(waiter)
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._ends: dict[asyncio.Future[bool], float] = {}
+        """The end of each wait, sorted by time."""
+        self._is_timer_set = False
+
+    async def wait(self, job: asyncio.Future[Any], waiters: Waiters | None = None) -> bool:
+        """Wait until the job is done, the timeout passes or the wait is cancelled.
+
+        `job.done()` tells whether the job is done.
+
+        Args:
+            job: the job. It continues to run even if the wait ends first.
+            waiters: the wait is added to this set, so that `cancel_waiters` can end it.
+
+        Returns:
+            True if the wait was cancelled.
+        """
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[bool] = loop.create_future()
+        self._ends[waiter] = loop.time() + self._seconds
+        if not self._is_timer_set:
+            self._is_timer_set = True
+            loop.call_later(self._seconds, self._end_expired, loop)
+        end_wait = functools.partial(_end_wait, waiter)
+        job.add_done_callback(end_wait)
+        if waiters is not None:
+            waiters.add(waiter)
+        try:
+            return await waiter
+        finally:
+            del self._ends[waiter]
+            job.remove_done_callback(end_wait)
+            if waiters is not None:
+                waiters.discard(waiter)
+
+    def _end_expired(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End the waits whose timeout has passed, and set the timer for the next one."""
+        now = loop.time()
+        for waiter, end in self._ends.items():
+            if end > now:
+                loop.call_later(end - now, self._end_expired, loop)
+                return
+            _end_wait(waiter)
+        self._is_timer_set = False
 
 
 def _end_wait(waiter: asyncio.Future[bool], _: object = None) -> None:

@@ -343,8 +343,7 @@ class ToolSession:
         call = Call(tool, function, values, set() if tool.cache else waiters)
         start = time.monotonic()
         if tool.cache:
-            cache = runner.caches[tool]
-            result = await cache.get_or_run(encoded, lambda: runner.call(call, None))
+            result = await runner.cached_result(tool, encoded, lambda: runner.call(call, None))
         elif tool.scope == "call":
             result = await runner.call_once(call, self._constructor_arguments(tool))
         else:

@@ -1,4 +1,4 @@
-"""A wait for a job ends with it, when its time is over, or when it is cancelled."""
+"""Waits that share a timer end when they should: with their job, or when their time is over."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import time
 
 import pytest
 
-from agentrl.tools.runner import Waiters, cancel_waiters, wait_for_job
+from agentrl.tools.runner import Deadline, Waiters, cancel_waiters
 
 
 async def test_a_wait_ends_with_its_job():
     job = asyncio.get_running_loop().create_future()
     asyncio.get_running_loop().call_later(0.02, job.set_result, None)
     began = time.monotonic()
-    await wait_for_job(job, 30.0)
+    await Deadline(30.0).wait(job)
     assert job.done()
     assert time.monotonic() - began < 5
-    await wait_for_job(job, 30.0)  # a job that is done already
+    await Deadline(30.0).wait(job)  # a job that is done already
 
 
 @pytest.mark.timing
 async def test_each_wait_has_its_own_end():
     """Begun one after another, some of them done early: the others end in order and in time."""
-    loop = asyncio.get_running_loop()
+    deadline, loop = Deadline(0.2), asyncio.get_running_loop()
     took: dict[int, float] = {}
 
     async def wait(i: int) -> None:
@@ -31,7 +31,7 @@ async def test_each_wait_has_its_own_end():
         job, began = loop.create_future(), time.monotonic()
         if i % 2:
             loop.call_later(0.01, job.set_result, None)
-        await wait_for_job(job, 0.2)
+        await deadline.wait(job)
         took[i] = time.monotonic() - began
         assert job.done() == bool(i % 2)
 
@@ -39,12 +39,16 @@ async def test_each_wait_has_its_own_end():
     assert [i for i in took if not i % 2] == [0, 2, 4]
     assert all(0.18 < took[i] < 2 for i in (0, 2, 4))
     assert all(took[i] < 0.18 for i in (1, 3, 5))
+    # After a pause in which no wait was left, the timer is set again.
+    await asyncio.sleep(0.3)
+    await wait(0)
+    assert took[0] > 0.18
 
 
 async def test_a_cancelled_wait_leaves_its_job_and_the_others():
-    loop = asyncio.get_running_loop()
+    deadline, loop = Deadline(0.1), asyncio.get_running_loop()
     job, other = loop.create_future(), loop.create_future()
-    first, second = (asyncio.create_task(wait_for_job(j, 0.1)) for j in (job, other))
+    first, second = (asyncio.create_task(deadline.wait(j)) for j in (job, other))
     await asyncio.sleep(0.01)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -55,13 +59,11 @@ async def test_a_cancelled_wait_leaves_its_job_and_the_others():
 
 
 async def test_cancelled_waits_leave_their_jobs():
-    loop = asyncio.get_running_loop()
+    deadline, loop = Deadline(30.0), asyncio.get_running_loop()
     jobs = [loop.create_future() for _ in range(4)]
     waits: Waiters = set()
     limits = [waits, waits, waits, None]
-    tasks = [
-        asyncio.create_task(wait_for_job(j, 30.0, w)) for j, w in zip(jobs, limits, strict=True)
-    ]
+    tasks = [asyncio.create_task(deadline.wait(j, w)) for j, w in zip(jobs, limits, strict=True)]
     await asyncio.sleep(0)
     jobs[2].set_result(None)
     assert await tasks[2] is False
@@ -77,5 +79,5 @@ async def test_cancelled_waits_leave_their_jobs():
 
 async def test_no_time_at_all():
     job = asyncio.get_running_loop().create_future()
-    await wait_for_job(job, -1.0)
+    await Deadline(-1.0).wait(job)
     assert not job.done()
