@@ -7,16 +7,14 @@ version.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from agentrl.chat import ChatTemplate
 from agentrl.errors import EngineError, UserCodeError
 from agentrl.images import Image, RowImage
 from agentrl.trajectory import Generation, Message, Segment, float_array, token_array
-
-if TYPE_CHECKING:
-    from agentrl.agent_loops.attempt import Attempt
 
 # An array times n copies memory. A list would create n references.
 _SAMPLED, _UNSAMPLED, _NO_VERSION = token_array([1]), token_array([0]), token_array([-1])
@@ -123,9 +121,12 @@ class Context:
 
     def __init__(
         self,
-        attempt: Attempt,
+        template: ChatTemplate,
         opening: Sequence[Message],
         schemas: Sequence[Any],
+        turn_ids: dict[int, array[int]],
+        foreign: Mapping[int, Message],
+        images: Mapping[str, RowImage],
         *,
         row_messages: Sequence[Message],
         exact: bool,
@@ -133,9 +134,12 @@ class Context:
         """Encode the opening.
 
         Args:
-            attempt: has the template, and the turns and images of all conversations.
+            template: the policy's chat template.
             opening: the first messages.
             schemas: the tools that the template shows.
+            turn_ids: the token ids of the attempt's assistant messages, by `id(message)`.
+            foreign: those of the messages that the policy did not sample, by `id(message)`.
+            images: the images of the attempt that are prepared, by their keys.
             row_messages: the messages of the opening that come from the dataset row; these may
                 contain thinking tags.
             exact: whether to raise `TemplateError` for an opening that cannot be encoded as the
@@ -144,11 +148,12 @@ class Context:
         """
         self.messages: list[Message] = list(opening)
         self._schemas = schemas
-        self._template = template = attempt.runtime.template
-        self._turn_ids, self._foreign = attempt.turn_ids, attempt.foreign
+        self._template = template
+        self._turn_ids = turn_ids
+        self._foreign = foreign
         self._opening = list(opening)
         self._row_messages = set(map(id, row_messages))
-        self._images = attempt.images
+        self._images = images
         self._pending: list[Message] = []
         self.unprepared = self._find_unprepared(opening)
         """The images that the attempt must prepare before `next_row`."""

@@ -106,8 +106,16 @@ class Episode:
             if is_first and not any(token in m.content for token in control_tokens)
         ]
         opening = [*opening, *observed]
-        exact = is_first and not observed
-        self._context = Context(attempt, opening, schemas, row_messages=row_messages, exact=exact)
+        self._context = Context(
+            template,
+            opening,
+            schemas,
+            attempt.turn_ids,
+            attempt.foreign,
+            attempt.images,
+            row_messages=row_messages,
+            exact=is_first and not observed,
+        )
         self._first_row = self._context.row
         self._turn_index = -1
         """The index in `turns` of this conversation's last turn."""

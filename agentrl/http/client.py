@@ -165,7 +165,11 @@ class HttpClient:
         request = self.build_request(method, path, body, headers)
         where = f"{method} {self.base_url}{path}"
         status, response, *_ = await self.send(request, where, deadline, retries, wait_if_busy)
-        return status, _parse_json(response, where, status, self._error)
+        try:
+            return status, orjson.loads(response) if response else None
+        except orjson.JSONDecodeError:
+            excerpt = response[:200].decode("utf-8", "replace")
+            raise self._error(f"{where}: status {status} and not JSON: {excerpt}") from None
 
     async def send(
         self, request: bytes, where: str, deadline: float, retries: int, wait_if_busy: bool
@@ -271,28 +275,25 @@ def fetch_json(
     path: str,
     body: Any = None,
     *,
+    token: str = "",
     error: type[Infrastructure] = Infrastructure,
-    **options: Any,
+    timeout: float,
 ) -> tuple[int, Any]:
-    """Send one request as `fetch` does; return the status and the parsed response.
+    """Send one GET, or a POST if there is a body, from code that is not async.
 
-    Args:
-        base_url: see `fetch`.
-        path: see `fetch`.
-        body: see `fetch`.
-        error: see `fetch`. It is also raised if the response is not JSON.
-        options: the other arguments of `fetch`.
+    Returns:
+        The status and the parsed response.
+
+    Raises:
+        ConfigError: the URL is not http(s), or the token is not printable ASCII.
+        Infrastructure: (`error`) no connection, no complete response in time, or a response that is
+            too long or not JSON.
     """
-    status, response = fetch(base_url, path, body, error=error, **options)
-    return status, _parse_json(response, f"{base_url}{path}", status, error)
-
-
-def _parse_json(response: bytes, where: str, status: int, error: type[Infrastructure]) -> Any:
+    status, response = fetch(base_url, path, body, token=token, error=error, timeout=timeout)
     try:
-        return orjson.loads(response) if response else None
-    except orjson.JSONDecodeError:
-        excerpt = response[:200].decode("utf-8", "replace")
-        raise error(f"{where}: status {status} and not JSON: {excerpt}") from None
+        return status, orjson.loads(response) if response else None
+    except orjson.JSONDecodeError as e:
+        raise error(f"{base_url}{path}: status {status} and not JSON: {e}") from None
 
 
 def fetch(
@@ -305,13 +306,10 @@ def fetch(
     timeout: float,
     max_bytes: int = MAX_FETCHED_BYTES,
 ) -> tuple[int, bytes]:
-    """Send one GET, or a POST if there is a body, from code that is not async.
+    """Send one request as `fetch_json` does, and return the response's bytes.
 
     It uses httpx, because callers make few such requests. `max_bytes` is the longest response to
     accept.
-
-    Returns:
-        The status and the response's bytes.
 
     Raises:
         ConfigError: the URL is not http(s), or the token is not printable ASCII.

@@ -22,8 +22,7 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -391,7 +390,7 @@ class ToolHost:
     Args:
         on_call_end: see `Runner`.
         shard: which of the server's workers this process is.
-        max_calls: limit of concurrent calls, see `counted_call`.
+        max_calls: limit of concurrent calls, see `enter`.
         limits: see `Runner`.
         idle_seconds: `close_idle_sessions` closes a session that was not used for this time.
     """
@@ -407,7 +406,7 @@ class ToolHost:
     ):
         self.shard = shard
         self.calls_in_flight = 0
-        """Number of calls within `counted_call`."""
+        """Number of calls between `enter` and `leave`."""
         self.is_draining = False
         """True if this process is stopping: new sessions and calls are refused."""
         self._max_calls = max_calls
@@ -426,9 +425,8 @@ class ToolHost:
         """True if so many calls hang in this process that it should be restarted."""
         return self._runner.is_worn_out
 
-    @contextmanager
-    def counted_call(self) -> Iterator[None]:
-        """Count a call during a block.
+    def enter(self) -> None:
+        """Count a call until `leave`.
 
         Raises:
             Draining: the server is stopping.
@@ -441,10 +439,10 @@ class ToolHost:
                 " its maximum"
             )
         self.calls_in_flight += 1
-        try:
-            yield
-        finally:
-            self.calls_in_flight -= 1
+
+    def leave(self) -> None:
+        """Stop counting a call."""
+        self.calls_in_flight -= 1
 
     def _check_not_draining(self) -> None:
         if self.is_draining:

@@ -353,11 +353,15 @@ class HttpToolbox(Toolbox):
         self._episodes[episode_id] = _OpenEpisode(
             serial_groups_of(specs), self._request_seconds + longest, message_readers
         )
-        with self._reads("an opening", answer, UserCodeError):
+        try:
             messages = [Message(**from_wire(m)) for m in answer["opening"]]
             opening = to_opening(f"{self.url}: the answer to POST /sessions", messages)
             every = [f for spec in specs for f in spec.functions]
             offered = [str(name) for name in answer.get("tools", every)]
+        except (TypeError, ValueError, KeyError, AttributeError) as e:
+            raise UserCodeError(
+                f"{self.url} did not answer with an opening: {answer!r:.200} ({e!r})"
+            ) from None
         return Opened(opening, offered, environment_hooks(specs))
 
     async def respond(
@@ -365,15 +369,21 @@ class HttpToolbox(Toolbox):
     ) -> Reply | None:
         body = {"turn": turn, "messages": [*map(to_wire, storable_messages(messages))]}
         answer = await self._post(episode_id, "respond", body)
-        with self._reads("a reply", answer):
+        try:
             return answer and Reply(**from_wire(answer))
+        except (TypeError, ValueError, KeyError, AttributeError):
+            raise ToolServerError(f"{self.url} did not answer with a reply: {answer!r}") from None
 
     async def score(self, episode_id: str, messages: Sequence[Message]) -> Scores:
         body = {"messages": [*map(to_wire, storable_messages(messages))]}
         answer = await self._post(episode_id, "reward", body)
-        with self._reads("a reward", answer, UserCodeError):
+        try:
             turns = {int(index): score for index, score in answer.get("turns", {}).items()}
             return Scores(answer["reward"], turns, answer.get("parts", {}))
+        except (TypeError, ValueError, KeyError, AttributeError) as e:
+            raise UserCodeError(
+                f"{self.url} did not answer with a reward: {answer!r:.200} ({e})"
+            ) from None
 
     async def close(self, episode_id: str) -> float:
         path = f"/sessions/{quote(episode_id, safe='')}"
@@ -431,8 +441,12 @@ class HttpToolbox(Toolbox):
         if name in self._episodes.get(episode_id, _NOT_OPEN).message_readers:
             body["messages"] = [*map(to_wire, storable_messages(messages))]
         answer = await self._post(episode_id, "calls", body)
-        with self._reads("a tool result", answer):
+        try:
             return ToolResult(**from_wire(answer))
+        except (TypeError, ValueError, KeyError, AttributeError):
+            raise ToolServerError(
+                f"{self.url} did not answer with a tool result: {answer!r}"
+            ) from None
 
     async def _post(self, episode_id: str, what: str, body: dict[str, Any]) -> Any:
         """Send a request to the session of an open episode, and return the answer."""
@@ -453,24 +467,18 @@ class HttpToolbox(Toolbox):
             self._specs_are_stale = True  # the server was restarted with other workers
         return _check_response(status, answer)
 
-    @contextmanager
-    def _reads(
-        self, what: str, answer: Any, error: type[AgentRLError] = ToolServerError
-    ) -> Iterator[None]:
-        """Raise `error` if an answer is not what is read from it within this block."""
-        try:
-            yield
-        except (TypeError, ValueError, KeyError, AttributeError) as e:
-            raise error(f"{self.url} did not answer with {what}: {answer!r:.200} ({e!r})") from None
-
     def _read_tool_list(self, answer: Any) -> Registry[ToolSpec]:
         """Return the server's tools by name, and create one client per worker."""
         specs: Registry[ToolSpec] = Registry("tool")
-        with self._reads("a list of tools", answer):
+        try:
             for fields in answer["tools"]:
                 specs.add(fields["name"], ToolSpec(**fields))
             ports = [int(port) for port in answer.get("workers", ())]
             limit = int(answer.get("max_client_connections", MAX_CONNECTIONS_TO_SERVER))
+        except (TypeError, KeyError, ValueError):
+            raise ToolServerError(
+                f"{self.url} did not answer with a list of tools: {answer!r}"
+            ) from None
         url = urlsplit(self.url)
         host = url.netloc.rpartition("@")[2].removesuffix(f":{url.port}")
         urls = [url._replace(netloc=f"{host}:{port}").geturl() for port in ports] or [self.url]

@@ -97,19 +97,20 @@ class McpEndpoint:
     ) -> ToolResult:
         """Run a call and return its result. The episode is closed afterwards unless `keep_open`."""
         name, arguments = params.name, params.arguments or {}
-        if not owner:
-            return unknown_tool(name, self._owners)
-        with self._host.counted_call():
-            try:
-                await self._host.open(episode, Sample("mcp", (), tools=(owner,)), {})
-                json_arguments = encode_arguments(ToolCall(name, arguments))
-                if isinstance(json_arguments, ToolResult):
-                    return json_arguments
-                session = self._host.session(episode)
-                return await session.call(next(self._turns), 0, name, arguments)
-            finally:
-                if not keep_open:
-                    await self._host.close(episode)
+        self._host.enter()
+        try:
+            if not owner:
+                return unknown_tool(name, self._owners)
+            await self._host.open(episode, Sample("mcp", (), tools=(owner,)), {})
+            json_arguments = encode_arguments(ToolCall(name, arguments))
+            if isinstance(json_arguments, ToolResult):
+                return json_arguments
+            session = self._host.session(episode)
+            return await session.call(next(self._turns), 0, name, arguments)
+        finally:
+            self._host.leave()
+            if owner and not keep_open:
+                await self._host.close(episode)
 
 
 def _is_usable_without_row(name: str) -> bool:

@@ -25,18 +25,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import orjson
 import prometheus_client as prometheus
+from fastapi import FastAPI, Path, Request, Response, Security
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, request_response
 
 from agentrl import sandbox
 from agentrl.errors import AgentRLError, UserCodeError, UserError
@@ -56,39 +56,37 @@ from agentrl.tools.session import (
     CallConflict,
     SessionConflict,
     ToolHost,
-    ToolSession,
     UnknownEpisode,
     WrongWorker,
 )
-from agentrl.trajectory import Message, Sample
+from agentrl.tools.tool import ToolSpec
+from agentrl.trajectory import Message, Sample, ToolResult
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Upper bounds of the histogram buckets in /metrics; the last bucket has none."""
-SESSION = "/sessions/{episode_id:path}"
+CALLS = "/sessions/{episode_id:path}/calls"
+RESPOND = "/sessions/{episode_id:path}/respond"
+REWARD = "/sessions/{episode_id:path}/reward"
 ERRORS = (AgentRLError, HTTPException, ValidationError, orjson.JSONDecodeError)
 """The exceptions that are answers to requests."""
 
-# -- requests -------------------------------------------------------------------------------------
+# -- requests and responses -----------------------------------------------------------------------
 
 
-class RequestBody(BaseModel):
-    """The body of a request."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class OpenRequest(RequestBody):
+class OpenRequest(BaseModel):
     """The body of POST /sessions."""
 
+    model_config = ConfigDict(extra="forbid", strict=True)
     episode_id: str = Field(min_length=1, max_length=256)
     sample: dict[str, Any]
     """The fields of a dataset row, see `agentrl.Sample`. Only `tools` is required."""
     create_kwargs: dict[str, dict[str, Any]] = {}
 
 
-class CallRequest(RequestBody):
+class CallRequest(BaseModel):
     """The body of POST /sessions/{episode_id}/calls."""
 
+    model_config = ConfigDict(extra="forbid", strict=True)
     turn: int = Field(ge=0, le=2**31 - 1)
     call_index: int = Field(ge=0, le=2**31 - 1)
     name: str
@@ -97,25 +95,110 @@ class CallRequest(RequestBody):
     """The conversation so far, for tools with a parameter `messages`."""
 
 
-class RespondRequest(RequestBody):
+class RespondRequest(BaseModel):
     """The body of POST /sessions/{episode_id}/respond."""
 
+    model_config = ConfigDict(extra="forbid", strict=True)
     turn: int = Field(ge=0, le=2**31 - 1)
     """The number of the turn. A turn that is sent again gets the same reply."""
     messages: list[dict[str, Any]]
     """The conversation so far."""
 
 
-class RewardRequest(RequestBody):
+class RewardRequest(BaseModel):
     """The body of POST /sessions/{episode_id}/reward."""
 
+    model_config = ConfigDict(extra="forbid", strict=True)
     messages: list[dict[str, Any]]
     """The whole conversation."""
 
 
-B = TypeVar("B", bound=RequestBody)
+class ReplyResponse(BaseModel):
+    """The environment's reply; null ends the episode."""
+
+    content: str
+    score: float
+    done: bool
+    images: list[dict[str, str]] = []
+    """The images in the content: the file of each in base64, as `data`."""
+
+
+class RewardResponse(BaseModel):
+    """The result of the environment's `reward()`."""
+
+    reward: float
+    """The outcome of the episode."""
+    parts: dict[str, float]
+    """Named numbers, which become metrics."""
+    turns: dict[str, float]
+    """Scores of turns, by the index of the turn."""
+
+
+class ErrorResponse(BaseModel):
+    """The error of a request that failed."""
+
+    error: str
+    """The class of the error: an exception of agentrl, `BadRequest` or `Refused`."""
+    message: str
+
+
+class OpenResponse(BaseModel):
+    """The session is open."""
+
+    opening: list[dict[str, Any]]
+    """The messages of its class tools' `opening()`, or of its environment's `start()`, which follow
+    the prompt: role and content."""
+    tools: list[str]
+    """The names of the functions that the model may call."""
+
+
+class CloseResponse(BaseModel):
+    """The session is closed."""
+
+    reward: float
+    """The sum of its class tools' rewards."""
+
+
+class ToolsResponse(BaseModel):
+    """The tools and workers of the server."""
+
+    tools: list[ToolSpec]
+    workers: list[int]
+    """The ports of its workers, by number; empty if there is only one worker."""
+    max_client_connections: int
+    """The most connections to each worker that a client should open. If there are more, the worker
+    closes idle connections, and then answers 503."""
+
+
+class HealthResponse(BaseModel):
+    """The state of the server."""
+
+    status: Literal["ok", "draining"]
+    sessions: int
+    calls: int
+
+
+# The limits are documented but not checked: an episode with another id is not open, and gets a 404.
+EpisodeId = Annotated[str, Path(json_schema_extra={"minLength": 1, "maxLength": 256})]
+
 _SAMPLE = TypeAdapter(Sample)
 _MESSAGES = TypeAdapter(tuple[Message, ...])
+
+STATUS_TEXTS = {
+    400: "The body is not JSON or is incomplete",
+    401: "The bearer token is missing or wrong",
+    403: "Wrong Host header, or a request of a web page",
+    404: "No such session",
+    408: "The body took too long",
+    409: "The call or the episode was sent before with other contents",
+    413: "The body is too long",
+    415: "The body is not declared as JSON",
+    421: "Another worker serves the episode",
+    422: "The body has the wrong shape, or names an unknown tool",
+    500: "The constructor or a hook of a tool or environment raised",
+    503: "The server is busy or stopping; with Retry-After, the request may be sent again",
+}
+BODY_STATUSES = (400, 408, 413, 415, 422)
 
 
 class ToolMetrics:
@@ -171,6 +254,22 @@ class ToolMetrics:
 # -- the application ------------------------------------------------------------------------------
 
 
+class PlainRoute(APIRoute):
+    """A documented route without FastAPI's dependency injection, which costs a call too much time.
+
+    Its function takes the request and the parameters of the path, reads the body and returns a
+    response.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Awaitable[Response]], **options: Any):
+        super().__init__(path, endpoint, **options)
+
+        async def answer(request: Request) -> Response:
+            return await endpoint(request, **request.path_params)
+
+        self.app = request_response(answer)
+
+
 def create_app(
     host: ToolHost,
     tool_metrics: ToolMetrics,
@@ -179,7 +278,7 @@ def create_app(
     names: frozenset[str],
     max_client_connections: int,
     mcp: bool,
-) -> Starlette:
+) -> FastAPI:
     """Create the application for the tools that are registered in this process.
 
     Args:
@@ -191,28 +290,23 @@ def create_app(
         mcp: also serve the Model Context Protocol, at /mcp.
     """
     mcp_endpoint = _make_mcp_endpoint(host) if mcp else None
-    sessions, limits = SessionRoutes(host, tool_metrics), {"/sessions": MAX_LONG_BODY}
-    routes = [
-        Route(f"{SESSION}/calls", sessions.call, methods=["POST"]),
-        Route("/sessions", sessions.open, methods=["POST"]),
-        Route(f"{SESSION}/respond", sessions.respond, methods=["POST"]),
-        Route(f"{SESSION}/reward", sessions.reward, methods=["POST"]),
-        Route(SESSION, sessions.close, methods=["DELETE"]),
-        *_pages(host, tool_metrics, max_client_connections),
-    ]
-    if mcp_endpoint:
-        routes.append(Route(mcp_endpoint.path, mcp_endpoint.app))
-    return Starlette(
-        routes=routes,
-        middleware=[Middleware(Guard, token=token, hosts=names, limits=limits)],
-        exception_handlers=dict.fromkeys(ERRORS, _answer_error),
-        lifespan=_lifespan(host, mcp_endpoint),
+    app = FastAPI(
+        title="agentrl tools", lifespan=_lifespan(host, mcp_endpoint), docs_url=None, redoc_url=None
     )
+    app.router.route_class = PlainRoute
+    app.add_middleware(Guard, token=token, hosts=names, limits={"/sessions": MAX_LONG_BODY})
+    _add_session_routes(app, host, tool_metrics, needs_token=bool(token))
+    _add_pages(app, host, tool_metrics, max_client_connections, needs_token=bool(token))
+    if mcp_endpoint:
+        app.router.routes.append(Route(mcp_endpoint.path, mcp_endpoint.app))
+    for error in ERRORS:
+        app.add_exception_handler(error, _answer_error)
+    return app
 
 
-def _lifespan(host: ToolHost, mcp_endpoint: Any) -> Callable[[Starlette], Any]:
+def _lifespan(host: ToolHost, mcp_endpoint: Any) -> Callable[[FastAPI], Any]:
     @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         cleanup_task = asyncio.create_task(host.close_idle_sessions())
         async with mcp_endpoint.running() if mcp_endpoint else contextlib.nullcontext():
             yield
@@ -225,8 +319,32 @@ def _lifespan(host: ToolHost, mcp_endpoint: Any) -> Callable[[Starlette], Any]:
     return lifespan
 
 
-async def _read_body(request: Request, kind: type[B]) -> B:
-    return kind.model_validate(orjson.loads(await request.body()))
+def _describe(
+    answer: type | None,
+    *statuses: int,
+    body: type[BaseModel] | None = None,
+    needs_token: bool,
+    anybody: bool = False,
+) -> dict[str, Any]:
+    """Return the arguments of a route that document its body, answer and error statuses."""
+    # The guard checks the token. This declares it in the OpenAPI document.
+    security = [Security(HTTPBearer(auto_error=False, scheme_name="bearer"))] if needs_token else []
+    always = (403,) if anybody else (401, 403)
+    extra = {}
+    if body:
+        content = {"application/json": {"schema": body.model_json_schema()}}
+        extra = {"requestBody": {"required": True, "content": content}}
+        statuses += BODY_STATUSES
+    return {
+        "openapi_extra": extra,
+        "response_model": answer,
+        "response_description": answer.__doc__ if answer else "Text",
+        "dependencies": [] if anybody else security,
+        "responses": {
+            status: {"model": ErrorResponse, "description": STATUS_TEXTS[status]}
+            for status in sorted((*always, *statuses))
+        },
+    }
 
 
 def _read_messages(messages: list[dict[str, Any]]) -> tuple[Message, ...]:
@@ -244,84 +362,107 @@ def _write_opening(message: Message) -> dict[str, Any]:
     return message.as_dict() | ({"images": to_wire(message)["images"]} if message.images else {})
 
 
-class SessionRoutes:
-    """The routes that open a session, use its tools or its environment, and close it."""
+def _add_session_routes(
+    app: FastAPI, host: ToolHost, tool_metrics: ToolMetrics, *, needs_token: bool
+) -> None:
+    """Add the routes that open a session, call its tools and close it."""
+    describe_route = partial(_describe, needs_token=needs_token)
+    statuses = (404, 409, 421, 500, 503)
 
-    def __init__(self, host: ToolHost, tool_metrics: ToolMetrics):
-        self._host, self._metrics = host, tool_metrics
+    @app.post(CALLS, **describe_route(ToolResult, *statuses, body=CallRequest))
+    async def call(request: Request, episode_id: EpisodeId) -> Response:
+        host.enter()
+        name, outcome = "", "BadRequest"
+        try:
+            content = await request.body()
+            body = CallRequest.model_validate(orjson.loads(content))
+            result = find_json_fault(content, body.arguments)
+            if not result:
+                messages = _read_messages(body.messages) if body.messages else ()
+                session = host.session(episode_id)
+                result = await session.call(
+                    body.turn, body.call_index, body.name, body.arguments, messages
+                )
+            outcome = result.error or "ok"
+            name = "" if outcome == "unknown_tool" else body.name
+            return json_response(to_wire(result))
+        except AgentRLError as e:
+            outcome = type(e).__name__
+            raise
+        finally:
+            host.leave()
+            tool_metrics.count_result(name, outcome)
 
-    async def open(self, request: Request) -> Response:
-        """Open a session."""
-        body = await _read_body(request, OpenRequest)
-        sample = _read_sample(body.sample)
-        opened = await self._host.open(body.episode_id, sample, body.create_kwargs)
+    @app.post("/sessions", **describe_route(OpenResponse, *statuses, body=OpenRequest))
+    async def open_session(request: Request) -> Response:
+        body = OpenRequest.model_validate(orjson.loads(await request.body()))
+        opened = await host.open(body.episode_id, _read_sample(body.sample), body.create_kwargs)
         opening = [*map(_write_opening, opened.messages)]
         return json_response({"opening": opening, "tools": opened.functions})
 
-    async def call(self, request: Request) -> Response:
-        """Run a call."""
-        with self._host.counted_call():
-            name, outcome = "", "BadRequest"
-            try:
-                body = await _read_body(request, CallRequest)
-                result = find_json_fault(await request.body(), body.arguments)
-                if not result:
-                    messages = _read_messages(body.messages) if body.messages else ()
-                    result = await self._session(request).call(
-                        body.turn, body.call_index, body.name, body.arguments, messages
-                    )
-                outcome = result.error or "ok"
-                name = "" if outcome == "unknown_tool" else body.name
-                return json_response(to_wire(result))
-            except AgentRLError as e:
-                outcome = type(e).__name__
-                raise
-            finally:
-                self._metrics.count_result(name, outcome)
-
-    async def respond(self, request: Request) -> Response:
-        """Return the environment's reply."""
-        body = await _read_body(request, RespondRequest)
+    @app.post(RESPOND, **describe_route(ReplyResponse, *statuses, body=RespondRequest))
+    async def respond(request: Request, episode_id: EpisodeId) -> Response:
+        body = RespondRequest.model_validate(orjson.loads(await request.body()))
         messages = _read_messages(body.messages)
-        with self._host.counted_call():
-            return json_response(to_wire(await self._session(request).respond(body.turn, messages)))
+        host.enter()
+        try:
+            reply = await host.session(episode_id).respond(body.turn, messages)
+            return json_response(to_wire(reply))
+        finally:
+            host.leave()
 
-    async def reward(self, request: Request) -> Response:
-        """Return the environment's reward."""
-        body = await _read_body(request, RewardRequest)
-        scores = await self._session(request).score(_read_messages(body.messages))
+    @app.post(REWARD, **describe_route(RewardResponse, *statuses, body=RewardRequest))
+    async def reward(request: Request, episode_id: EpisodeId) -> Response:
+        body = RewardRequest.model_validate(orjson.loads(await request.body()))
+        scores = await host.session(episode_id).score(_read_messages(body.messages))
         turns = {str(index): score for index, score in scores.turns.items()}
         parts = dict(scores.metrics)
         return json_response({"reward": scores.outcome, "parts": parts, "turns": turns})
 
-    async def close(self, request: Request) -> Response:
-        """Close a session."""
-        return json_response({"reward": await self._host.close(request.path_params["episode_id"])})
+    @app.delete(
+        "/sessions/{episode_id:path}", **describe_route(CloseResponse, 404, 421, 422, 500, 503)
+    )
+    async def close_session(_: Request, episode_id: EpisodeId) -> Response:
+        return json_response({"reward": await host.close(episode_id)})
 
-    def _session(self, request: Request) -> ToolSession:
-        return self._host.session(request.path_params["episode_id"])
 
+def _add_pages(
+    app: FastAPI,
+    host: ToolHost,
+    tool_metrics: ToolMetrics,
+    max_client_connections: int,
+    *,
+    needs_token: bool,
+) -> None:
+    """Add the routes that describe the server."""
+    describe_route = partial(_describe, needs_token=needs_token)
 
-def _pages(host: ToolHost, tool_metrics: ToolMetrics, max_client_connections: int) -> list[Route]:
-    """Return the routes that describe the server."""
-
+    @app.get("/tools", **describe_route(ToolsResponse))
     async def list_tools(_: Request) -> Response:
-        limit, ports = max_client_connections, host.shard.ports
         specs = [tools.get(n).spec for n in tools.names()]
-        return json_response({"tools": specs, "workers": ports, "max_client_connections": limit})
+        return json_response(
+            {
+                "tools": specs,
+                "workers": host.shard.ports,
+                "max_client_connections": max_client_connections,
+            }
+        )
 
+    @app.get("/health", **describe_route(HealthResponse, anybody=True))
     async def health(_: Request) -> Response:
         status = "draining" if host.is_draining else "ok"
         return json_response(
             {"status": status, "sessions": len(host), "calls": host.calls_in_flight}
         )
 
-    async def metrics(_: Request) -> Response:
-        media_type = "text/plain; version=0.0.4; charset=utf-8"
-        return Response(tool_metrics.render(host), media_type=media_type)
+    text_page = describe_route(None)
+    text_page["responses"][200] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
-    pages = {"/tools": list_tools, "/health": health, "/metrics": metrics}
-    return [Route(path, page, methods=["GET"]) for path, page in pages.items()]
+    @app.get("/metrics", **text_page, response_class=Response)
+    async def metrics(_: Request) -> Response:
+        return Response(
+            tool_metrics.render(host), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
 
 async def _answer_error(_: Request, e: Exception) -> Response:
