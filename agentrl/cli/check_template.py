@@ -41,25 +41,11 @@ _CANNOT_BE_FIXED = (
 
 
 def check_template(
-    model: Annotated[str, typer.Argument(help="A model folder or hub name, or `tiny`.")],
+    model: str,
     file: Files = None,
-    fix: Annotated[
-        bool, typer.Option("--fix", help="Look for the smallest change that makes it append-only.")
-    ] = False,
-    with_tools: Annotated[
-        Literal["hermes"] | None,
-        typer.Option(
-            help="Replace a template that shows no tools, or write a missing one, for models with"
-            " the control tokens of ChatML; then verify it."
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="The file for the changed template. Default: --fix prints it, --with-tools writes"
-            " chat_template.jinja into the model's folder."
-        ),
-    ] = None,
+    fix: Annotated[bool, typer.Option("--fix")] = False,
+    with_tools: Literal["hermes"] | None = None,
+    output: Path | None = None,
 ) -> None:
     """Verify a model's chat template with conversations of many shapes.
 
@@ -69,6 +55,14 @@ def check_template(
     with the template is not possible or its calls cannot be parsed, 2 if MODEL has no template.
     The change that --fix finds is printed as a diff. A file `chat_template.jinja` in the model's
     folder replaces any other template there.
+
+    Args:
+        model: A model folder or hub name, or `tiny`.
+        fix: Look for the smallest change that makes it append-only.
+        with_tools: Replace a template that shows no tools, or write a missing one, for models with
+            the control tokens of ChatML; then verify it.
+        output: The file for the changed template. Default: --fix prints it, --with-tools writes
+            chat_template.jinja into the model's folder.
 
     Examples:
         agentrl check template Qwen/Qwen3-0.6B

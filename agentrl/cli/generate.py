@@ -53,19 +53,23 @@ SETTINGS = (
 
 
 def generate(
-    output: Annotated[Path, typer.Option(help="The file to write, .parquet or .jsonl.")],
+    output: Annotated[Path, typer.Option()],
     overrides: Overrides = None,
     dataset: PlayedDataset = None,
     model: Model = None,
     file: Files = None,
     config: ConfigFile = None,
-    n: Annotated[int, typer.Option("-n", help="Responses per row.", min=1)] = 1,
+    n: Annotated[int, typer.Option("-n", min=1)] = 1,
 ) -> None:
     """Write the rows with an added column `responses`: the assistant's text of n episodes.
 
     The `val` keys set the sampling. A response contains the text of all assistant turns. All
     engines are used (`rollout.engines`, `rollout.urls`). If the command is stopped or killed, the
     same command continues; finished rows are in OUTPUT.partial.jsonl until the end.
+
+    Args:
+        output: The file to write, .parquet or .jsonl.
+        n: Responses per row.
 
     Examples:
         agentrl generate --dataset rows.parquet --model tiny --output answers.parquet -n 4

@@ -35,37 +35,14 @@ Keys = Annotated[
 
 def replay(
     run: RunFolder,
-    step: Annotated[int, typer.Option(help="The step to replay, from 1.")],
+    step: Annotated[int, typer.Option()],
     overrides: Keys = None,
-    reward: Annotated[
-        str,
-        typer.Option(
-            help="Another reward function: path.py:function, or a registered name. It replaces the"
-            " outcome."
-        ),
-    ] = "",
-    gradient: Annotated[
-        bool,
-        typer.Option(
-            "--gradient", help="Compare gradients, and their variance by how credit is given."
-        ),
-    ] = False,
+    reward: str = "",
+    gradient: Annotated[bool, typer.Option("--gradient")] = False,
     file: Files = None,
-    model: Annotated[
-        str,
-        typer.Option(help="The model that training started from, if it was moved (model.path)."),
-    ] = "",
-    device: Annotated[
-        Literal["", "auto", "cpu", "cuda"],
-        typer.Option(help="Where to compute; default: the run's trainer.device."),
-    ] = "",
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            help="The relative difference to accept; default: 0 for one process on a CPU, 0.001 for"
-            " several, 0.01 for GPUs."
-        ),
-    ] = None,
+    model: str = "",
+    device: Literal["", "auto", "cpu", "cuda"] = "",
+    tolerance: float | None = None,
 ) -> None:
     """Repeat a recorded step from its stored rollouts, or ask what another reward would have done.
 
@@ -75,6 +52,16 @@ def replay(
     is 1.
 
     With them: show how advantages and gradients would have differed. The recorded rollouts stay.
+
+    Args:
+        step: The step to replay, from 1.
+        reward: Another reward function: path.py:function, or a registered name. It replaces the
+            outcome.
+        gradient: Compare gradients, and their variance by how credit is given.
+        model: The model that training started from, if it was moved (model.path).
+        device: Where to compute; default: the run's trainer.device.
+        tolerance: The relative difference to accept; default: 0 for one process on a CPU, 0.001 for
+            several, 0.01 for GPUs.
 
     Examples:
         agentrl replay runs/demo --step 12
@@ -175,19 +162,19 @@ def _numbers(values: Sequence[float]) -> list[str]:
 
 def rescore(
     run: RunFolder,
-    reward: Annotated[
-        str, typer.Option(help="The reward function: path.py:function, or a registered name.")
-    ],
+    reward: Annotated[str, typer.Option()],
     overrides: Keys = None,
     file: Files = None,
-    out: Annotated[
-        Path | None, typer.Option(help="A .parquet file for the scores of all episodes.")
-    ] = None,
+    out: Path | None = None,
 ) -> None:
     """Score all stored episodes of a run with another reward function.
 
     The reward replaces the outcome; the rewards of turns and tools stay as they were recorded. The
     run does not change.
+
+    Args:
+        reward: The reward function: path.py:function, or a registered name.
+        out: A .parquet file for the scores of all episodes.
 
     Examples:
         agentrl rescore runs/demo --reward my.py:strict
