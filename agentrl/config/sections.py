@@ -1,6 +1,6 @@
 """All config keys: one frozen section for each concern, and a docstring for each key.
 
-`docs/config.md` is written from this file by `python -m agentrl.config.page`.
+`docs/config.md` is written from this file by `make docs`.
 """
 
 from __future__ import annotations

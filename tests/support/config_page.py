@@ -1,4 +1,4 @@
-"""Write the page that documents all keys: `python -m agentrl.config.page > docs/config.md`."""
+"""Write the page that documents all config keys, docs/config.md."""
 
 from __future__ import annotations
 
