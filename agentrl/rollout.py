@@ -7,7 +7,6 @@ and retries it; here too many dropped rollouts, or agents that always fail, stop
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import logging
@@ -15,12 +14,11 @@ import math
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from itertools import islice
-from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from agentrl import sandbox
@@ -251,72 +249,6 @@ class Rollouts:
 
         return self._loop.submit(play_group())
 
-    def stream(
-        self,
-        samples: Iterable[Sample],
-        *,
-        n: int,
-        sampling: Sampling,
-        tag: str = "val",
-        in_flight: int = 256,
-    ) -> Iterator[Group]:
-        """Play each sample n times, and yield its group as soon as its rollouts have ended.
-
-        The seeds equal `collect`'s at step 0, so they do not depend on the other samples.
-
-        Args:
-            samples: any number of rows; they are drawn when their turn comes.
-            n: rollouts per sample.
-            sampling: the sampling parameters.
-            tag: a part of the episode ids.
-            in_flight: about how many rollouts are played at the same time.
-
-        Yields:
-            One group for each sample, in the order in which they end, without the rollouts that
-            were dropped.
-
-        Raises:
-            RunStopped: of 100 or more rollouts, or of all, more than 5 % were dropped; the message
-                lists the causes.
-            UserCodeError: a reward function raised.
-        """
-        ended: SimpleQueue[tuple[Sample, list[Scored | Dropped]] | None] = SimpleQueue()
-        waiting = iter(samples)
-
-        async def play_one_after_another() -> None:
-            for sample in waiting:
-                plays = [*self._plays([sample], [sampling] * n, 0, tag, ())]
-                ended.put((sample, await self._play_parts(plays, n, _RolloutCount(n))))
-                # A cancellation must arrive even if nothing in an episode waits.
-                await asyncio.sleep(0)
-
-        async def play_all() -> None:
-            try:
-                with self._players.armed():
-                    workers = max(1, in_flight // n)
-                    await run_all([play_one_after_another() for _ in range(workers)])
-            finally:
-                ended.put(None)
-
-        future = self._loop.submit(play_all())
-        dropped: list[Dropped] = []
-        played = 0
-        try:
-            while (item := self._wait_for(ended)) is not None:
-                sample, results = item
-                scored = tuple(r for r in results if isinstance(r, Scored))
-                dropped += [r for r in results if isinstance(r, Dropped)]
-                played += n
-                if played >= 100:
-                    _stop_if_too_many_dropped(dropped, played)
-                    self.stop_if_agents_fail()
-                yield Group(sample, scored, n - len(scored), drop_causes=_causes_of(results))
-            future.result()
-            _stop_if_too_many_dropped(dropped, played)
-            self.stop_if_agents_fail()
-        finally:
-            future.cancel()
-
     def stop_if_agents_fail(self) -> None:
         """Raise `RunStopped` if all episodes of an agent failed, or its last `MAX_AGENT_ERRORS`."""
         for name, errors in [*self._agent_errors.items()]:
@@ -342,15 +274,6 @@ class Rollouts:
                 "row %s (%s): reward 0 by agent.on_error=zero (counted in stop/agent_error): %s",
                 *(trajectory.sample.id, name, error),
             )
-
-    def _wait_for(self, queue: SimpleQueue[T]) -> T:
-        """Return the next item that the event loop puts into a queue. Ctrl-C ends the wait."""
-        while True:
-            try:
-                return queue.get(timeout=1.0)
-            except Empty:
-                if not self._loop.is_alive:
-                    raise RunStopped("the thread that runs the episodes died") from None
 
     def progress(self) -> Progress | None:
         """Return the progress of `collect` and of started samples; None if nothing is played.
