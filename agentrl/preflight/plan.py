@@ -124,7 +124,7 @@ def make_plan(config: Config) -> Plan:
         log.warning("the interaction %r is that of %s, not the shipped one", name, where)
     if all_files_loaded:
         problems += _find_unknown_names(config)
-    scorer = _make_scorer(config, problems)
+    scorer = _make_scorer(config, problems) if all_files_loaded else None
     rows = _load_rows(config, problems, all_files_loaded)
     parts = [part for split in rows for part in parts_to_check(split)]
     names = {kind.sample.agent_name for split in rows for kind in find_kinds(split)}
@@ -144,7 +144,7 @@ def make_plan(config: Config) -> Plan:
             f" {', '.join(sorted(names))}. Add the column, or set data.agent_name=external for rows"
             f" without one, or remove {key}"
         )
-    if scorer and all_files_loaded:
+    if scorer:
         unscored = _check_outcomes(rows, config, scorer, problems)
         for file, first, samples in parts:
             graded = (
@@ -321,29 +321,6 @@ def announce_files(config: Path, files: Sequence[str]) -> None:
     """Print which files are loaded because the config of a run names them, not the user."""
     if files:
         echo(f"loads {', '.join(files)}: {config} names them", err=True)
-
-
-def find_problems(
-    config: Config, *, are_files_loaded: bool, is_reward_valid: bool = True
-) -> list[str]:
-    """Return the mistakes in rewards, names and rows that do not depend on other keys.
-
-    A command reports them together with the mistakes of a config that is not valid as a whole.
-
-    Args:
-        config: the config; its files were loaded.
-        are_files_loaded: False if a file did not load. Names are not checked then, because the file
-            may define them.
-        is_reward_valid: whether the section `reward` is valid as a whole. If not, rewards are not
-            checked.
-    """
-    problems: list[str] = []
-    if are_files_loaded:
-        problems += _find_unknown_names(config)
-        if is_reward_valid:
-            _make_scorer(config, problems)
-    _load_rows(config, problems, are_files_loaded)
-    return problems
 
 
 def _find_unknown_names(config: Config) -> list[str]:

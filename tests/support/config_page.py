@@ -38,8 +38,9 @@ rollout:
 - `${oc.env:NAME}` or `${oc.env:NAME,DEFAULT}` in a value or a mapping's key is an environment
   variable. The run stores this reference, not its value. Write keys and passwords as such
   references; [others are refused](run_folder.md#keys-and-passwords).
-- One error reports all mistakes, before anything is loaded. The run's folder contains the resolved
-  config, `config.yaml`, which `--config` accepts.
+- One error reports all mistakes of the config, and another one all of the files and rows that it
+  names, before a model is loaded. The run's folder contains the resolved config, `config.yaml`,
+  which `--config` accepts.
 """
 
 PRESET = """\
