@@ -85,8 +85,6 @@ def check_template(
         )
     if output and not (fix or with_tools):
         raise UserError("--output needs --fix or --with-tools")
-    if output:
-        _check_output(output)
     schemas = _schemas(file or [])
     folder = Path(model).expanduser()
     try:
@@ -161,28 +159,22 @@ def _add_tools(tokenizer: Any, output: Path) -> None:
         tokenizer.chat_template = hermes_template(tokenizer)
     except UserError as e:
         raise UserError(f"--with-tools hermes: {e}") from None
-    try:
-        output.write_text(tokenizer.chat_template, encoding="utf-8")
-    except OSError as e:
-        raise UserError(f"{output} cannot be written: {e.strerror}. Use --output FILE") from e
+    _write(output, tokenizer.chat_template)
     same = ": conversations without tools have the same text as before" if has_template else ""
     echo(f"wrote {output}{same}\n")
     if not has_template:
         echo("A base model must first imitate conversations in this template: agentrl sft\n")
 
 
-def _check_output(output: Path) -> None:
-    """Refuse an output path that cannot be written, before the template is verified."""
+def _write(output: Path, template: str) -> None:
+    """Write a chat template."""
     from agentrl.errors import UserError
 
-    if output.is_dir():
-        raise UserError(
-            f"--output {output} is a folder: name a file, such as {output / 'chat_template.jinja'}"
-        )
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(template, encoding="utf-8")
     except OSError as e:
-        raise UserError(f"--output {output}: cannot make the folder ({e.strerror})") from e
+        raise UserError(f"{output} cannot be written ({e.strerror}): --output names a file") from e
 
 
 def _schemas(files: list[str]) -> Sequence[Any]:
@@ -231,7 +223,6 @@ def _fix(
     output: Path | None,
 ) -> None:
     from agentrl.chat.repair_template import repair_template, template_diff
-    from agentrl.errors import UserError
 
     if all(v.status in ("append-only", "unsupported") for v in verdicts):
         fails = any(v.fails for v in verdicts)
@@ -248,8 +239,5 @@ def _fix(
     echo("the smallest change that makes all these shapes append-only:\n")
     echo(template_diff(tokenizer.chat_template, changed), nl=False)
     if output:
-        try:
-            output.write_text(changed, encoding="utf-8")
-        except OSError as e:
-            raise UserError(f"--output {output} cannot be written: {e.strerror}") from e
+        _write(output, changed)
         echo(f"\nwrote the changed template to {output}")
