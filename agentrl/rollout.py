@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import logging
 import math
-import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import RunStopped
 from agentrl.open_files import raise_limit
-from agentrl.player import Dropped, Play, Player, Players, collect_rarely, without_numbers
+from agentrl.player import Dropped, Play, Player, Wait, collect_rarely, without_numbers
 from agentrl.plural import plural
 from agentrl.rewards import Scorer
 from agentrl.rollout_workers.workers import (
@@ -120,26 +119,19 @@ class Progress:
     Attributes:
         ended: the number of episodes that have ended.
         total: the number of all episodes.
-        sample_id: the row of the episode whose state has not changed for the longest time; "" if no
-            episode is in flight.
-        rollout: the number of that episode among the rollouts of its row.
-        state: the thing that it waits for.
-        seconds: the time that it has waited.
+        wait: the longest wait of an episode; None if no episode is in flight.
     """
 
     ended: int
     total: int
-    sample_id: str = ""
-    rollout: int = 0
-    state: str = ""
-    seconds: float = 0.0
+    wait: Wait | None = None
 
 
 class Rollouts:
     """A synchronous interface that plays and scores episodes."""
 
     def __init__(
-        self, runtime: Runtime, scorer: Scorer, *, seed: int, players: Players | None = None
+        self, runtime: Runtime, scorer: Scorer, *, seed: int, players: RolloutWorkers | None = None
     ):
         """Start the thread of the event loop.
 
@@ -150,7 +142,7 @@ class Rollouts:
             players: play the rollouts; None: this process does.
         """
         self.runtime = runtime
-        self._players: Players = players or Player(runtime, scorer)
+        self._players = players or Player(runtime, scorer)
         self._seed = seed
         self._run_id = uuid.uuid4().hex[:8]
         self._attempts = itertools.count()
@@ -284,10 +276,7 @@ class Rollouts:
         if not counts:
             return None
         ended, total = sum(c.ended for c in counts), sum(c.total for c in counts)
-        if (slowest := self._players.longest_wait()) is None:
-            return Progress(ended, total)
-        seconds = max(0.0, time.monotonic() - slowest.since)
-        return Progress(ended, total, slowest.sample_id, slowest.rollout, slowest.state, seconds)
+        return Progress(ended, total, self._players.longest_wait())
 
     def reprefill_tokens(self) -> int:
         """Return `Sampler.reprefill_tokens` of this process and of others that play."""

@@ -286,13 +286,14 @@ def _doing(name: str, seconds: float, progress: Progress | None, width: int) -> 
         parts.append(Text(f"{progress.total - progress.ended} in flight"))
     parts.append(Text(format_duration(seconds)))
     lines = [_line("now", parts, width)]
-    if progress is not None and progress.state and progress.seconds >= WAIT_SECONDS:
-        row = printable(progress.sample_id).replace("\n", " ")[:24]
-        wait = Text.assemble(
-            f"row {row}, rollout {progress.rollout}: ",
-            (f"{progress.seconds:.0f} s, {printable(progress.state)}", "yellow"),
+    wait = progress and progress.wait
+    if wait and (waited := time.monotonic() - wait.since) >= WAIT_SECONDS:
+        row = printable(wait.sample_id).replace("\n", " ")[:24]
+        text = Text.assemble(
+            f"row {row}, rollout {wait.rollout}: ",
+            (f"{waited:.0f} s, {printable(wait.state)}", "yellow"),
         )
-        lines.append(_line("slowest", [wait], width))
+        lines.append(_line("slowest", [text], width))
     return lines
 
 

@@ -23,6 +23,7 @@ from agentrl.observers.console import Console
 from agentrl.observers.json_log import JsonConsole
 from agentrl.observers.live import LiveConsole
 from agentrl.observers.results import Results
+from agentrl.player import Wait
 from agentrl.record import METRICS
 from agentrl.report.finding import Finding
 from agentrl.rollout import Progress
@@ -167,7 +168,9 @@ def test_a_phase_that_takes_long_has_two_lines(monkeypatch):
     assert re.fullmatch(r"load the model: \d+\.\d s", last)
 
 
-PROGRESS = Progress(37, 64, "gsm8k\x1b-17", 3, "tools http://127.0.0.1:8000", 14.2)
+def progress():
+    wait = Wait("gsm8k\x1b-17", 3, "tools http://127.0.0.1:8000", time.monotonic() - 14.2)
+    return Progress(37, 64, wait)
 
 
 def shown(console: LiveConsole) -> list[str]:
@@ -181,7 +184,7 @@ def test_the_display_says_what_runs_and_where_the_time_goes(monkeypatch):
     monkeypatch.setenv("LINES", "60")
     console = LiveConsole(io.StringIO())
     assert shown(console) == []
-    begin(console, 0, 20, lambda: Activity("gen", 12.0, PROGRESS))
+    begin(console, 0, 20, lambda: Activity("gen", 12.0, progress()))
     times = {
         "timing_s/step": 8.0,
         "timing_s/gen": 6.0,
@@ -224,7 +227,7 @@ def test_the_display_fits_the_terminal(monkeypatch, width, height):
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("LINES", str(height))
     console = LiveConsole(io.StringIO())
-    begin(console, 0, 120, lambda: Activity("gen", 12.0, PROGRESS))
+    begin(console, 0, 120, lambda: Activity("gen", 12.0, progress()))
     for step in range(1, 40):
         console.on_step(event(step, STEP))
         console.on_validation(event(step, VALIDATION))
