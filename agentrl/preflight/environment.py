@@ -163,11 +163,13 @@ class EnvironmentCheck:
             with ExitStack() as stack:
                 counts = {t.label: stack.enter_context(_counted_closes(t.target)) for t in tools}
                 checks = [await self._gold()]
-                checks += [await self._cheat(name, policy) for name, policy in CHEATS.items()]
+                for name, policy in CHEATS.items():
+                    played = [await self._play(name, policy, sample) for sample in self._samples]
+                    checks.append(self._earns_nothing(name, played))
                 checks += [await self._wrong_answer(), await self._denied_answer()]
                 checks += [await self._random(), await self._repeated(), await self._at_once()]
-                checks += [self._range(), self._answer_shown(), self._seed_shown(), self._hangs()]
-                checks += [await self._left_open(), self._failures(), await self._speed()]
+                checks += [self._answer_shown(), await self._left_open(), *self._seen()]
+                checks += [await self._speed()]
             return [*checks, *_check_closes(counts)]
         finally:
             await self._toolbox.aclose()
@@ -253,10 +255,6 @@ class EnvironmentCheck:
             "max_turns": max(rollout.max_turns, turns + 2),
             "max_tool_calls": max(rollout.max_tool_calls, turns + 2),
         }
-
-    async def _cheat(self, name: str, policy: Policy) -> Check:
-        played = [await self._play(name, policy, sample) for sample in self._samples]
-        return self._earns_nothing(name, played)
 
     async def _wrong_answer(self) -> Check:
         name = "a wrong answer in the right form"
@@ -348,15 +346,6 @@ class EnvironmentCheck:
 
     # -- what all of these episodes show ----------------------------------------------------------
 
-    def _range(self) -> Check:
-        outside = []
-        for p in self._played:
-            low, high = range_of(p.sample)
-            if p.scored and not low - EPSILON <= p.scored.rewards["outcome"] <= high + EPSILON:
-                outside.append(p)
-        low, high = range_of(self._samples[0])
-        return _check(f"rewards are within [{low:g}, {high:g}]", outside, self._played)
-
     def _answer_shown(self) -> Check:
         name = "nothing shows the answer before the model gives it"
         if all(s.ground_truth is None for s in self._samples):
@@ -385,28 +374,32 @@ class EnvironmentCheck:
             if m.content not in sent
         )
 
-    def _seed_shown(self) -> Check:
-        shown = [
-            p
-            for p in self._played
-            if any(m.role != "assistant" and SEED.search(m.content) for m in p.messages)
-        ]
-        return _check("nothing shows the seed", shown, self._played)
+    def _seen(self) -> Iterator[Check]:
+        """Yield the checks of each episode alone."""
 
-    def _hangs(self) -> Check:
-        late = [
-            p
-            for p in self._played
-            if p.is_late
-            or "timeout" in p.call_errors
-            or (p.scored and p.scored.trajectory.stop_reason == "time")
-        ]
-        return _check("nothing hangs", late, self._played)
+        def is_outside(p: PlayedEpisode) -> bool:
+            low, high = range_of(p.sample)
+            outcome = p.scored.rewards["outcome"] if p.scored else low
+            return not low - EPSILON <= outcome <= high + EPSILON
 
-    def _failures(self) -> Check:
-        failed = [p for p in self._played if p.error and not p.is_late]
-        crashed = [p for p in self._played if "crash" in p.call_errors]
-        return _check("no method raises", [*failed, *crashed], self._played)
+        def shows_seed(p: PlayedEpisode) -> bool:
+            return any(m.role != "assistant" and SEED.search(m.content) for m in p.messages)
+
+        def hangs(p: PlayedEpisode) -> bool:
+            ended_late = bool(p.scored) and p.scored.trajectory.stop_reason == "time"
+            return p.is_late or "timeout" in p.call_errors or ended_late
+
+        def raises(p: PlayedEpisode) -> bool:
+            return (bool(p.error) and not p.is_late) or "crash" in p.call_errors
+
+        low, high = range_of(self._samples[0])
+        for name, is_wrong in {
+            f"rewards are within [{low:g}, {high:g}]": is_outside,
+            "nothing shows the seed": shows_seed,
+            "nothing hangs": hangs,
+            "no method raises": raises,
+        }.items():
+            yield _check(name, [p for p in self._played if is_wrong(p)], self._played)
 
     # -- what stays open ---------------------------------------------------------------------------
 

@@ -124,7 +124,9 @@ def make_plan(config: Config) -> Plan:
         log.warning("the interaction %r is that of %s, not the shipped one", name, where)
     if all_files_loaded:
         problems += _find_unknown_names(config)
-    scorer = _make_scorer(config, problems) if all_files_loaded else None
+    r = config.rollout
+    make = partial(Scorer, config.reward, r.budget_policy, r.max_trajectory_tokens)
+    scorer = _attempt(make, problems) if all_files_loaded else None
     rows = _load_rows(config, problems, all_files_loaded)
     parts = [part for split in rows for part in parts_to_check(split)]
     names = {kind.sample.agent_name for split in rows for kind in find_kinds(split)}
@@ -332,15 +334,6 @@ def _find_unknown_names(config: Config) -> list[str]:
         *(("interaction.kwargs", registry.interactions, n) for n in config.interaction.kwargs),
     ]
     return [f"{key}: {kind.explain_unknown(n)}" for key, kind, n in references if n not in kind]
-
-
-def _make_scorer(config: Config, problems: list[str]) -> Scorer | None:
-    """Return the run's rewards; add their mistakes to `problems` and return None."""
-    rollout = config.rollout
-    return _attempt(
-        partial(Scorer, config.reward, rollout.budget_policy, rollout.max_trajectory_tokens),
-        problems,
-    )
 
 
 def _attempt(work: Callable[[], T], problems: list[str]) -> T | None:
