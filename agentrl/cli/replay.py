@@ -197,22 +197,23 @@ def rescore(
     if not rows:
         raise UserError(f"{run} has no stored episodes")
     lines = [["split", "episodes", "outcome", "new outcome", "changed", "reward", "new reward"]]
-    for split in dict.fromkeys(row.split for row in rows):
-        part = [row for row in rows if row.split == split]
-        changed = sum(row.outcome != row.new_outcome for row in part)
+    for split in dict.fromkeys(row["split"] for row in rows):
+        part = [row for row in rows if row["split"] == split]
+        changed = sum(row["outcome"] != row["new_outcome"] for row in part)
         means = [
-            f"{mean([getattr(row, name) for row in part]):.3f}"
+            f"{mean([row[name] for row in part]):.3f}"
             for name in ("outcome", "new_outcome", "reward", "new_reward")
         ]
         lines.append([split, str(len(part)), *means[:2], str(changed), *means[2:]])
     echo("\n".join(aligned(lines, 1)))
-    changed_rows = [row for row in rows if row.outcome != row.new_outcome]
-    changed_rows.sort(key=lambda row: -abs(row.new_outcome - row.outcome))
+    changed_rows = [row for row in rows if row["outcome"] != row["new_outcome"]]
+    changed_rows.sort(key=lambda row: -abs(row["new_outcome"] - row["outcome"]))
     if changed_rows:
         lines = [["episode", "step", "split", "row", "outcome", "new outcome"]]
         for row in changed_rows[:MAX_LISTED]:
-            cells = [str(row.step), row.split, row.sample_id]
-            lines.append([row.episode_id, *cells, f"{row.outcome:.3f}", f"{row.new_outcome:.3f}"])
+            cells = [str(row["step"]), row["split"], row["sample_id"]]
+            cells += [f"{row[name]:.3f}" for name in ("outcome", "new_outcome")]
+            lines.append([row["episode_id"], *cells])
         echo("\nthe largest changes:")
         echo("\n".join(aligned(lines, 1)))
     if out is not None:
