@@ -5,27 +5,20 @@ from __future__ import annotations
 import contextlib
 import runpy
 import shlex
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from agentrl.terminal import echo
 
-
-class Template(StrEnum):
-    """The starter projects: folders of `starter`."""
-
-    TOOL = "tool"
-    INTERACTION = "interaction"
-    ENVIRONMENT = "environment"
-    JUDGE = "judge"
+Template = Literal["tool", "interaction", "environment", "judge"]
+"""The starter projects: folders of `starter`."""
 
 
 def init(
     folder: Annotated[Path, typer.Argument()] = Path("my_env"),
-    template: Template = Template.TOOL,
+    template: Template = "tool",
 ) -> None:
     """Create a commented starter project: an environment, rows, a run config and tests.
 

@@ -153,7 +153,7 @@ def test_a_file_that_does_not_load_causes_no_second_mistake(run_cli, tmp_path, m
     lines = err.splitlines()
     assert [line.partition("(")[0] for line in lines] == [
         "error: no such file: my_evn.py ",
-        ". is a folder. Its files: my_env.py, raises.py",
+        f". is a folder. Files in {tmp_path}: my_env.py, raises.py",
         "rows.jsonl is neither a Python file ",
         "raises.py:1 cannot be loaded: ZeroDivisionError: division by zero",
         "no such file: none.jsonl ",
