@@ -104,7 +104,7 @@ def read_config(
     from agentrl.config import FIELDS, TINY
     from agentrl.config.load import flag_of, load_config
     from agentrl.errors import ConfigError
-    from agentrl.preflight import announce_files, find_code
+    from agentrl.preflight import announce_files, find_code, load_files
 
     run_config = config_of_run(flags.get("model")) if uses_run_config and not config else None
     settings: list[Setting] = []
@@ -143,7 +143,10 @@ def read_config(
         loaded = load(preset=tiny_settings(loaded))
     if run_config:
         announce_files(run_config, find_code(loaded, load_config(str(run_config))))
-    if problems := [*_find_missing(loaded, needs_model, needs_rows and not settings)]:
+    problems = [*_find_missing(loaded, needs_model, needs_rows and not settings)]
+    if not needs_rows:  # Otherwise `make_plan` loads them.
+        problems += load_files(loaded)
+    if problems:
         raise ConfigError("\n".join(problems))
     return loaded
 
