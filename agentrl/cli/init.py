@@ -5,20 +5,27 @@ from __future__ import annotations
 import contextlib
 import runpy
 import shlex
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from agentrl.terminal import echo
 
-Template = Literal["tool", "interaction", "environment", "judge"]
-"""The starter projects: folders of `starter`."""
+
+class Template(StrEnum):
+    """The starter projects: folders of `starter`."""
+
+    TOOL = "tool"
+    INTERACTION = "interaction"
+    ENVIRONMENT = "environment"
+    JUDGE = "judge"
 
 
 def init(
     folder: Annotated[Path, typer.Argument()] = Path("my_env"),
-    template: Template = "tool",
+    template: Template = Template.TOOL,
 ) -> None:
     """Create a commented starter project: an environment, rows, a run config and tests.
 
