@@ -6,8 +6,10 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,6 +43,10 @@ if TYPE_CHECKING:
     from agentrl.trajectory import ToolCall
 
 
+MAX_MEASURED = 3 * 10**8
+"""The parameters of the largest model whose speed on a CPU is measured. This takes seconds."""
+
+
 def check(
     overrides: Overrides = None,
     dataset: Dataset = None,
@@ -57,7 +63,8 @@ def check(
     Checks that the run can start in its folder, and verifies the checkpoint from which it would
     continue (it reads the whole checkpoint). Asks the servers of rewards and interactions whether
     they answer, estimates the memory of a GPU or of a run on the CPU, and lists what was not
-    checked. Loads no weights, and writes nothing.
+    checked. Loads the weights of a small model on the CPU, to measure how long a step takes; loads
+    no others. Writes nothing.
 
     Args:
         gpu_memory: Size the run for GPUs of so many GiB, also if none is here.
@@ -189,7 +196,7 @@ def _check_machine(
     max_length: int,
     gpu_memory: float | None,
 ) -> tuple[list[str], str]:
-    """Print an estimate of the memory of a GPU, or of the RAM of a run on the CPU.
+    """Print an estimate of the memory of a GPU or of RAM, and of the time of a run on the CPU.
 
     Returns:
         What was not checked; and what does not fit into the memory, or "".
@@ -214,10 +221,13 @@ def _check_machine(
         return [*unchecked, f"memory of a {'run' if on_cpu else 'GPU'}: {e}", weights], ""
     prompt, images = longest_prompt(plan, template)
     response = min(longest_response(plan), max_length - prompt)
-    if on_cpu:
-        problem = _check_ram(plan, shape, prompt, response, images)
-    else:
+    if not on_cpu:
         problem = _check_gpu(config, shape, gpu, prompt + response, images)
+    else:
+        problem = _check_ram(plan, shape, prompt, response, images)
+        if not problem and not images and _is_measured(config, shape):
+            _measure_time(plan, template, prompt, response)
+            return unchecked, ""
     return [*unchecked, weights], problem
 
 
@@ -230,6 +240,65 @@ def _list_missing_gpus(trainer: TrainerConfig, gpu: Gpu | None) -> list[str]:
     if trainer.ray_address or gpu.count >= needed:
         return []
     return [f"{needed} GPUs (trainer.n_gpus_per_node): {gpu.count} here"]
+
+
+def _measure_time(plan: Plan, template: ChatTemplate, prompt: int, response: int) -> None:
+    """Measure a few rows on this CPU, and print how long a step and the run take.
+
+    Args:
+        plan: the run's plan.
+        template: renders the prompts.
+        prompt: the tokens of the longest prompt.
+        response: the tokens of the longest response.
+    """
+    from transformers.utils import logging
+
+    from agentrl.engine.local import LocalEngine
+    from agentrl.errors import EngineError
+    from agentrl.preflight import encode_prompts
+    from agentrl.trainer import speed
+
+    config, steps = plan.config, plan.total_steps
+    logging.disable_progress_bar()
+    samples = islice(plan.train, min(config.data.batch_size, speed.LEARNED_ROWS))
+    prompts = [*encode_prompts(samples, template)]
+    with closing(LocalEngine.load(config.model.path, template.tokenizer, device="cpu")) as engine:
+        try:
+            sampling = asyncio.run(speed.measure_sampling(engine, prompts))
+        except EngineError as e:  # A slow or busy machine is no mistake of the run.
+            echo(f"time on this CPU: not measured ({e})")
+            return
+    del engine  # The learner needs the memory.
+    learning = speed.measure_learning(config, prompts)
+    minutes = speed.step_seconds(config, sampling, learning, prompt, response) / 60
+    echo(
+        f"time on this CPU, from a few measured rows: the engine samples"
+        f" {sampling.tokens_per_s:.0f} tokens/s, the learner runs {learning.tokens_per_s:.0f}"
+        f" tokens/s. If all responses have {response} tokens, a step takes {minutes:.2g} minutes"
+        f" and the run of {plural(steps, 'step')} {steps * minutes:.2g} minutes, without"
+        " validations, tools and rewards"
+    )
+
+
+def _is_measured(config: Config, shape: ModelShape) -> bool:
+    """Return whether the speed of a model on this CPU is measured.
+
+    It is not for servers, for a large model, which would take more than seconds, and for one whose
+    weights are not here: nothing is downloaded.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from transformers.utils import SAFE_WEIGHTS_NAME
+
+    from agentrl.engine.local.load import base_and_adapters
+
+    if config.rollout.name != "local" or shape.parameters > MAX_MEASURED:
+        return False
+    base = config.model.path
+    if Path(base).is_dir():
+        base, _ = base_and_adapters(base)
+    if Path(base).is_dir():
+        return any(Path(base).glob("*.safetensors"))
+    return isinstance(try_to_load_from_cache(base, SAFE_WEIGHTS_NAME), str)
 
 
 def _check_ram(plan: Plan, shape: ModelShape, prompt: int, response: int, images: int) -> str:

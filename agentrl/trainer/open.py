@@ -274,7 +274,7 @@ def _note_speed(
         return
     with suppress(EngineError):  # A slow engine is no reason to end the run.
         speed = rollouts.run(measure_sampling(engine, prompts, rows))
-        display.note(describe_local_speed(speed, rows, config.rollout.python))
+        display.note(describe_local_speed(speed, config.rollout.python))
 
 
 def _open_store(config: Config, display: Display) -> TrajectoryWriter:

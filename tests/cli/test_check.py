@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from shutil import copytree
 
 import pytest
+from huggingface_hub import constants
 from transformers import (
     AutoTokenizer,
     Gemma3TextConfig,
@@ -18,11 +20,13 @@ from typer.testing import CliRunner
 
 from agentrl import registry
 from agentrl.cli import app
+from agentrl.cli import check as check_module
 from agentrl.config import load_config
 from agentrl.data.table import hash_file
 from agentrl.engine.local.decoder import CannotDecode
 from agentrl.errors import UserError
 from agentrl.learner import memory
+from agentrl.trainer import speed
 from agentrl.trainer.checkpoint import save_checkpoint
 
 ROW = {
@@ -139,12 +143,33 @@ def test_a_laptop_with_a_cpu(check):
     output = check("trainer.device=cpu")
     assert "GPU" not in output and "\nall checks passed\n" in output
     assert f"GiB of {memory.gib(memory.find_ram())} (update, passes of" in output
+    measured = re.search(
+        r"time on this CPU, from a few measured rows: the engine samples (\d+) tokens/s, the"
+        r" learner runs (\d+) tokens/s\. If all responses have 460 tokens, a step takes (\S+)"
+        r" minutes and the run of 3 steps (\S+) minutes, without",
+        check("trainer.device=cpu", "trainer.total_steps=3", "rollout.max_trajectory_tokens=460"),
+    )
+    assert measured and float(measured[4]) == pytest.approx(3 * float(measured[3]), rel=0.1)
 
 
-def test_a_folder_without_weights_is_checked(gpus, tmp_path, random_model):
+def test_a_folder_without_weights_is_checked_without_a_measurement(gpus, tmp_path, random_model):
     result = check_config_of(tmp_path, random_model, Qwen2Config(**SMALL))
-    assert result.exit_code == 0
+    assert result.exit_code == 0 and "time on this CPU" not in result.output
     assert f"weights of {tmp_path / 'model'}: only its config" in unchecked(result.output)[-1]
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_nothing_is_downloaded_to_be_measured(tmp_path, monkeypatch, is_here):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--owner--name"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs/main").write_text("a1")
+    (folder / "snapshots/a1").mkdir(parents=True)
+    if is_here:
+        (folder / "snapshots/a1/model.safetensors").touch()
+    (folder / "snapshots/a1/config.json").write_text("{}")
+    config = load_config(overrides=["model.path=owner/name"])
+    assert check_module._is_measured(config, memory.read_shape(Qwen2Config(**SMALL))) == is_here
 
 
 def test_a_model_of_unknown_size_is_not_measured(gpus, tmp_path, random_model):
@@ -158,6 +183,13 @@ def test_a_model_of_unknown_size_is_not_measured(gpus, tmp_path, random_model):
     )
 
 
+def test_a_machine_that_is_too_slow_to_be_measured(check, monkeypatch):
+    monkeypatch.setattr(speed, "SECONDS", 0.0)
+    output = check("trainer.device=cpu")
+    assert "time on this CPU: not measured (episode " in output and "deadline passed" in output
+    assert output.endswith("all checks passed\n")
+
+
 def test_a_run_that_would_use_the_cpu_here_is_not_sized_for_a_gpu(check, gpus):
     output = check()
     assert "device: the CPU, as torch finds no GPU here (--gpu-memory 24 sizes a GPU" in output
@@ -166,7 +198,7 @@ def test_a_run_that_would_use_the_cpu_here_is_not_sized_for_a_gpu(check, gpus):
 
 def test_several_ranks_on_cpus_are_not_sized(check, gpus):
     output = check("trainer.device=cpu", "trainer.n_gpus_per_node=2")
-    assert "estimated" not in output
+    assert "estimated" not in output and "time on this CPU" not in output
 
 
 def test_too_little_ram(check, gpus, monkeypatch):
@@ -178,6 +210,7 @@ def test_too_little_ram(check, gpus, monkeypatch):
         f"{verdict} memory of this machine (see the note)\n" in output
         and "all checks passed" not in output
     )
+    assert "time on this CPU" not in output  # Nothing that does not fit is loaded.
 
 
 @pytest.mark.slow
