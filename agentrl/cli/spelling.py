@@ -9,6 +9,15 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+REMOVED = {
+    "check-template": "check template",
+    "gateway check": "check agent",
+    "gateway": "check agent",
+    "chat": "play chat",
+    "train --dry-run": "check",
+}
+"""The present spelling of commands that have another one now."""
+
 command_words: ContextVar[tuple[str, ...]] = ContextVar("command_words")
 """The running command and its arguments."""
 
@@ -20,6 +29,8 @@ class Commands(TyperGroup):
         """Return the name of the command, the command, and its arguments."""
         for count in (2, 1):
             name = " ".join(args[:count])
+            if name in REMOVED:
+                ctx.fail(f"`agentrl {name}` is now `agentrl {REMOVED[name]}`")
             if name in self.commands:
                 return name, self.commands[name], args[count:]
         return super().resolve_command(ctx, args)
@@ -57,6 +68,8 @@ class Command(TyperCommand):
             name = word.partition("=")[0]
             if not name.startswith("--") or name in options or "--config" not in options:
                 continue
+            if (old := f"{ctx.info_name} {name}") in REMOVED:
+                ctx.fail(f"`agentrl {old}` is now `agentrl {REMOVED[old]}`")
             key = name.removeprefix("--").replace("-", "_")
             if keys := [key] if key in FIELDS else keys_named(key, FIELDS):
                 texts = " or ".join(f"{key}=VALUE" for key in keys)

@@ -23,6 +23,7 @@ from agentrl.cli import app, main
 from agentrl.cli.evaluate import table
 from agentrl.cli.play import transcript
 from agentrl.cli.session import silence_training_warnings
+from agentrl.cli.spelling import REMOVED
 from agentrl.config import FIELDS
 from agentrl.config.load import flag_of
 from agentrl.config.sources import ALIASES
@@ -98,6 +99,19 @@ def test_an_option_that_is_a_key_names_the_key(run_cli, words, keys):
 def test_an_unknown_option_is_wrong_usage(words, message):
     result = CliRunner().invoke(app, words.split())
     assert result.exit_code == 2 and message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("old", REMOVED)
+def test_a_removed_spelling_names_the_new_one(old):
+    result = CliRunner().invoke(app, old.split())
+    assert result.exit_code == 2
+    assert f"`agentrl {old}` is now `agentrl {REMOVED[old]}`" in result.output
+    assert CliRunner().invoke(app, [*REMOVED[old].split(), "--help"]).exit_code == 0
+
+
+def test_a_removed_option_may_come_last():
+    result = CliRunner().invoke(app, ["train", "-c", "run.yaml", "--dry-run"])
+    assert result.exit_code == 2 and "is now `agentrl check`" in result.output
 
 
 def test_the_keys_of_aliases_exist():
