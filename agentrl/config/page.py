@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -98,9 +99,12 @@ def _entry(path: str) -> str:
     """Return a key with its flag, its default, the other values and its description."""
     info, flag = FIELDS[path], flag_of(path)
     names = f"`{path}`, `{flag}`" if flag else f"`{path}`"
-    values = allowed(info).removeprefix("a ").removeprefix("an ")
-    other = "" if values in ("text", "true or false") else f"; {values}"
-    return f"- {names} (`{json.dumps(info.default)}`{other}): {description(info)}"
+    values, text = allowed(info).removeprefix("a ").removeprefix("an "), description(info)
+    # The descriptions of choices explain each.
+    is_known = values in ("text", "true or false")
+    is_known |= all(f"{choice}:" in text for choice in re.split(", | or ", values))
+    other = "" if is_known else f"; {values}"
+    return f"- {names} (`{json.dumps(info.default)}`{other}): {text}"
 
 
 if __name__ == "__main__":
