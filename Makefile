@@ -100,7 +100,7 @@ verl-keys: $(VENV)/.installed-dev verl  ## verl's keys and defaults, from verl's
 	PYTHONPATH=tests $(BIN)/python -m support.verl_defaults
 
 docs: $(VENV)/.installed-dev  ## the documentation that is written by a program
-	$(BIN)/python -m agentrl.config.page > docs/config.md
+	PYTHONPATH=tests $(BIN)/python -m support.config_page > docs/config.md
 	PYTHONPATH=tests $(BIN)/python -m support.tokens_page
 	PYTHONPATH=tests $(BIN)/python -m support.parsers_page
 	PYTHONPATH=tests $(BIN)/python -m support.doors_page

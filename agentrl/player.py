@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from agentrl import registry, sandbox
 from agentrl.agent_loops.attempt import CLEANUP_SECONDS, Runtime
@@ -110,54 +110,6 @@ class Wait:
 
 OnEnd = Callable[[int], object]
 """Called with the number of rollouts that have ended."""
-
-
-class Players(Protocol):
-    """What plays the rollouts of a run: one `Player`, or several in other processes."""
-
-    def begin(self, play: Play) -> None:
-        """Announce a rollout that will be played, in the order in which engines serve them."""
-        ...
-
-    async def play(self, plays: Sequence[Play], on_end: OnEnd) -> list[Scored | Dropped]:
-        """Play and score rollouts of one sample, which were announced; return them in order.
-
-        Raises:
-            UserCodeError: a reward function raised.
-        """
-        ...
-
-    def armed(self) -> AbstractContextManager[None]:
-        """Report episodes that make no progress within the block."""
-        ...
-
-    def longest_wait(self) -> Wait | None:
-        """Return the longest wait of the episodes in flight; None if there is none."""
-        ...
-
-    async def pause(self) -> None:
-        """Stop the time limits of the episodes in flight until `resume`."""
-        ...
-
-    async def resume(self) -> None:
-        """Let the time limits go on."""
-        ...
-
-    def reprefill_tokens(self) -> int:
-        """Return the sum of `Sampler.reprefill_tokens` over all processes."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Return the counts of events since the last call, for the record of a step."""
-        ...
-
-    async def drain(self) -> None:
-        """Wait until cancelled episodes have cleaned up, then close rewards and tools."""
-        ...
-
-    def close(self) -> None:
-        """End threads and processes. Idempotent."""
-        ...
 
 
 class _ErrorLog:

@@ -358,21 +358,20 @@ def resolve_file(name: str) -> Path:
     suffixes = (".py", *YAML)
     if path.is_file() and path.suffix in suffixes:
         return path
+    if path.is_file():
+        hint = f": for rows, use --dataset {name}" * (path.suffix in (".jsonl", ".parquet"))
+        raise UserError(
+            f"{name} is neither a Python file (.py) nor verl's YAML of tools (.yaml){hint}"
+        )
     folder = path if path.is_dir() else path.parent
     files = sorted(f.name for f in folder.glob("*") if f.suffix in suffixes)
-    if path.is_dir():
-        problem = f"{name} is a folder. Its files: {', '.join(files[:20]) or 'none to load'}"
-    elif path.is_file():
-        problem = f"{name} is neither a Python file (.py) nor verl's YAML of tools (.yaml)"
-        if path.suffix in (".jsonl", ".parquet"):
-            problem += f": for rows, use --dataset {name}"
-    else:
-        problem = f"no such file: {name} (looked at {path}).{did_you_mean(path.name, files)}"
-        if not folder.is_dir():
-            problem += f" There is no folder {folder}"
-        elif not did_you_mean(path.name, files):
-            problem += f" Files there: {', '.join(files[:20]) or 'none with .py or .yaml'}"
-    raise UserError(problem)
+    problem = (
+        f"{name} is a folder." if path.is_dir() else f"no such file: {name} (looked at {path})."
+    )
+    raise UserError(
+        f"{problem}{did_you_mean(path.name, files)} Files in {folder}:"
+        f" {', '.join(files[:20]) or 'none with .py or .yaml'}"
+    )
 
 
 def load_function(path: str, name: str, key: str) -> Callable[..., Any]:

@@ -7,20 +7,17 @@ and retries it; here too many dropped rollouts, or agents that always fail, stop
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import logging
 import math
-import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from itertools import islice
-from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from agentrl import sandbox
@@ -30,7 +27,7 @@ from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.errors import RunStopped
 from agentrl.open_files import raise_limit
-from agentrl.player import Dropped, Play, Player, Players, collect_rarely, without_numbers
+from agentrl.player import Dropped, Play, Player, Wait, collect_rarely, without_numbers
 from agentrl.plural import plural
 from agentrl.rewards import Scorer
 from agentrl.rollout_workers.workers import (
@@ -122,26 +119,19 @@ class Progress:
     Attributes:
         ended: the number of episodes that have ended.
         total: the number of all episodes.
-        sample_id: the row of the episode whose state has not changed for the longest time; "" if no
-            episode is in flight.
-        rollout: the number of that episode among the rollouts of its row.
-        state: the thing that it waits for.
-        seconds: the time that it has waited.
+        wait: the longest wait of an episode; None if no episode is in flight.
     """
 
     ended: int
     total: int
-    sample_id: str = ""
-    rollout: int = 0
-    state: str = ""
-    seconds: float = 0.0
+    wait: Wait | None = None
 
 
 class Rollouts:
     """A synchronous interface that plays and scores episodes."""
 
     def __init__(
-        self, runtime: Runtime, scorer: Scorer, *, seed: int, players: Players | None = None
+        self, runtime: Runtime, scorer: Scorer, *, seed: int, players: RolloutWorkers | None = None
     ):
         """Start the thread of the event loop.
 
@@ -152,7 +142,7 @@ class Rollouts:
             players: play the rollouts; None: this process does.
         """
         self.runtime = runtime
-        self._players: Players = players or Player(runtime, scorer)
+        self._players = players or Player(runtime, scorer)
         self._seed = seed
         self._run_id = uuid.uuid4().hex[:8]
         self._attempts = itertools.count()
@@ -251,72 +241,6 @@ class Rollouts:
 
         return self._loop.submit(play_group())
 
-    def stream(
-        self,
-        samples: Iterable[Sample],
-        *,
-        n: int,
-        sampling: Sampling,
-        tag: str = "val",
-        in_flight: int = 256,
-    ) -> Iterator[Group]:
-        """Play each sample n times, and yield its group as soon as its rollouts have ended.
-
-        The seeds equal `collect`'s at step 0, so they do not depend on the other samples.
-
-        Args:
-            samples: any number of rows; they are drawn when their turn comes.
-            n: rollouts per sample.
-            sampling: the sampling parameters.
-            tag: a part of the episode ids.
-            in_flight: about how many rollouts are played at the same time.
-
-        Yields:
-            One group for each sample, in the order in which they end, without the rollouts that
-            were dropped.
-
-        Raises:
-            RunStopped: of 100 or more rollouts, or of all, more than 5 % were dropped; the message
-                lists the causes.
-            UserCodeError: a reward function raised.
-        """
-        ended: SimpleQueue[tuple[Sample, list[Scored | Dropped]] | None] = SimpleQueue()
-        waiting = iter(samples)
-
-        async def play_one_after_another() -> None:
-            for sample in waiting:
-                plays = [*self._plays([sample], [sampling] * n, 0, tag, ())]
-                ended.put((sample, await self._play_parts(plays, n, _RolloutCount(n))))
-                # A cancellation must arrive even if nothing in an episode waits.
-                await asyncio.sleep(0)
-
-        async def play_all() -> None:
-            try:
-                with self._players.armed():
-                    workers = max(1, in_flight // n)
-                    await run_all([play_one_after_another() for _ in range(workers)])
-            finally:
-                ended.put(None)
-
-        future = self._loop.submit(play_all())
-        dropped: list[Dropped] = []
-        played = 0
-        try:
-            while (item := self._wait_for(ended)) is not None:
-                sample, results = item
-                scored = tuple(r for r in results if isinstance(r, Scored))
-                dropped += [r for r in results if isinstance(r, Dropped)]
-                played += n
-                if played >= 100:
-                    _stop_if_too_many_dropped(dropped, played)
-                    self.stop_if_agents_fail()
-                yield Group(sample, scored, n - len(scored), drop_causes=_causes_of(results))
-            future.result()
-            _stop_if_too_many_dropped(dropped, played)
-            self.stop_if_agents_fail()
-        finally:
-            future.cancel()
-
     def stop_if_agents_fail(self) -> None:
         """Raise `RunStopped` if all episodes of an agent failed, or its last `MAX_AGENT_ERRORS`."""
         for name, errors in [*self._agent_errors.items()]:
@@ -343,15 +267,6 @@ class Rollouts:
                 *(trajectory.sample.id, name, error),
             )
 
-    def _wait_for(self, queue: SimpleQueue[T]) -> T:
-        """Return the next item that the event loop puts into a queue. Ctrl-C ends the wait."""
-        while True:
-            try:
-                return queue.get(timeout=1.0)
-            except Empty:
-                if not self._loop.is_alive:
-                    raise RunStopped("the thread that runs the episodes died") from None
-
     def progress(self) -> Progress | None:
         """Return the progress of `collect` and of started samples; None if nothing is played.
 
@@ -361,10 +276,7 @@ class Rollouts:
         if not counts:
             return None
         ended, total = sum(c.ended for c in counts), sum(c.total for c in counts)
-        if (slowest := self._players.longest_wait()) is None:
-            return Progress(ended, total)
-        seconds = max(0.0, time.monotonic() - slowest.since)
-        return Progress(ended, total, slowest.sample_id, slowest.rollout, slowest.state, seconds)
+        return Progress(ended, total, self._players.longest_wait())
 
     def reprefill_tokens(self) -> int:
         """Return `Sampler.reprefill_tokens` of this process and of others that play."""

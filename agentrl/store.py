@@ -896,6 +896,19 @@ def parse_json(text: str) -> Any:
         return json.loads(text)
 
 
+def calls_of(
+    turns: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[int, Mapping[str, Any], Mapping[str, Any]]]:
+    """Yield the turn, the call and the result of each tool call that was run.
+
+    Args:
+        turns: the value of a cell of the column `turns`.
+    """
+    for index, turn in enumerate(turns):
+        for call, result in zip(turn["tool_calls"], turn["tool_results"], strict=False):
+            yield index, call, result
+
+
 def _parse_cell(path: Path, row: int, name: str, text: str) -> Any:
     """Return the checked content of a column in `_JSON`."""
     try:

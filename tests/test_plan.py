@@ -3,7 +3,6 @@
 import pytest
 from support.trainer_fixtures import config
 
-from agentrl.data import open_rows, write_rows
 from agentrl.errors import ConfigError
 from agentrl.preflight import Plan, check_policy_learns, describe_run
 from agentrl.rewards import Scorer
@@ -57,9 +56,9 @@ def test_a_critic_that_warms_up_to_the_end_is_refused(keys, steps):
 @pytest.mark.parametrize(
     ("rows", "size", "epochs", "steps", "verls", "left_out"),
     [
-        (10, 6, 3, 5, 3, "12 rows of 3 epochs: 0 rows are never played"),
-        (10, 4, 1, 3, 2, "2 rows of 1 epoch: 2 rows are never played"),
-        (9, 4, 1, 3, 2, "1 row of 1 epoch: 1 row is never played"),
+        (10, 6, 3, 5, 3, "12 rows of 3 epochs"),
+        (10, 4, 1, 3, 2, "2 rows of 1 epoch"),
+        (9, 4, 1, 3, 2, "1 row of 1 epoch"),
         (8, 4, 2, 4, 4, ""),
         (3, 4, 2, 2, 2, ""),
         (3, 8, 1, 1, 1, ""),
@@ -74,23 +73,6 @@ def test_epochs_play_all_of_their_rows(rows, size, epochs, steps, verls, left_ou
     assert [line for line in lines if "drop_last" in line] == [
         f"data.drop_last=true leaves out {left_out}" for _ in range(bool(left_out))
     ]
-
-
-@pytest.mark.parametrize(
-    ("weights", "epochs", "never"), [((2, 1), 1, 3), ((0.5, 1), 1, 3), ((0.5, 1), 2, 0)]
-)
-def test_rows_that_are_never_played_are_counted_with_the_weights_of_files(
-    tmp_path, weights, epochs, never
-):
-    """Files of 4 and 3 rows in order: 8 of aaaaaaaabbb, 4 of aabbb, and 8 of aabbbaabbb."""
-    names = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    for name, n in zip(names, (4, 3), strict=True):
-        write_rows(name, [{"prompt": "q"}] * n)
-    files = [{"path": str(f), "weight": w} for f, w in zip(names, weights, strict=True)]
-    keys = {"trainer__total_epochs": epochs, "data__batch_size": 4, "data__drop_last": True}
-    c = config(data__train=files, data__shuffle=False, **keys)
-    text = describe_run(Plan(c, open_rows(files), [], Scorer(c.reward)))
-    assert f": {never} rows are never played" in text
 
 
 def test_a_trainer_refuses_such_a_critic_like_the_command_line(tmp_path):

@@ -160,7 +160,7 @@ def test_the_progress_counts_episodes_of_all_workers(two):
     ended = [progress.ended for progress in seen if progress]
     assert ended == sorted(ended) and len({*ended}) > 5
     assert {progress.total for progress in seen if progress} == {80}
-    states = {progress.state for progress in seen if progress and progress.sample_id}
+    states = {progress.wait.state for progress in seen if progress and progress.wait}
     assert states == {"generate"}
 
 

@@ -20,7 +20,7 @@ from agentrl.observers.live import LiveConsole
 from agentrl.terminal import echo
 
 PACKAGE = Path(agentrl.__file__).parent
-PRINTING = ("terminal.py", "watchdog.py", "config/page.py", "demo/__main__.py")
+PRINTING = ("terminal.py", "watchdog.py", "demo/__main__.py")
 """Files that may call `print`: those that escape what they print, and generators of files."""
 ELSEWHERE = ("sandbox/inside/", "cli/starter/", "workers/parent_watch.py", "trainer/interrupt.py",
              "interactions/person.py")  # fmt: skip

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated
-
-import typer
 
 from agentrl.cli.options import ConfigFile, Files, Model, Overrides, describe_sampling
 from agentrl.terminal import echo
@@ -21,8 +18,8 @@ def chat(
     model: Model = None,
     file: Files = None,
     config: ConfigFile = None,
-    agent: Annotated[str, typer.Option(help="The agent loop.")] = "tool_agent",
-    system: Annotated[str, typer.Option(help="The system message.")] = "",
+    agent: str = "tool_agent",
+    system: str = "",
 ) -> None:
     """Talk with a policy: you are the user, and it calls the tools of --file.
 
@@ -33,6 +30,10 @@ def chat(
     it names are loaded.
 
     `/reset` begins a new conversation, `/exit` or the end of the input ends it.
+
+    Args:
+        agent: The agent loop.
+        system: The system message.
 
     Examples:
         agentrl play chat --model tiny --file shelf:calculator

@@ -56,12 +56,7 @@ def check(
     file: Files = None,
     config: ConfigFile = None,
     deterministic: Deterministic = False,
-    gpu_memory: Annotated[
-        float | None,
-        typer.Option(
-            help="Size the run for GPUs of so many GiB, also if none is here.", min=1, max=10**6
-        ),
-    ] = None,
+    gpu_memory: Annotated[float | None, typer.Option(min=1, max=10**6)] = None,
 ) -> None:
     """Check config, rows, tools, rewards and the chat template, and describe the run.
 
@@ -70,6 +65,9 @@ def check(
     they answer, estimates the memory of a GPU or of a run on the CPU, and lists what was not
     checked. Loads the weights of a small model on the CPU, to measure how long a step takes; loads
     no others. Writes nothing.
+
+    Args:
+        gpu_memory: Size the run for GPUs of so many GiB, also if none is here.
 
     Examples:
         agentrl check --dataset rows.jsonl --model tiny -f my_tools.py

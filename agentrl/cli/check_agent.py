@@ -17,34 +17,17 @@ OVERRIDE = re.compile(r"\w+(\.\w+)+=")
 
 def check_agent(
     command: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]... [-- COMMAND...]",
-            help="Config keys, e.g. rollout.timeout_s=60; after `--` the command of the agent.",
-        ),
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]... [-- COMMAND...]")
     ] = None,
-    python: Annotated[
-        str, typer.Option(help="Instead of a command: path.py:function (agent.python).")
-    ] = "",
+    python: str = "",
     dataset: PlayedDataset = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="A model folder or hub name, for its chat template. Default: a ChatML template."
-        ),
-    ] = None,
+    model: str | None = None,
     config: ConfigFile = None,
-    n: Annotated[int, typer.Option("-n", help="How many rows to play.", min=1)] = 3,
-    rollouts: Annotated[int, typer.Option(help="Episodes per row.", min=1)] = 2,
-    reward: Annotated[str | None, typer.Option(help="grader, post or exit (agent.reward).")] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(help="A variable of this shell that the agent gets. It may be repeated."),
-    ] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(help="The time of an episode, in seconds. Default: 30, or that of --config."),
-    ] = None,
+    n: Annotated[int, typer.Option("-n", min=1)] = 3,
+    rollouts: Annotated[int, typer.Option(min=1)] = 2,
+    reward: str | None = None,
+    env: list[str] | None = None,
+    timeout: float | None = None,
 ) -> None:
     """Play your agent against a scripted policy, and report what would train.
 
@@ -53,6 +36,16 @@ def check_agent(
     conversation cleanly, and which begin a new row of tokens and why; what the run decides instead
     of the agent; and which requests and episodes are lost. Exit code 0 if everything trains
     cleanly, 1 if there are problems.
+
+    Args:
+        command: Config keys, e.g. rollout.timeout_s=60; after `--` the command of the agent.
+        python: Instead of a command: path.py:function (agent.python).
+        model: A model folder or hub name, for its chat template. Default: a ChatML template.
+        n: How many rows to play.
+        rollouts: Episodes per row.
+        reward: grader, post or exit (agent.reward).
+        env: A variable of this shell that the agent gets. It may be repeated.
+        timeout: The time of an episode, in seconds. Default: 30, or that of --config.
 
     Examples:
         agentrl check agent -- python my_agent.py

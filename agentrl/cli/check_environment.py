@@ -13,20 +13,10 @@ from agentrl.terminal import echo
 
 
 def check_environment(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[FILE] [KEY=VALUE]...",
-            help="Rows (.jsonl, .parquet, or those of a door), or a Python file with an environment"
-            " whose constructor needs no arguments. Default: the rows of --config.",
-        ),
-    ] = None,
-    file: Annotated[
-        list[str] | None,
-        typer.Option("--file", "-f", help="A Python file of the rows' environment, or shelf:NAME."),
-    ] = None,
+    words: Annotated[list[str] | None, typer.Argument(metavar="[FILE] [KEY=VALUE]...")] = None,
+    file: Annotated[list[str] | None, typer.Option("--file", "-f")] = None,
     config: ConfigFile = None,
-    n: Annotated[int, typer.Option("-n", help="How many rows to play.", min=1)] = 3,
+    n: Annotated[int, typer.Option("-n", min=1)] = 3,
 ) -> None:
     """Play scripted policies on rows, and report whether the environment is sound.
 
@@ -35,6 +25,12 @@ def check_environment(
     more than chance. A row must start and score the same each time, also among concurrent episodes.
     Nothing may show the answer or the seed, hang, raise or stay open. The exit code is 1 if a check
     failed. "not checked" says what is missing.
+
+    Args:
+        words: Rows (.jsonl, .parquet, or those of a door), or a Python file with an environment
+            whose constructor needs no arguments. Default: the rows of --config.
+        file: A Python file of the rows' environment, or shelf:NAME.
+        n: How many rows to play.
 
     Examples:
         agentrl check environment train.jsonl -f env.py

@@ -41,25 +41,11 @@ _CANNOT_BE_FIXED = (
 
 
 def check_template(
-    model: Annotated[str, typer.Argument(help="A model folder or hub name, or `tiny`.")],
+    model: str,
     file: Files = None,
-    fix: Annotated[
-        bool, typer.Option("--fix", help="Look for the smallest change that makes it append-only.")
-    ] = False,
-    with_tools: Annotated[
-        Literal["hermes"] | None,
-        typer.Option(
-            help="Replace a template that shows no tools, or write a missing one, for models with"
-            " the control tokens of ChatML; then verify it."
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="The file for the changed template. Default: --fix prints it, --with-tools writes"
-            " chat_template.jinja into the model's folder."
-        ),
-    ] = None,
+    fix: Annotated[bool, typer.Option("--fix")] = False,
+    with_tools: Literal["hermes"] | None = None,
+    output: Path | None = None,
 ) -> None:
     """Verify a model's chat template with conversations of many shapes.
 
@@ -69,6 +55,14 @@ def check_template(
     with the template is not possible or its calls cannot be parsed, 2 if MODEL has no template.
     The change that --fix finds is printed as a diff. A file `chat_template.jinja` in the model's
     folder replaces any other template there.
+
+    Args:
+        model: A model folder or hub name, or `tiny`.
+        fix: Look for the smallest change that makes it append-only.
+        with_tools: Replace a template that shows no tools, or write a missing one, for models with
+            the control tokens of ChatML; then verify it.
+        output: The file for the changed template. Default: --fix prints it, --with-tools writes
+            chat_template.jinja into the model's folder.
 
     Examples:
         agentrl check template Qwen/Qwen3-0.6B
@@ -91,8 +85,6 @@ def check_template(
         )
     if output and not (fix or with_tools):
         raise UserError("--output needs --fix or --with-tools")
-    if output:
-        _check_output(output)
     schemas = _schemas(file or [])
     folder = Path(model).expanduser()
     try:
@@ -167,28 +159,22 @@ def _add_tools(tokenizer: Any, output: Path) -> None:
         tokenizer.chat_template = hermes_template(tokenizer)
     except UserError as e:
         raise UserError(f"--with-tools hermes: {e}") from None
-    try:
-        output.write_text(tokenizer.chat_template, encoding="utf-8")
-    except OSError as e:
-        raise UserError(f"{output} cannot be written: {e.strerror}. Use --output FILE") from e
+    _write(output, tokenizer.chat_template)
     same = ": conversations without tools have the same text as before" if has_template else ""
     echo(f"wrote {output}{same}\n")
     if not has_template:
         echo("A base model must first imitate conversations in this template: agentrl sft\n")
 
 
-def _check_output(output: Path) -> None:
-    """Refuse an output path that cannot be written, before the template is verified."""
+def _write(output: Path, template: str) -> None:
+    """Write a chat template."""
     from agentrl.errors import UserError
 
-    if output.is_dir():
-        raise UserError(
-            f"--output {output} is a folder: name a file, such as {output / 'chat_template.jinja'}"
-        )
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(template, encoding="utf-8")
     except OSError as e:
-        raise UserError(f"--output {output}: cannot make the folder ({e.strerror})") from e
+        raise UserError(f"{output} cannot be written ({e.strerror}): --output names a file") from e
 
 
 def _schemas(files: list[str]) -> Sequence[Any]:
@@ -237,7 +223,6 @@ def _fix(
     output: Path | None,
 ) -> None:
     from agentrl.chat.repair_template import repair_template, template_diff
-    from agentrl.errors import UserError
 
     if all(v.status in ("append-only", "unsupported") for v in verdicts):
         fails = any(v.fails for v in verdicts)
@@ -254,8 +239,5 @@ def _fix(
     echo("the smallest change that makes all these shapes append-only:\n")
     echo(template_diff(tokenizer.chat_template, changed), nl=False)
     if output:
-        try:
-            output.write_text(changed, encoding="utf-8")
-        except OSError as e:
-            raise UserError(f"--output {output} cannot be written: {e.strerror}") from e
+        _write(output, changed)
         echo(f"\nwrote the changed template to {output}")

@@ -11,29 +11,11 @@ from agentrl.errors import UserError
 
 
 def compare(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN RUN...", help="Folders of runs, or of `eval --output`."),
-    ],
-    step: Annotated[
-        int | None, typer.Option(help="The step of the validations; default: each run's last.")
-    ] = None,
-    output: Annotated[
-        Path, typer.Option(help="The picture to write, .svg; the numbers are in .json next to it.")
-    ] = Path("compare.svg"),
-    other_prompts: Annotated[
-        bool,
-        typer.Option(
-            "--other-prompts",
-            help="Pair rows by id and ground truth alone: the runs have prompts of their own.",
-        ),
-    ] = False,
-    fail_if_worse: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Exit code 1 if a run's reward may be worse than the first by more than X."
-        ),
-    ] = None,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...")],
+    step: int | None = None,
+    output: Path = Path("compare.svg"),
+    other_prompts: Annotated[bool, typer.Option("--other-prompts")] = False,
+    fail_if_worse: Annotated[float | None, typer.Option(min=0)] = None,
 ) -> None:
     """Compare the validations of runs: a table, paired differences to the first run, a picture.
 
@@ -43,6 +25,13 @@ def compare(
 
     Runs whose configs differ in trainer.seed alone are one line: a row's value is its mean over the
     seeds, and the column "seeds" has the mean reward of each.
+
+    Args:
+        runs: Folders of runs, or of `eval --output`.
+        step: The step of the validations; default: each run's last.
+        output: The picture to write, .svg; the numbers are in .json next to it.
+        other_prompts: Pair rows by id and ground truth alone: the runs have prompts of their own.
+        fail_if_worse: Exit code 1 if a run's reward may be worse than the first by more than X.
 
     Examples:
         agentrl compare runs/grpo runs/ppo

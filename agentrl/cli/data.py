@@ -28,22 +28,21 @@ app = typer.Typer(help="Prepare datasets, dump rollouts.", no_args_is_help=True)
 
 @app.command("convert")
 def convert(
-    source: Annotated[
-        str,
-        typer.Argument(
-            help="hf://OWNER/NAME, a folder of save_to_disk, or a .csv, .json, .jsonl or .parquet"
-            " file."
-        ),
-    ],
-    output: Annotated[str, typer.Argument(help="The file to write, .parquet or .jsonl.")],
-    rename: Annotated[
-        list[str] | None,
-        typer.Option("--rename", metavar="OLD=NEW", help="Rename a column, e.g. question=prompt."),
-    ] = None,
-    split: Annotated[str, typer.Option(help="The split of a Hugging Face dataset.")] = "",
-    name: Annotated[str, typer.Option(help="The configuration of a dataset of the hub.")] = "",
+    source: str,
+    output: str,
+    rename: Annotated[list[str] | None, typer.Option("--rename", metavar="OLD=NEW")] = None,
+    split: str = "",
+    name: str = "",
 ) -> None:
     """Convert rows of another format to a dataset.
+
+    Args:
+        source: hf://OWNER/NAME, a folder of save_to_disk, or a .csv, .json, .jsonl or .parquet
+            file.
+        output: The file to write, .parquet or .jsonl.
+        rename: Rename a column, e.g. question=prompt.
+        split: The split of a Hugging Face dataset.
+        name: The configuration of a dataset of the hub.
 
     Examples:
         agentrl data convert hf://openai/gsm8k train.parquet --name main --split train
@@ -66,19 +65,19 @@ def convert(
 
 @app.command("dump")
 def dump(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
-    output: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write to.")],
-    split: Annotated[
-        Split,
-        typer.Option(
-            help="train; val or greedy: validations; evicted: played but not trained on; baseline:"
-            " ReMax's greedy rollouts."
-        ),
-    ] = Split.TRAIN,
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    output: Annotated[Path, typer.Argument(metavar="FOLDER")],
+    split: Split = Split.TRAIN,
 ) -> None:
     """Write the rollouts of a run as verl's trainer.rollout_data_dir: FOLDER/STEP.jsonl.
 
     Existing files are replaced.
+
+    Args:
+        run: The folder of a run.
+        output: The folder to write to.
+        split: train; val or greedy: validations; evicted: played but not trained on; baseline:
+            ReMax's greedy rollouts.
 
     Examples:
         agentrl data dump runs/demo rollouts

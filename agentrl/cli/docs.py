@@ -15,14 +15,15 @@ ASSISTANTS = "assistants"
 
 
 def docs(
-    page: Annotated[
-        str, typer.Argument(help="A page, such as rewards. By default: the list of pages.")
-    ] = "index",
+    page: Annotated[str, typer.Argument()] = "index",
 ) -> None:
     """Print a page of the documentation of this version, as Markdown.
 
     `agentrl docs assistants` is a guide for coding assistants, and `agentrl docs llms.txt` lists
     the pages for them.
+
+    Args:
+        page: A page, such as rewards. By default: the list of pages.
 
     Examples:
         agentrl docs

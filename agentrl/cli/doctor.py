@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
@@ -39,23 +39,21 @@ class Outcome(NamedTuple):
 
 
 def doctor(
-    sandbox: Annotated[
-        str,
-        typer.Option(
-            help="Where model-written programs run (sandbox.backend). It must work then; by default"
-            " bubblewrap is tried, which only tools and rewards that run programs need."
-        ),
-    ] = "",
-    image: Annotated[
-        str, typer.Option(help="With --sandbox docker or podman: an image of sandbox.images.")
-    ] = "",
-    output: Annotated[str, typer.Option(help="The folder for runs.")] = "runs",
+    sandbox: str = "",
+    image: str = "",
+    output: str = "runs",
 ) -> None:
     """Report what works on this machine, and how to fix what does not.
 
     Runs a program in the sandbox that tries to leave it. Exit code 1 if something fails that every
     run needs, or that --sandbox names. `agentrl check` fails if the rows need a sandbox that does
     not work.
+
+    Args:
+        sandbox: Where model-written programs run (sandbox.backend). It must work then; by default
+            bubblewrap is tried, which only tools and rewards that run programs need.
+        image: With --sandbox docker or podman: an image of sandbox.images.
+        output: The folder for runs.
 
     Examples:
         agentrl doctor

@@ -31,19 +31,17 @@ def list_() -> None:
 @app.command()
 def install(
     name: Name,
-    packages: Annotated[
-        list[str] | None,
-        typer.Argument(help="More packages to install with it, as arguments of pip."),
-    ] = None,
-    python: Annotated[
-        str,
-        typer.Option(help="Make a new virtual environment of this Python. Default: one that fits."),
-    ] = "",
+    packages: Annotated[list[str] | None, typer.Argument()] = None,
+    python: str = "",
 ) -> None:
     """Install a door's package into a virtual environment that only this door uses.
 
     Packages of other projects need other versions of agentrl's own dependencies, so each door runs
     in a process of its own Python.
+
+    Args:
+        packages: More packages to install with it, as arguments of pip.
+        python: Make a new virtual environment of this Python. Default: one that fits.
 
     Examples:
         agentrl doors install reasoning-gym
@@ -63,9 +61,12 @@ def install(
 @app.command()
 def use(
     name: Name,
-    folder: Annotated[Path, typer.Argument(help="A virtual environment that has the package.")],
+    folder: Path,
 ) -> None:
     """Let a door use a virtual environment of your own.
+
+    Args:
+        folder: A virtual environment that has the package.
 
     Examples:
         agentrl doors use verifiers ~/verifiers/.venv

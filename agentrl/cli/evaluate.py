@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
@@ -33,48 +33,16 @@ if TYPE_CHECKING:
 def eval_(
     overrides: Overrides = None,
     dataset: PlayedDataset = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A model, run or checkpoint, as for `agentrl train`; or URL#NAME, a model of an"
-            " OpenAI-compatible server. It may be repeated: each plays the same rows."
-        ),
-    ] = None,
+    model: list[str] | None = None,
     file: Files = None,
     config: ConfigFile = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="A folder for metrics.json and the trajectories; of several models, a folder for"
-            " each. The same command continues there."
-        ),
-    ] = None,
-    without: Annotated[
-        Literal["tools"] | None,
-        typer.Option(help="Also play each row without its tools (val.without_tools)."),
-    ] = None,
-    expect: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="METRIC>=NUMBER or METRIC<=NUMBER: exit code 1 if the end of its interval of 95 %"
-            " is not. It may be repeated."
-        ),
-    ] = None,
-    token_env: Annotated[
-        str, typer.Option(help="The environment variable with the key of the URLs of --model.")
-    ] = "",
-    responses: Annotated[
-        Path | None,
-        typer.Option(
-            help="Rows with stored responses, .parquet or .jsonl: score these, play none."
-        ),
-    ] = None,
-    response_key: Annotated[
-        str, typer.Option(help="With --responses: the column of the responses.")
-    ] = "responses",
-    reward_model_key: Annotated[
-        str, typer.Option(help="With --responses: the column with the ground_truth.")
-    ] = "reward_model",
+    output: Path | None = None,
+    without: Literal["tools"] | None = None,
+    expect: list[str] | None = None,
+    token_env: str = "",
+    responses: Path | None = None,
+    response_key: str = "responses",
+    reward_model_key: str = "reward_model",
     log_format: LogFormat = "text",
 ) -> None:
     """Evaluate models on fixed rows with fixed seeds, or score stored responses.
@@ -82,6 +50,19 @@ def eval_(
     Prints rewards and accuracy with standard errors, pass@k and maj@k. The same seed gives the same
     episodes. The `val` keys set the sampling. Several models end with the table of `agentrl
     compare`. With --responses no model is loaded; the graders are those of training.
+
+    Args:
+        model: A model, run or checkpoint, as for `agentrl train`; or URL#NAME, a model of an
+            OpenAI-compatible server. It may be repeated: each plays the same rows.
+        output: A folder for metrics.json and the trajectories; of several models, a folder for
+            each. The same command continues there.
+        without: Also play each row without its tools (val.without_tools).
+        expect: METRIC>=NUMBER or METRIC<=NUMBER: exit code 1 if the end of its interval of 95 % is
+            not. It may be repeated.
+        token_env: The environment variable with the key of the URLs of --model.
+        responses: Rows with stored responses, .parquet or .jsonl: score these, play none.
+        response_key: With --responses: the column of the responses.
+        reward_model_key: With --responses: the column with the ground_truth.
 
     Examples:
         agentrl eval --dataset datasets/arithmetic_val.parquet --model tiny val.n=4

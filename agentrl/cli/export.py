@@ -12,29 +12,24 @@ from agentrl.terminal import echo
 
 
 def export(
-    checkpoint: Annotated[
-        Path,
-        typer.Argument(
-            help="A checkpoint, a run's folder (its newest checkpoint), or RUN/best (the best by"
-            " trainer.keep_best)."
-        ),
-    ],
-    out: Annotated[Path, typer.Argument(help="The folder to create.")],
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Merge a LoRA adapter into the base model.")
-    ] = False,
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        typer.Option(help="Precision of the weights; auto: that in which the run sampled."),
-    ] = "auto",
-    model: Annotated[
-        str, typer.Option(help="The base model of the training, if it was moved (model.path).")
-    ] = "",
+    checkpoint: Path,
+    out: Path,
+    merge: Annotated[bool, typer.Option("--merge")] = False,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    model: str = "",
 ) -> None:
     """Export the policy of a checkpoint to a folder that transformers, PEFT and SGLang can load.
 
     The folder contains a model; after LoRA training it contains an adapter, or with --merge a
     model. It also contains tokenizer and chat template.
+
+    Args:
+        checkpoint: A checkpoint, a run's folder (its newest checkpoint), or RUN/best (the best by
+            trainer.keep_best).
+        out: The folder to create.
+        merge: Merge a LoRA adapter into the base model.
+        dtype: Precision of the weights; auto: that in which the run sampled.
+        model: The base model of the training, if it was moved (model.path).
 
     Examples:
         agentrl export runs/demo models/mine

@@ -10,10 +10,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
@@ -36,11 +36,10 @@ from agentrl.terminal import echo
 if TYPE_CHECKING:
     from agentrl.config import Config
     from agentrl.data import Rows
+    from agentrl.trajectory import Group
 
-PER_ENGINE = 256
-"""The number of rollouts that are played at the same time for each engine."""
-SYNC_SECONDS = 2.0
-"""How often the record is flushed to disk. A killed process loses nothing; a power cut, this."""
+PER_ENGINE = 2048
+"""The number of rollouts that are started together for each engine."""
 SETTINGS = (
     *("data.agent_name", "data.prompt_key", "data.tools", "data.untrusted"),
     *("environments", "files", "interaction.kwargs", "model.path", "model.template_kwargs"),
@@ -53,19 +52,23 @@ SETTINGS = (
 
 
 def generate(
-    output: Annotated[Path, typer.Option(help="The file to write, .parquet or .jsonl.")],
+    output: Annotated[Path, typer.Option()],
     overrides: Overrides = None,
     dataset: PlayedDataset = None,
     model: Model = None,
     file: Files = None,
     config: ConfigFile = None,
-    n: Annotated[int, typer.Option("-n", help="Responses per row.", min=1)] = 1,
+    n: Annotated[int, typer.Option("-n", min=1)] = 1,
 ) -> None:
     """Write the rows with an added column `responses`: the assistant's text of n episodes.
 
     The `val` keys set the sampling. A response contains the text of all assistant turns. All
     engines are used (`rollout.engines`, `rollout.urls`). If the command is stopped or killed, the
     same command continues; finished rows are in OUTPUT.partial.jsonl until the end.
+
+    Args:
+        output: The file to write, .parquet or .jsonl.
+        n: Responses per row.
 
     Examples:
         agentrl generate --dataset rows.parquet --model tiny --output answers.parquet -n 4
@@ -86,6 +89,7 @@ def generate(
     from agentrl.config import file_names
     from agentrl.data import Rows, write_rows
     from agentrl.engine.base import Sampling
+    from agentrl.trajectory import Group
 
     settings = read_config_to_play(config, overrides, dataset, model, file)
     val = settings.val
@@ -95,7 +99,8 @@ def generate(
         assert isinstance(rows, Rows)  # `make_plan` reads them from files
         _check_json(output, rows)
         header = {"rows": rows.fingerprint, "n": n, **settings_of(plan.config)}
-        with _open_record(output, header) as (record, texts):
+        with _open_record(output, header) as record:
+            texts = record.texts
             echo(
                 f"{file_names(settings.data.train)}: {plural(len(rows), 'row')} x {n}"
                 f" ({describe_sampling(val)})"
@@ -103,12 +108,17 @@ def generate(
             if texts:
                 echo(f"{plural(len(texts), 'row')} are in {_record_path(output)} already")
             engines = max(plan.config.rollout.engines, len(plan.config.rollout.urls))
-            rest = (rows[i] for i in range(len(rows)) if i not in texts)
-            in_flight = PER_ENGINE * engines
-            for group in rollouts.stream(rest, n=n, sampling=sampling, in_flight=in_flight):
-                responses = [s.trajectory.assistant_text for s in group.scored]
-                record.append(group.sample.row, responses)
-                texts[group.sample.row] = responses
+            size = max(1, PER_ENGINE * engines // n)
+            rest = [i for i in range(len(rows)) if i not in texts]
+            for start in range(0, len(rest), size):
+                samples = [rows[i] for i in rest[start : start + size]]
+                groups = rollouts.collect(
+                    samples, n=n, sampling=sampling, step=0, tag="val", record=record
+                )
+                played = {group.sample.row: group for group in groups}
+                for sample in samples:
+                    if sample.row not in texts:  # Rollouts were dropped.
+                        record.add(played.get(sample.row, Group(sample, ())))
             incomplete = sum(len(responses) < n for responses in texts.values())
             write_rows(output, [{**row, "responses": texts[i]} for i, row in enumerate(rows.raw())])
             _record_path(output).unlink()
@@ -136,29 +146,30 @@ def _check_json(output: Path, rows: Rows) -> None:
 
 
 class _Record:
-    """The file with the responses so far."""
+    """The file with the responses so far; a `GroupRecord` of `agentrl.rollout`."""
 
-    def __init__(self, fd: int, path: Path):
-        self._fd = fd
-        self._path = path
-        self._synced = time.monotonic()
+    groups: Mapping[int, Group] = MappingProxyType({})
 
-    def append(self, row: int, responses: Sequence[str]) -> None:
+    def __init__(self, fd: int, path: Path, texts: dict[int, list[str]]):
+        self._fd, self._path = fd, path
+        self.texts = texts
+        """The responses to each row."""
+
+    def add(self, group: Group) -> None:
         """Add a row's responses.
 
         Raises:
             RunStopped: the disk is full or refuses to write.
         """
+        row, responses = group.sample.row, [s.trajectory.assistant_text for s in group.scored]
         self.write({"row": row, "responses": responses})
+        self.texts[row] = responses
 
     def write(self, line: Mapping[str, Any]) -> None:
         content = orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
         try:
             while content:
                 content = content[os.write(self._fd, content) :]
-            if time.monotonic() - self._synced > SYNC_SECONDS:
-                os.fsync(self._fd)
-                self._synced = time.monotonic()
         except OSError as e:
             raise RunStopped(
                 f"cannot write {self._path}: {e.strerror}. The rows until now are in it; the same"
@@ -191,10 +202,8 @@ def settings_of(config: Config, others: Sequence[str] = ()) -> dict[str, Any]:
 
 
 @contextmanager
-def _open_record(
-    output: Path, header: Mapping[str, Any]
-) -> Iterator[tuple[_Record, dict[int, list[str]]]]:
-    """Open the record of an output; yield it and the responses in it, by row.
+def _open_record(output: Path, header: Mapping[str, Any]) -> Iterator[_Record]:
+    """Open the record of an output.
 
     Raises:
         UserError: the record has other rows or settings, is damaged, or another process writes it.
@@ -214,17 +223,17 @@ def _open_record(
         content = path.read_bytes()
         whole = content.rpartition(b"\n")[0] + b"\n" if b"\n" in content else b""
         os.ftruncate(fd, len(whole))  # a kill may have cut the last line
-        record, texts = _Record(fd, path), {}
         try:
             lines = [orjson.loads(line) for line in whole.splitlines()]
             texts = {int(line["row"]): list(line["responses"]) for line in lines[1:]}
         except (ValueError, KeyError, TypeError) as e:
             raise UserError(f"{path} is damaged ({e}). Delete it to start over") from None
+        record = _Record(fd, path, texts)
         if lines:
             check_settings(path, lines[0], header)
         else:
             record.write(header)
-        yield record, texts
+        yield record
     finally:
         os.close(fd)
 

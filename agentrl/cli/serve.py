@@ -22,32 +22,11 @@ def serve(
     overrides: Overrides = None,
     model: Model = None,
     config: ConfigFile = None,
-    host: Annotated[str, typer.Option(help="The IP address to bind.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The port; 0 takes a free one.")] = 8000,
-    token_env: Annotated[
-        str,
-        typer.Option(
-            help="The environment variable with the API key that clients must send; several keys,"
-            " one for each user, are separated by commas."
-        ),
-    ] = "",
-    record: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Store the answers and the scores of their users, for `agentrl train --from DIR`."
-            " Needs --token-env.",
-        ),
-    ] = None,
-    check: Annotated[
-        int | None,
-        typer.Option(
-            metavar="ROWS",
-            help="Serve to this process alone: compare the answers with `agentrl eval` on the first"
-            " rows of data.val, greedily.",
-            min=1,
-        ),
-    ] = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token_env: str = "",
+    record: Annotated[Path | None, typer.Option(metavar="DIR")] = None,
+    check: Annotated[int | None, typer.Option(metavar="ROWS", min=1)] = None,
 ) -> None:
     """Serve a policy at an OpenAI-style URL, with the engine, template and tool parser of a run.
 
@@ -58,6 +37,16 @@ def serve(
 
     With --check, rows are played greedily, and their conversations are sent to the API turn by
     turn. Exit code 0 if all answers are equal, else 1; the first difference of each row is shown.
+
+    Args:
+        host: The IP address to bind.
+        port: The port; 0 takes a free one.
+        token_env: The environment variable with the API key that clients must send; several keys,
+            one for each user, are separated by commas.
+        record: Store the answers and the scores of their users, for `agentrl train --from DIR`.
+            Needs --token-env.
+        check: Serve to this process alone: compare the answers with `agentrl eval` on the first
+            rows of data.val, greedily.
 
     Examples:
         agentrl serve runs/a

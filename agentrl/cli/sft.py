@@ -22,50 +22,20 @@ FEW_STEPS = 20
 
 
 def sft(
-    dataset: Annotated[
-        str,
-        typer.Option(
-            help="Rows with conversations, .parquet or .jsonl, or of `agentrl show --sft`."
-        ),
-    ],
-    model: Annotated[
-        str, typer.Option(help="The model to train: a folder or hub name, or `tiny`.")
-    ],
-    output: Annotated[Path, typer.Option(help="The folder to create, for a model or an adapter.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...", help="Config keys of the learner, e.g. optim.recompute=true."
-        ),
-    ] = None,
-    column: Annotated[
-        str,
-        typer.Option(
-            "--column",
-            "--response-key",
-            help="The column with the conversations, or with the answers to the prompts.",
-        ),
-    ] = "messages",
-    prompt_key: Annotated[
-        str, typer.Option(help="The column with the prompts that answers continue.")
-    ] = "prompt",
+    dataset: Annotated[str, typer.Option()],
+    model: Annotated[str, typer.Option()],
+    output: Annotated[Path, typer.Option()],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    column: Annotated[str, typer.Option("--column", "--response-key")] = "messages",
+    prompt_key: str = "prompt",
     file: Files = None,
-    lora_rank: Annotated[
-        int, typer.Option(help="Rank of a LoRA adapter; 0: train all weights.", min=0)
-    ] = 0,
-    lr: Annotated[
-        float | None,
-        typer.Option(help="Peak learning rate; default: 1e-5, or 2e-4 for LoRA.", min=0),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps; 0: one epoch.", min=0)] = 0,
-    batch_size: Annotated[int, typer.Option(help="Conversations per step.", min=1)] = 32,
-    micro_batch_tokens: Annotated[
-        int, typer.Option(help="Maximum number of tokens per forward pass.", min=1)
-    ] = 16384,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start with random weights of the model's shape.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the order of rows and of random weights.")] = 0,
+    lora_rank: Annotated[int, typer.Option(min=0)] = 0,
+    lr: Annotated[float | None, typer.Option(min=0)] = None,
+    steps: Annotated[int, typer.Option(min=0)] = 0,
+    batch_size: Annotated[int, typer.Option(min=1)] = 32,
+    micro_batch_tokens: Annotated[int, typer.Option(min=1)] = 16384,
+    fresh: Annotated[bool, typer.Option("--fresh")] = False,
+    seed: int = 0,
 ) -> None:
     """Fine-tune a model on the assistant messages of conversations.
 
@@ -76,6 +46,21 @@ def sft(
     A tool call is text in the assistant's content, in the format of the model (`agentrl check
     template MODEL` prints it), or in `tool_calls` as OpenAI writes it: then the model's template
     writes the text. Assistant messages with `weight` 0 or `train` false are not trained.
+
+    Args:
+        dataset: Rows with conversations, .parquet or .jsonl, or of `agentrl show --sft`.
+        model: The model to train: a folder or hub name, or `tiny`.
+        output: The folder to create, for a model or an adapter.
+        overrides: Config keys of the learner, e.g. optim.recompute=true.
+        column: The column with the conversations, or with the answers to the prompts.
+        prompt_key: The column with the prompts that answers continue.
+        lora_rank: Rank of a LoRA adapter; 0: train all weights.
+        lr: Peak learning rate; default: 1e-5, or 2e-4 for LoRA.
+        steps: Optimizer steps; 0: one epoch.
+        batch_size: Conversations per step.
+        micro_batch_tokens: Maximum number of tokens per forward pass.
+        fresh: Start with random weights of the model's shape.
+        seed: Seed of the order of rows and of random weights.
 
     Examples:
         agentrl sft --dataset chats.jsonl --model models/base --output models/chat

@@ -21,20 +21,13 @@ COLUMNS = (
 
 
 def show(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
-    query: Annotated[
-        str, typer.Argument(metavar="[QUERY]", help="Terms such as reward<0.5, and words.")
-    ] = "",
-    step: Annotated[int | None, typer.Option(help="Only the episodes of this step.")] = None,
-    n: Annotated[int, typer.Option("-n", min=1, help="Print at most this many episodes.")] = 20,
-    after: Annotated[int, typer.Option(min=0, help="Skip this many episodes.")] = 0,
-    episode: Annotated[str | None, typer.Option(help="Print this episode in full: its id.")] = None,
-    sft: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write the tokens of all found episodes for agentrl sft."
-        ),
-    ] = None,
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    query: Annotated[str, typer.Argument(metavar="[QUERY]")] = "",
+    step: int | None = None,
+    n: Annotated[int, typer.Option("-n", min=1)] = 20,
+    after: Annotated[int, typer.Option(min=0)] = 0,
+    episode: str | None = None,
+    sft: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
 ) -> None:
     """Find the episodes of a run, and print them as a table, or one in full (--episode).
 
@@ -42,6 +35,15 @@ def show(
     which the messages must contain. Fields: step, split, group, rollout, episode, sample, agent,
     source, reward, masked, stop, dropped, seconds, turns, tokens, calls, failed, tool, error.
     An empty cell or `?` is a number that the run did not record.
+
+    Args:
+        run: The folder of a run.
+        query: Terms such as reward<0.5, and words.
+        step: Only the episodes of this step.
+        n: Print at most this many episodes.
+        after: Skip this many episodes.
+        episode: Print this episode in full: its id.
+        sft: Write the tokens of all found episodes for agentrl sft.
 
     Examples:
         agentrl show runs/demo 'reward<0.5 stop=turns'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextvars import ContextVar
 from itertools import takewhile
 from typing import Any
@@ -36,7 +37,21 @@ class Commands(TyperGroup):
 
 
 class Command(TyperCommand):
-    """A command that names the config key to set instead of an option that it does not have."""
+    """A command that names the config key to set instead of an option that it does not have.
+
+    The help of its options is in the docstring of its function, under `Args:`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        text, _, rest = (self.help or "").partition("\n\nArgs:\n")
+        section, _, examples = rest.partition("\n\n")
+        helps = dict(re.findall(r"^ {4}(\w+): ((?:.|\n {8})*)", section, re.MULTILINE))
+        parameters: list[Any] = self.params
+        for parameter in parameters:
+            if parameter.name in helps:
+                parameter.help = " ".join(helps[parameter.name].split())
+        self.help = f"{text}\n\n{examples}".rstrip()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the words after the command.

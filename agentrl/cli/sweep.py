@@ -43,19 +43,9 @@ Run = Mapping[str, Any]
 
 
 def sweep(
-    file: Annotated[Path, typer.Argument(metavar="SWEEP.YAML", help="The runs.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Config keys of all runs."),
-    ] = None,
-    ray: Annotated[
-        str,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Train at the same time what fits on a Ray cluster, each run with GPUs of its own:"
-            " HOST:PORT, `auto`, or `local` for this machine. Default: one run after the other.",
-        ),
-    ] = "",
+    file: Annotated[Path, typer.Argument(metavar="SWEEP.YAML")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    ray: Annotated[str, typer.Option(metavar="ADDRESS")] = "",
 ) -> None:
     """Train one run for each combination of config values and seeds, and compare them.
 
@@ -66,6 +56,12 @@ def sweep(
     All configs are checked before the first run starts. The same command continues after a kill:
     finished runs are skipped, and the unfinished one resumes. A run that fails does not stop the
     others; the exit code is then 1.
+
+    Args:
+        file: The runs.
+        overrides: Config keys of all runs.
+        ray: Train at the same time what fits on a Ray cluster, each run with GPUs of its own:
+            HOST:PORT, `auto`, or `local` for this machine. Default: one run after the other.
 
     Examples:
         agentrl sweep recipes/sweeps/kl.yaml

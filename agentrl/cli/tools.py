@@ -31,32 +31,27 @@ Name = Annotated[str, typer.Argument(help="A tool, or one of the functions it of
 def serve(
     files: FilesArgument = None,
     file: FilesOption = None,
-    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 chooses a free port.", min=0, max=65535)] = 8900,
-    token_env: Annotated[
-        str, typer.Option(help="Environment variable that contains the bearer token.")
-    ] = "AGENTRL_TOOLS_TOKEN",
-    workers: Annotated[
-        int, typer.Option(help="Processes; they use this port and the next ones.", min=1)
-    ] = 1,
-    max_calls: Annotated[
-        int,
-        typer.Option(
-            help="Calls that a process runs at the same time; clients retry others.", min=1
-        ),
-    ] = 1024,
-    sandbox: Annotated[
-        str, typer.Option(help="Where tools run programs (sandbox.backend).")
-    ] = "bubblewrap",
-    mcp: Annotated[
-        bool,
-        typer.Option("--mcp", help="Also serve the Model Context Protocol at /mcp (one worker)."),
-    ] = False,
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8900,
+    token_env: str = "AGENTRL_TOOLS_TOKEN",
+    workers: Annotated[int, typer.Option(min=1)] = 1,
+    max_calls: Annotated[int, typer.Option(min=1)] = 1024,
+    sandbox: str = "bubblewrap",
+    mcp: Annotated[bool, typer.Option("--mcp")] = False,
 ) -> None:
     """Serve tools over HTTP until Ctrl-C or SIGTERM; running calls may finish.
 
     Addresses other than loopback need a token. A worker that dies is restarted. All calls of an
     episode go to the same worker.
+
+    Args:
+        host: Address to bind.
+        port: 0 chooses a free port.
+        token_env: Environment variable that contains the bearer token.
+        workers: Processes; they use this port and the next ones.
+        max_calls: Calls that a process runs at the same time; clients retry others.
+        sandbox: Where tools run programs (sandbox.backend).
+        mcp: Also serve the Model Context Protocol at /mcp (one worker).
 
     Examples:
         agentrl tools serve shelf:calculator my_tools.py
@@ -168,13 +163,15 @@ def show(name: Name, file: FilesOption = None) -> None:
 @app.command()
 def call(
     name: Name,
-    arguments: Annotated[str, typer.Argument(help="A JSON object.")] = "{}",
+    arguments: Annotated[str, typer.Argument()] = "{}",
     file: FilesOption = None,
-    create_kwargs: Annotated[
-        str, typer.Option(help="A JSON object: the constructor arguments of a class tool.")
-    ] = "{}",
+    create_kwargs: str = "{}",
 ) -> None:
     """Call a tool as a model would, and print the result; exit code 1 if the call failed.
+
+    Args:
+        arguments: A JSON object.
+        create_kwargs: A JSON object: the constructor arguments of a class tool.
 
     Examples:
         agentrl tools call calculator '{"expression": "3*4"}' --file shelf:calculator

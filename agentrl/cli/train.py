@@ -43,19 +43,15 @@ def train(
     config: ConfigFile = None,
     deterministic: Deterministic = False,
     log_format: LogFormat = "text",
-    recorded: Annotated[
-        Path | None,
-        typer.Option(
-            "--from",
-            metavar="DIR",
-            help="Train on the answers that `agentrl serve --record DIR` stored, with the scores of"
-            " their users (data.train=recorded:DIR), from the policy that was served last.",
-        ),
-    ] = None,
+    recorded: Annotated[Path | None, typer.Option("--from", metavar="DIR")] = None,
 ) -> None:
     """Train a policy on the rows of a dataset.
 
     The same command resumes a run that was stopped, and prints the result of a finished run.
+
+    Args:
+        recorded: Train on the answers that `agentrl serve --record DIR` stored, with the scores of
+            their users (data.train=recorded:DIR), from the policy that was served last.
 
     Examples:
         agentrl train --dataset datasets/arithmetic_train.parquet --model tiny

@@ -14,22 +14,12 @@ from agentrl.terminal import echo
 
 
 def view(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="The folders of runs.")],
-    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 chooses a free port.", min=0, max=65535)] = 0,
-    token_env: Annotated[
-        str, typer.Option(help="Environment variable with the token; if empty, one is made.")
-    ] = "AGENTRL_VIEW_TOKEN",
-    export: Annotated[
-        Path | None, typer.Option(help="Write one HTML file instead; it opens without a server.")
-    ] = None,
-    query: Annotated[
-        str,
-        typer.Option(
-            help="The episodes to export, as in `agentrl show`; by default all, if there are at"
-            " most 2,000."
-        ),
-    ] = "",
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...")],
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 0,
+    token_env: str = "AGENTRL_VIEW_TOKEN",
+    export: Path | None = None,
+    query: str = "",
 ) -> None:
     """Show recorded runs in a browser: curves, findings, steps, episodes, tokens.
 
@@ -38,6 +28,15 @@ def view(
 
     With --export it starts no server. It writes the page with the episodes that --query finds into
     a file, which everybody who gets the file can read.
+
+    Args:
+        runs: The folders of runs.
+        host: Address to bind.
+        port: 0 chooses a free port.
+        token_env: Environment variable with the token; if empty, one is made.
+        export: Write one HTML file instead; it opens without a server.
+        query: The episodes to export, as in `agentrl show`; by default all, if there are at most
+            2,000.
 
     Examples:
         agentrl view runs/demo

@@ -15,7 +15,7 @@ from agentrl.config.section import types_in
 from agentrl.config.sections import FIELDS, Config, file_names
 from agentrl.config.sources import Setting, merge, read_overrides, read_yaml, verl_keys
 from agentrl.errors import ConfigError
-from agentrl.file_loaders import RECORDED, door_of
+from agentrl.file_loaders import door_of
 from agentrl.plural import plural
 from agentrl.registry import did_you_mean
 
@@ -28,7 +28,6 @@ def load_config(
     *,
     translated: Sequence[Setting] = (),
     mistakes: Sequence[str] = (),
-    all_mistakes: list[str] | None = None,
 ) -> Config:
     """Build a run's config.
 
@@ -39,12 +38,10 @@ def load_config(
         preset: values by dotted key, which replace defaults: the settings of a model preset.
         translated: settings from a config of another project, which the overrides override.
         mistakes: mistakes that are known already, to be reported with the others.
-        all_mistakes: a list to which all mistakes are appended; the config of the valid values is
-            returned. None: raise an error that lists them.
 
     Raises:
-        ConfigError: there are mistakes, and `all_mistakes` is None. It lists all of them, each with
-            its source, its value and the allowed values.
+        ConfigError: there are mistakes. It lists all of them, each with its source, its value and
+            the allowed values.
     """
     mistakes = [*mistakes]
     types: dict[str, type] = {p: get_origin(i.annotation) or object for p, i in FIELDS.items()}
@@ -56,10 +53,7 @@ def load_config(
     defaults = [Setting(path, value, "preset") for path, value in (preset or {}).items()]
     merged = merge(defaults, types, mistakes) | merge(settings, types, mistakes)
     config = _validate(merged, mistakes)
-    if all_mistakes is None:
-        refuse(mistakes)
-    else:
-        all_mistakes += mistakes
+    refuse(mistakes)
     if config.trainer.output:
         return config
     files = file_names(config.data.train or config.data.val).partition(", ")[0]
@@ -99,13 +93,6 @@ def _without_other_algorithm(settings: list[Setting]) -> list[Setting]:
         or setting.source.partition(":")[0] != first.source.partition(":")[0]
         or set_by_name.get(setting.path.removeprefix(section)) != setting.value
     ]
-
-
-_KEYS_OF_FILES = (
-    "files", "model.path", "data.train", "data.val", "data.agent_name", "data.prompt_key",
-    "data.reward_fn_key", "data.tools", "interaction.kwargs", "environments",
-)  # fmt: skip
-"""The keys that a check of the run's files needs. They do not contradict each other."""
 
 
 _TEXT_KEYS = {
@@ -172,14 +159,7 @@ def _validate(merged: Mapping[str, Setting], mistakes: list[str]) -> Config:
             errors = e.errors(include_url=False)
         if not errors[0]["loc"]:
             mistakes.extend(str(errors[0]["ctx"]["error"]).splitlines())  # type: ignore[index]
-            # The keys contradict each other. The run's files can be checked nevertheless.
-            # Recorded answers contradict the defaults of the algorithm.
-            files = {
-                path: setting.value
-                for path, setting in settings.items()
-                if path in _KEYS_OF_FILES and RECORDED not in str(setting.value)
-            }
-            return Config.model_validate(_tree(Setting(p, v, "") for p, v in files.items()))
+            return Config()  # The keys contradict each other, which the caller refuses.
         for error in errors:
             where = ".".join(map(str, error["loc"]))
             path = next(f for f in FIELDS if f"{where}.".startswith(f"{f}."))

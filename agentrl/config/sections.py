@@ -1,6 +1,6 @@
 """All config keys: one frozen section for each concern, and a docstring for each key.
 
-`docs/config.md` is written from this file by `python -m agentrl.config.page`.
+`docs/config.md` is written from this file by `make docs`.
 """
 
 from __future__ import annotations
@@ -417,7 +417,8 @@ class SandboxConfig(Section):
     unsafe-subprocess: not isolated, with your rights. A URL: a server with SandboxFusion's API.
     harbor:NAME: a backend of Harbor (docker, podman, e2b, ...), for tasks of Harbor."""
     slots: int = key(0, ge=0)
-    """Programs that a process runs at the same time. 0: twice the number of CPU cores."""
+    """Programs, and local sandboxes of Harbor, that a process runs at the same time. 0: twice the
+    number of CPU cores."""
     timeout_s: float = key(10.0, gt=0)
     """Time limit of a program."""
     memory_mb: int = key(2048, ge=64)

@@ -78,25 +78,16 @@ def _check_columns(rows: Rows, known: set[int], mistakes: Mistakes) -> set[int]:
             continue
         of_file = [kind.sample for kind in rows.kinds if kind.rows[0] in indices]
         found = rows.columns(indices[0])
-        names = rows.names
-        for name, is_missing in (
-            (names.prompt, not any(m.content for s in of_file for m in s.prompt)),
-            (names.data_source, not any(s.data_source for s in of_file)),
-        ):
-            if name in found or not is_missing or name == "data_source":
-                continue
-            hint = ""
-            if name == names.prompt:
-                hint = f". Name the column of the prompts: data.prompt_key={_prompt_column(found)}"
-            mistakes.add_all(indices, name, f"no column {name!r}; found: {', '.join(found)}{hint}")
-            if name == names.prompt:
-                wrong.update(indices)
+        names, listed = rows.names, f"found: {', '.join(found)}"
+        if names.prompt not in found and not any(m.content for s in of_file for m in s.prompt):
+            likely = next((name for name in PROMPT_NAMES if name in found), "NAME")
+            hint = f"Name the column of the prompts: data.prompt_key={likely}"
+            mistakes.add_all(indices, names.prompt, f"no column {names.prompt!r}; {listed}. {hint}")
+            wrong.update(indices)
+        source = names.data_source
+        if source not in ("data_source", *found) and not any(s.data_source for s in of_file):
+            mistakes.add_all(indices, source, f"no column {source!r}; {listed}")
     return wrong
-
-
-def _prompt_column(columns: Sequence[str]) -> str:
-    """Return the column that most likely has the prompts, by its name."""
-    return next((name for name in PROMPT_NAMES if name in columns), "NAME")
 
 
 def _check_all(

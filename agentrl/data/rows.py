@@ -10,6 +10,7 @@ import difflib
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -40,8 +41,6 @@ INNER_REPLACED = ("tool_selection", "tools_kwargs", "interaction_kwargs")
 """Those in verl's column `extra_info`."""
 SHOWN = 20
 """The maximum number of different mistakes in a message."""
-MAX_NEAR_MISSES = 10_000
-"""The number of column names whose spelling is checked only once."""
 ROLES: tuple[str, ...] = get_args(Role)
 TOOL_KEYS = ("tool_call_id", "name")
 """The keys of a tool message that name the call that it answers."""
@@ -176,7 +175,6 @@ class RowReader:
         )
         """The columns that are not copied to `Sample.extra`."""
         self._known = frozenset(self.columns)
-        self._near_misses: dict[tuple[str, str], str] = {}
         self.folder: Path | None = None
         """The folder of the file that is read, in which the paths of images begin."""
         self.raises = False
@@ -379,21 +377,18 @@ class RowReader:
             )
         return verl if plain is None else plain
 
-    def refuse_near_misses(self, prefix: str, row: Row, known: Sequence[str]) -> None:
+    def refuse_near_misses(self, prefix: str, row: Row, known: tuple[str, ...]) -> None:
         """Add a mistake for each misspelled column: it would become a field of `Sample.extra`."""
         for name in row:
-            if meant := self.near_miss(prefix, name, known):
+            if meant := near_miss(name, known):
                 self.wrong(f"{prefix}{name}", f"did you mean {meant!r}? Rename the column")
 
-    def near_miss(self, prefix: str, name: str, known: Sequence[str]) -> str:
-        """Return the known column that an unknown name resembles, or ""."""
-        meant = self._near_misses.get((prefix, name))
-        if meant is None:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-            meant = close[0] if close and name not in COLUMNS else ""
-            if len(self._near_misses) < MAX_NEAR_MISSES:
-                self._near_misses[prefix, name] = meant
-        return meant
+
+@lru_cache(10_000)
+def near_miss(name: str, known: tuple[str, ...]) -> str:
+    """Return the known column that an unknown name resembles, or ""."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+    return close[0] if close and name not in COLUMNS else ""
 
 
 def tools_of_files(agent_name: str) -> Sequence[str]:

@@ -17,8 +17,9 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from hashlib import blake2b, file_digest
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 
 from agentrl.data.files import Row, decode, find_file, read_batches
-from agentrl.data.rows import INNER, ColumnNames, Mistakes, RowReader
+from agentrl.data.rows import INNER, ColumnNames, Mistakes, RowReader, near_miss
 from agentrl.errors import DataError
 from agentrl.installation import home
 from agentrl.regular_files import is_trusted, open_regular, secure_folder
@@ -168,21 +169,20 @@ def load_table(path: str, names: ColumnNames, mistakes: Mistakes) -> Table:
     start = mistakes.origins.start
     own = Mistakes()
     own.origins = mistakes.origins
-    sink = _Sink(folder, key) if is_private else _Sink(Path(tempfile.gettempdir()), "")
+    rows = _describe(path, names, own, start)
     try:
-        for batch in _describe(path, names, own, start):
-            sink.add(batch)
-        if _state(file) != before:
-            raise DataError(f"{path}: changed while it was read. Start again")
-        stored = sink.finish(keep=not len(own))
+        with _store(rows, folder if is_private else None) as (stored, stored_file):
+            if _state(file) != before:
+                raise DataError(f"{path}: changed while it was read. Start again")
+            if stored_file and is_private and not len(own):
+                os.replace(stored_file, folder / f"{key}-{_hash(stored)}.arrow")
+                _limit_size(folder, key)
     except (OSError, pa.ArrowException) as e:
         raise DataError(
             f"{path}: has more than {MEMORY_BYTES >> 20} MiB when decoded, so it needs a cache"
             f" file, and none can be written ({e}). Set AGENTRL_HOME to a folder on a disk with"
             " more free space"
         ) from None
-    finally:
-        sink.close()
     mistakes.merge(own)
     return Table(path, digest, stored)
 
@@ -267,16 +267,14 @@ def _part_to_check(reader: RowReader) -> Callable[[pa.StructArray], pa.StructArr
     except for a name that is nearly a known one.
     """
 
-    def select(
-        array: pa.StructArray, prefix: str, known: tuple[str, ...], *, deeper: bool
-    ) -> pa.StructArray:
+    def select(array: pa.StructArray, known: tuple[str, ...]) -> pa.StructArray:
         fields, children = [], []
         for i, field in enumerate(array.type):
-            if field.name not in known and not reader.near_miss(prefix, field.name, known):
+            if field.name not in known and not near_miss(field.name, known):
                 continue
             child = array.field(i)
-            if deeper and field.name == "extra_info" and pa.types.is_struct(child.type):
-                child = select(child, "extra_info.", INNER, deeper=False)
+            if field.name == "extra_info" in known and pa.types.is_struct(child.type):
+                child = select(child, INNER)
                 field = pa.field(field.name, child.type)
             fields.append(field)
             children.append(child)
@@ -285,85 +283,47 @@ def _part_to_check(reader: RowReader) -> Callable[[pa.StructArray], pa.StructArr
         mask = array.is_null() if array.null_count else None
         return pa.StructArray.from_arrays(children, fields=fields, mask=mask)
 
-    return lambda array: select(array, "", reader.columns, deeper=True)
+    return lambda array: select(array, reader.columns)
 
 
 # -- cache files ----------------------------------------------------------------------------------
 
 
-class _Sink:
-    """Takes the batches of a table: in memory at first, in a file if there are many."""
+@contextmanager
+def _store(
+    batches: Iterator[pa.RecordBatch], folder: Path | None
+) -> Iterator[tuple[Stored, Path | None]]:
+    """Store the batches of a table: in memory, or in a file if there are many.
 
-    def __init__(self, folder: Path, key: str):
-        """Start empty.
+    The file is removed at the end of the block, if it was not moved. Its batches stay valid.
 
-        Args:
-            folder: the folder of the file.
-            key: the key of the table in the cache; "": the file is a temporary one.
-        """
-        self._folder = folder
-        self._key = key
-        self._kept: list[pa.RecordBatch] = []
-        self._bytes = 0
-        self._file: Path | None = None
-        self._out: Any = None
-        self._writer: Any = None
+    Args:
+        batches: the batches.
+        folder: the folder of the file; None: that for temporary files.
 
-    def add(self, batch: pa.RecordBatch) -> None:
-        """Add a batch.
+    Yields:
+        The batches, and the file; None if they are in memory.
 
-        Raises:
-            OSError: the file cannot be written.
-        """
-        self._kept.append(batch)
-        self._bytes += batch.nbytes
-        if self._bytes > MEMORY_BYTES:
-            writer = self._writer or self._open()
-            for kept in self._kept:
-                writer.write_batch(kept)
-            self._kept = []
-
-    def finish(self, *, keep: bool) -> Stored:
-        """Return all batches.
-
-        Args:
-            keep: put the file into the cache. If false, it has no name any more.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        if self._writer is None:
-            return Stored(self._kept)
-        assert self._file
-        self._writer.close()
-        self._out.close()
-        stored = _map(self._file)
-        if keep and self._key:
-            os.replace(self._file, self._folder / f"{self._key}-{_hash(stored)}.arrow")
-            _limit_size(self._folder, self._key)
-        else:
-            self._file.unlink()
-        self._file = None
-        return stored
-
-    def close(self) -> None:
-        """Remove the file if it is not finished."""
-        with suppress(OSError, pa.ArrowException):
-            if self._writer is not None:
-                self._writer.close()
-                self._out.close()
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
-
-    def _open(self) -> Any:
-        """Create the file and return its writer."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(".partial", ".rows-", self._folder)  # mode 0600
-        os.close(descriptor)
-        self._file = Path(name)
-        self._out = pa.OSFile(name, "wb")
-        self._writer = pa.ipc.new_file(self._out, self._kept[0].schema)
-        return self._writer
+    Raises:
+        OSError: the file cannot be written.
+    """
+    kept: list[pa.RecordBatch] = []
+    while sum(batch.nbytes for batch in kept) <= MEMORY_BYTES:
+        if (batch := next(batches, None)) is None:
+            yield Stored(kept), None
+            return
+        kept.append(batch)
+    if folder:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(".partial", ".rows-", folder)  # mode 0600
+    os.close(descriptor)
+    try:
+        with pa.OSFile(name, "wb") as out, pa.ipc.new_file(out, kept[0].schema) as writer:
+            for batch in chain(kept, batches):
+                writer.write_batch(batch)
+        yield _map(Path(name)), Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
 
 
 def _find(folder: Path, key: str, path: str, digest: str) -> Table | None:

@@ -7,8 +7,10 @@ tool loop, with the policy behind our gateway as its model (loop `harbor_agent`)
 
 from __future__ import annotations
 
+import asyncio
 import os.path
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +22,37 @@ from agentrl.doors.episodes import PackageEnvironment, package_loop, play_in_pac
 from agentrl.doors.program import call_once
 from agentrl.errors import UserError
 from agentrl.file_loaders import door_of
+from agentrl.http.pool import paused_time_limits
 from agentrl.sandbox import current_config
+from agentrl.sandbox.program import slot_count
 from agentrl.tools.environment import environment
 from agentrl.trajectory import Sample, Scores, ToolCall
+from agentrl.workers import PerLoop
 
 NAME = "harbor"
 AGENT_LOOP = "harbor_agent"
-TIMEOUT = 7200.0
-"""How long a method may take, in seconds. Harbor's own limits are those of the task."""
+TIMEOUT = 86_400.0
+"""How long a method may take, in seconds, also while it waits for a slot. Harbor's own limits are
+those of the task."""
+LOCAL_BACKENDS = ("docker", "podman")
+"""The backends whose sandboxes usually run on this machine."""
 MAX_SECONDS = 3600
 """The longest time limit of a command."""
 
 _named = Named("task")  # or the folder of tasks
+_semaphores: PerLoop[dict[int, asyncio.Semaphore]] = PerLoop(dict)
+
+
+def _slot(config: SandboxConfig) -> AbstractAsyncContextManager[Any]:
+    """Return a context manager in which a sandbox may run: `sandbox.slots` at once.
+
+    On this machine more would take the cores and the memory from each other. Sandboxes elsewhere
+    are limited only if the config says so.
+    """
+    if not config.slots and _backend(config)[0] not in LOCAL_BACKENDS:
+        return nullcontext()
+    count = slot_count(config.slots)
+    return _semaphores.get().setdefault(count, asyncio.Semaphore(count))
 
 
 class HarborTask(PackageEnvironment):
@@ -40,11 +61,19 @@ class HarborTask(PackageEnvironment):
     _door = NAME
 
     def __init__(self, task: str, multiplier: float = 1.0):
-        self._task = _settings({"task": task, "multiplier": multiplier}, current_config())
+        self._config = current_config()
+        self._task = _settings({"task": task, "multiplier": multiplier}, self._config)
+        self._slot = AsyncExitStack()
 
     async def start(self) -> None:
-        """Start the sandbox."""
+        """Start the sandbox, when a slot is free."""
+        await self._slot.enter_async_context(_slot(self._config))
         await self._call("start", **self._task)
+
+    async def close(self) -> None:
+        """End the sandbox."""
+        async with self._slot:
+            await super().close()
 
     async def bash(self, command: str, timeout_s: int = 120) -> str:
         """Run a bash command.
@@ -73,7 +102,10 @@ async def harbor_agent(ep: Episode) -> None:
     config = EpisodeControl(ep).attempt.runtime.config.sandbox
     task = _settings(ep.sample.extra.get(NAME) or {}, config)
     address = task.pop("gateway", "127.0.0.1")
-    await play_in_package(ep, NAME, "agent", task, address)
+    async with AsyncExitStack() as stack:
+        with paused_time_limits():
+            await stack.enter_async_context(_slot(config))
+        await play_in_package(ep, NAME, "agent", task, address)
 
 
 def _settings(task: Mapping[str, Any], config: SandboxConfig) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def open_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
     if not config.rollout.urls and start.dtype != "float32" and stored.endswith("float32"):
         log.warning(
             "%s: the engine rounds its float32 weights to %s. A model that was trained on a CPU"
-            " plays worse then; trainer.device=cpu does not round (docs/run_folder.md, Precision)",
+            " plays worse then; trainer.device=cpu does not round (docs/run_folder.md, Export)",
             path,
             start.dtype,
         )

@@ -24,6 +24,7 @@ from agentrl.engine.local.load import (
     compute_dtype,
     image_processor,
     load_causal_lm,
+    max_row_length,
 )
 from agentrl.engine.local.rounding import rounded_again
 from agentrl.engine.remote.senders import (
@@ -70,8 +71,9 @@ ADAPTER_FOLDER = "adapter"
 """The folder of a checkpoint with the policy's LoRA adapter, as PEFT loads it. It does not exist if
 the base is an adapter that was merged at loading: no path names such a base."""
 
-COMPILED_ROW = 256
-"""The tokens of the row that `Rank.compile` runs. The programs are for rows of any length."""
+COMPILED_ROW = 8192
+"""The tokens of the row that `Rank.compile` runs with a gradient, if passes may be as long. Short
+rows get other programs: torch fuses the gradients of norms from 5 million numbers on."""
 
 
 @dataclass(slots=True)
@@ -221,9 +223,14 @@ class Rank:
         """
         if not self._compiled:
             return
-        ids = range(min(COMPILED_ROW, self.vocabulary()))
-        self.score(ids)
-        self.policy.logprobs(self._pack_row(ids))[0].sum().backward()
+        longest = max_row_length(self.policy.model.config)
+        length = min(COMPILED_ROW, self.config.optim.micro_batch_tokens, longest)
+        vocabulary = self.vocabulary()
+        ids = [i % vocabulary for i in range(length)]
+        self.score(ids[:256])
+        logprobs = self.policy.logprobs(self._pack_row(ids))[0]
+        # Not the gradient of a sum, whose stride of 0 would need a program that no loss uses.
+        logprobs.backward(torch.ones_like(logprobs))
         self.zero_grad()
         reshard(self.policy.packed_model)
 

@@ -71,8 +71,7 @@ class Curve(Observer):
     def on_validation(self, event: Event) -> None:
         write_curve(event.folder / METRICS, event.folder / CURVE)
 
-    def on_end(self, event: Event) -> None:
-        write_curve(event.folder / METRICS, event.folder / CURVE)
+    on_end = on_validation
 
 
 def validation_series(keys: Iterable[str]) -> dict[str, str]:

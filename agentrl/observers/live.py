@@ -23,7 +23,6 @@ from rich.console import Console as Terminal
 from rich.console import ConsoleRenderable, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.segment import ControlType, Segment, SegmentLines, Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -99,9 +98,12 @@ class LiveConsole(Console):
         self._activity: Callable[[], Activity] | None = None
         self._phases: list[tuple[str, float, Callable[[], Progress | None] | None]] = []
         """The phases that run: name, `time.monotonic()` of the start, and progress."""
-        self._drawn = self._terminal.size, SegmentLines([])
-        """The display as it was drawn last, and the size of the terminal then."""
-        self._live = _Display(self)
+        self._live = Live(
+            get_renderable=self.render,
+            console=self._terminal,
+            refresh_per_second=2,
+            redirect_stderr=sys.stderr.isatty(),  # not if standard error is a file
+        )
 
     # -- the thread of the run --------------------------------------------------------------------
 
@@ -148,25 +150,13 @@ class LiveConsole(Console):
 
     # -- the thread of the display ----------------------------------------------------------------
 
-    def render(self) -> SegmentLines:
-        """Return the display.
-
-        It has at most `MAX_WIDTH` columns and half the lines of the terminal. So it still fits the
-        screen if the terminal becomes half as wide and breaks each of its lines into two. A line
-        that scrolls out of the screen cannot be erased.
-        """
+    def render(self) -> Group:
+        """Return the display: at most `MAX_WIDTH` columns and half the lines of the terminal."""
         width, height = self._terminal.size
         width, height = min(width, MAX_WIDTH), max(height // 2, min(height - 1, MIN_LINES))
         summary = self._summary(width, time.monotonic())
         lines = [*self._tables(width, height - 1 - len(summary)), *summary]
-        drawn = self._terminal.render_lines(Group("", *lines), pad=False) if lines else []
-        self._drawn = self._terminal.size, SegmentLines(drawn[:height], new_lines=True)
-        return self._drawn[1]
-
-    def latest(self) -> SegmentLines:
-        """Return the display as it was drawn last, unless the terminal has another size now."""
-        size, drawn = self._drawn
-        return drawn if size == self._terminal.size else self.render()
+        return Group(*["", *lines][: height * bool(lines)])
 
     def _tables(self, width: int, height: int) -> list[Text]:
         """Return the lines of the tables, at most `height`."""
@@ -235,72 +225,6 @@ class LiveConsole(Console):
         return line
 
 
-class _Display(Live):
-    """A display on the last lines of the terminal, below the lines that stay visible.
-
-    The cursor stays after the lines that stay visible. So everything below it belongs to the
-    display and can be erased. A terminal that is resized wraps long lines again, or cuts them, and
-    the cursor stays with its line. rich leaves the cursor at the end of the display. Then the
-    number of lines to erase above it would be unknown.
-    """
-
-    def __init__(self, console: LiveConsole):
-        super().__init__(
-            get_renderable=console.render,
-            console=console._terminal,
-            refresh_per_second=2,
-            redirect_stderr=sys.stderr.isatty(),  # not if standard error is a file
-        )
-        self._source = console
-
-    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        if not self.console.is_terminal:
-            return super().process_renderables(renderables)
-        with self._lock:
-            printed = self.console.render_lines(Group(*renderables), pad=False)
-            printed = [line for line in printed if any(not segment.control for segment in line)]
-            display = self._source.latest().lines
-            if not self.is_started:  # the last state stays
-                printed, display = [*printed, *display], []
-            return [Segments(_redraw(printed, display))]
-
-
-def _redraw(
-    printed: Sequence[list[Segment]], display: Sequence[list[Segment]]
-) -> Iterator[Segment]:
-    """Write lines that stay, and a display on the last lines of the terminal.
-
-    Lines are erased one by one, because tmux keeps a screen that is erased as a whole in its
-    history.
-
-    Args:
-        printed: the lines that stay.
-        display: the lines of the display; none: the old display is erased.
-    """
-    for line in printed:
-        yield from [_control(f"\r{ERASE_LINE}"), *line, Segment.line()]
-    if not display:
-        yield _control(f"\r{ERASE_BELOW}")
-        return
-    rest = len(display) - 1
-    up = f"\x1b[{rest}A" * bool(rest)
-    # Line feeds make room for the display. Then the cursor returns to its line.
-    yield _control("\r" + f"{ERASE_LINE}\n" * rest + ERASE_BELOW + up + SAVE_CURSOR)
-    yield _control(f"{TO_LAST_LINE}{up}")
-    for i, line in enumerate(display):
-        yield from [*line, *[Segment.line()] * (i < rest)]
-    yield _control(RESTORE_CURSOR)
-
-
-ERASE_LINE, ERASE_BELOW = "\x1b[2K", "\x1b[J"
-SAVE_CURSOR, RESTORE_CURSOR = "\x1b7", "\x1b8"
-TO_LAST_LINE = "\x1b[9999B"
-
-
-def _control(codes: str) -> Segment:
-    return Segment(codes, None, [(ControlType.CARRIAGE_RETURN,)])
-
-
 def _table(first: str, rows: Sequence[tuple[int, Mapping[str, str]]], width: int) -> list[Text]:
     """Return the lines of a table of at most `width` columns.
 
@@ -362,13 +286,14 @@ def _doing(name: str, seconds: float, progress: Progress | None, width: int) -> 
         parts.append(Text(f"{progress.total - progress.ended} in flight"))
     parts.append(Text(format_duration(seconds)))
     lines = [_line("now", parts, width)]
-    if progress is not None and progress.state and progress.seconds >= WAIT_SECONDS:
-        row = printable(progress.sample_id).replace("\n", " ")[:24]
-        wait = Text.assemble(
-            f"row {row}, rollout {progress.rollout}: ",
-            (f"{progress.seconds:.0f} s, {printable(progress.state)}", "yellow"),
+    wait = progress and progress.wait
+    if wait and (waited := time.monotonic() - wait.since) >= WAIT_SECONDS:
+        row = printable(wait.sample_id).replace("\n", " ")[:24]
+        text = Text.assemble(
+            f"row {row}, rollout {wait.rollout}: ",
+            (f"{waited:.0f} s, {printable(wait.state)}", "yellow"),
         )
-        lines.append(_line("slowest", [wait], width))
+        lines.append(_line("slowest", [text], width))
     return lines
 
 

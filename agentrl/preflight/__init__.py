@@ -15,7 +15,6 @@ from agentrl.preflight.plan import (
     announce_files,
     check_policy_learns,
     find_code,
-    find_problems,
     load_files,
     make_plan,
 )
@@ -42,6 +41,6 @@ __all__ = [
     "ask_servers", "check_model_fits", "check_open_files", "check_policy_learns", "check_prompts",
     "check_rows_fit", "check_template_fits", "check_tokenizers", "check_tool_format",
     "configured_servers", "describe_history", "describe_run", "encode_prompts", "find_code",
-    "find_problems", "load_files", "longest_prompt", "longest_response", "make_canary_row",
+    "load_files", "longest_prompt", "longest_response", "make_canary_row",
     "make_plan", "render_first_prompts", "verify_rows",
 ]  # fmt: skip

@@ -11,7 +11,6 @@ from agentrl.config.teacher import POLICY, TeacherConfig, is_url
 from agentrl.data import (
     Rows,
     find_kinds,
-    row_order,
     sample_rows,
 )
 from agentrl.gateway.agent import has_slots
@@ -92,16 +91,11 @@ def describe_run(plan: Plan) -> str:
             f" {plural(plan.total_steps, 'step')}"
         )
         lines += _describe_teacher(config.teacher)
-        played = plan.total_steps * config.data.batch_size
-        left_out = plan.rows_of_epochs - played
+        left_out = plan.rows_of_epochs - plan.total_steps * config.data.batch_size
         ends_early = config.data.drop_last and not config.trainer.total_steps and left_out > 0
         if ends_early and not config.data.curriculum:
-            never = len(plan.train) - _count_different_rows(plan, played)
-            lines.append(
-                f"data.drop_last=true leaves out {plural(left_out, 'row')} of"
-                f" {plural(config.trainer.total_epochs, 'epoch')}: {plural(never, 'row')}"
-                f" {'is' if never == 1 else 'are'} never played"
-            )
+            epochs = plural(config.trainer.total_epochs, "epoch")
+            lines.append(f"data.drop_last=true leaves out {plural(left_out, 'row')} of {epochs}")
         lines += _describe_extra_rollouts(config)
     if any(kind.sample.agent_name == EXTERNAL for kind in plan.kinds):
         agent = config.stored_value("agent.command") or config.agent.python
@@ -119,17 +113,6 @@ def _describe_world(sample: Sample) -> str:
         return f"environment {sample.environment}"
     suffix = f", interaction {sample.interaction}" if sample.interaction else ""
     return f"tools {', '.join(sample.tools) or 'none'}{suffix}"
-
-
-def _count_different_rows(plan: Plan, played: int) -> int:
-    """Return the number of different rows among the first `played` rows of the run."""
-    order = row_order(plan.train, plan.config.trainer.seed, plan.config.data.shuffle)
-    seen: set[int] = set()
-    for position in range(0, played, order.epoch_rows):
-        if len(seen) == len(plan.train):
-            break
-        seen.update(order.take(position, min(order.epoch_rows, played - position)))
-    return len(seen)
 
 
 def _describe_files(rows: Rows) -> Iterator[str]:

@@ -18,9 +18,8 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,13 +28,12 @@ from agentrl.agent_loops.attempt import Runtime, make_template
 from agentrl.agent_loops.play import play_episode
 from agentrl.config import Config
 from agentrl.engine.base import Sampling
-from agentrl.errors import AgentRLError, EngineError, UserCodeError, UserError
+from agentrl.errors import AgentRLError, UserCodeError, UserError
 from agentrl.plural import plural
 from agentrl.preflight.plan import reports_outcome
 from agentrl.preflight.policies import (
     CHEATS,
     Policy,
-    PolicyInput,
     PolicySampler,
     Step,
     call_at_random,
@@ -63,8 +61,6 @@ PROGRESS_SECONDS = 5.0
 """After this time without a line, the next episode that ends is shown."""
 EPSILON = 1e-6
 """Rewards that differ by less are equal."""
-EXITS = ("end", "budget", "exception", "cancellation")
-"""The ways in which an episode ends."""
 SEED = re.compile(r"\bseed\b\W{0,3}\d+", re.IGNORECASE)
 
 Status = Literal["passed", "failed", "not checked", "measured"]
@@ -156,21 +152,25 @@ class EnvironmentCheck:
             replace(s, agent_name="tool_agent") if s.agent_name in shipped else s for s in samples
         ]
         self._sampler = PolicySampler(self._template)
-        self._runtime = cache(self._make_runtime)
         self._played: list[PlayedEpisode] = []
         self._shown = time.perf_counter()
 
     async def run(self) -> list[Check]:
         """Return the results of all checks."""
+        names = dict.fromkeys(s.environment for s in self._samples if s.environment)
+        tools = [tool for name in names if "close" in (tool := registry.tools.get(name)).hooks]
         try:
-            checks = [await self._gold()]
-            checks += [await self._cheat(name, policy) for name, policy in CHEATS.items()]
-            checks += [await self._wrong_answer(), await self._denied_answer()]
-            checks += [await self._random(), await self._repeated(), await self._at_once()]
-            checks += [self._range(), self._answer_shown(), self._seed_shown(), self._hangs()]
-            checks += [*await self._exits(), await self._left_open()]
-            checks += [self._failures(), await self._speed()]
-            return checks
+            with ExitStack() as stack:
+                counts = {t.label: stack.enter_context(_counted_closes(t.target)) for t in tools}
+                checks = [await self._gold()]
+                for name, policy in CHEATS.items():
+                    played = [await self._play(name, policy, sample) for sample in self._samples]
+                    checks.append(self._earns_nothing(name, played))
+                checks += [await self._wrong_answer(), await self._denied_answer()]
+                checks += [await self._random(), await self._repeated(), await self._at_once()]
+                checks += [self._answer_shown(), await self._left_open(), *self._seen()]
+                checks += [await self._speed()]
+            return [*checks, *_check_closes(counts)]
         finally:
             await self._toolbox.aclose()
             await self._scorer.close()
@@ -194,7 +194,12 @@ class EnvironmentCheck:
         start, scored, error, is_late = time.perf_counter(), None, "", False
         try:
             trajectory = await play_episode(
-                self._runtime(**budgets),
+                Runtime(
+                    self._sampler,
+                    self._template,
+                    self._toolbox,
+                    self._config.with_values("rollout", **budgets),
+                ),
                 sample,
                 episode_id=episode_id,
                 rollout=0,
@@ -215,10 +220,6 @@ class EnvironmentCheck:
                 f"episode {len(self._played)}: {name}, row {sample.row}, {seconds:.0f} s", err=True
             )
         return played
-
-    def _make_runtime(self, **budgets: int) -> Runtime:
-        config = self._config.with_values("rollout", **budgets)
-        return Runtime(self._sampler, self._template, self._toolbox, config)
 
     def _gold_steps(self, sample: Sample) -> list[Step] | None:
         is_graded = not reports_outcome(sample, self._config)
@@ -254,10 +255,6 @@ class EnvironmentCheck:
             "max_turns": max(rollout.max_turns, turns + 2),
             "max_tool_calls": max(rollout.max_tool_calls, turns + 2),
         }
-
-    async def _cheat(self, name: str, policy: Policy) -> Check:
-        played = [await self._play(name, policy, sample) for sample in self._samples]
-        return self._earns_nothing(name, played)
 
     async def _wrong_answer(self) -> Check:
         name = "a wrong answer in the right form"
@@ -295,10 +292,6 @@ class EnvironmentCheck:
         """Return the rows of each environment."""
         names = dict.fromkeys(s.environment for s in self._samples)
         return [[s for s in self._samples if s.environment == name] for name in names]
-
-    def _first_of_each(self) -> list[Sample]:
-        """Return the first row of each environment."""
-        return [rows[0] for rows in self._by_environment()]
 
     async def _random_calls(self, name: str, rows: Sequence[Sample]) -> Check:
         played = [
@@ -353,15 +346,6 @@ class EnvironmentCheck:
 
     # -- what all of these episodes show ----------------------------------------------------------
 
-    def _range(self) -> Check:
-        outside = []
-        for p in self._played:
-            low, high = range_of(p.sample)
-            if p.scored and not low - EPSILON <= p.scored.rewards["outcome"] <= high + EPSILON:
-                outside.append(p)
-        low, high = range_of(self._samples[0])
-        return _check(f"rewards are within [{low:g}, {high:g}]", outside, self._played)
-
     def _answer_shown(self) -> Check:
         name = "nothing shows the answer before the model gives it"
         if all(s.ground_truth is None for s in self._samples):
@@ -390,74 +374,38 @@ class EnvironmentCheck:
             if m.content not in sent
         )
 
-    def _seed_shown(self) -> Check:
-        shown = [
-            p
-            for p in self._played
-            if any(m.role != "assistant" and SEED.search(m.content) for m in p.messages)
-        ]
-        return _check("nothing shows the seed", shown, self._played)
+    def _seen(self) -> Iterator[Check]:
+        """Yield the checks of each episode alone."""
 
-    def _hangs(self) -> Check:
-        late = [
-            p
-            for p in self._played
-            if p.is_late
-            or "timeout" in p.call_errors
-            or (p.scored and p.scored.trajectory.stop_reason == "time")
-        ]
-        return _check("nothing hangs", late, self._played)
+        def is_outside(p: PlayedEpisode) -> bool:
+            low, high = range_of(p.sample)
+            outcome = p.scored.rewards["outcome"] if p.scored else low
+            return not low - EPSILON <= outcome <= high + EPSILON
 
-    def _failures(self) -> Check:
-        failed = [p for p in self._played if p.error and not p.is_late]
-        crashed = [p for p in self._played if "crash" in p.call_errors]
-        return _check("no method raises", [*failed, *crashed], self._played)
+        def shows_seed(p: PlayedEpisode) -> bool:
+            return any(m.role != "assistant" and SEED.search(m.content) for m in p.messages)
 
-    # -- the end of an episode --------------------------------------------------------------------
+        def hangs(p: PlayedEpisode) -> bool:
+            ended_late = bool(p.scored) and p.scored.trajectory.stop_reason == "time"
+            return p.is_late or "timeout" in p.call_errors or ended_late
 
-    async def _exits(self) -> list[Check]:
-        """Check that each way of ending an episode closes its environment."""
-        name, firsts = "close() is called on every exit", self._first_of_each()
-        if not any(s.environment for s in firsts):
-            return [Check(name, "not checked", "the rows have no environment")]
-        tools = [(s, registry.tools.get(s.environment)) for s in firsts if s.environment]
-        closable = [(s, tool) for s, tool in tools if "close" in tool.hooks]
-        wrong = []
-        for sample, tool in closable:
-            for way in EXITS:
-                with _counted_closes(tool.target) as counts:
-                    await self._end(way, sample)
-                if counts["created"] != counts["closed"] or counts["raised"]:
-                    created, errors = counts["created"], plural(counts["raised"], "error")
-                    wrong.append(
-                        f"{tool.label}, {way}: {plural(created, 'object')} created,"
-                        f" {counts['closed']} closed, {errors} of close()"
-                    )
-        detail = "; ".join(wrong) or ", ".join(EXITS)
-        return [Check(name, "failed" if wrong else "passed", detail)] if closable else []
+        def raises(p: PlayedEpisode) -> bool:
+            return (bool(p.error) and not p.is_late) or "crash" in p.call_errors
 
-    async def _end(self, way: str, sample: Sample) -> None:
-        """Play an episode that ends in one of the ways of `EXITS`."""
+        low, high = range_of(self._samples[0])
+        for name, is_wrong in {
+            f"rewards are within [{low:g}, {high:g}]": is_outside,
+            "nothing shows the seed": shows_seed,
+            "nothing hangs": hangs,
+            "no method raises": raises,
+        }.items():
+            yield _check(name, [p for p in self._played if is_wrong(p)], self._played)
 
-        def fail(turn: PolicyInput) -> str:
-            raise EngineError("the engine failed")
-
-        if way == "budget":
-            await self._play(way, call_at_random, sample, max_turns=1, max_tool_calls=0)
-        elif way == "exception":
-            await self._play(way, fail, sample)
-            self._played.pop()
-        elif way == "cancellation":
-            task = asyncio.create_task(self._play(way, call_at_random, sample, max_turns=10**6))
-            await asyncio.sleep(0.05)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        else:
-            await self._play(way, CHEATS["silence"], sample)
+    # -- what stays open ---------------------------------------------------------------------------
 
     async def _left_open(self) -> Check:
         name, left = "nothing stays open after an episode", []
-        for sample in self._first_of_each():
+        for sample, *_ in self._by_environment():
             await self._play("random calls", call_at_random, sample)
             before = _count_open_resources()
             for seed in range(REPEATED):
@@ -555,6 +503,19 @@ def chance_of(sample: Sample) -> float:
     """Return the average reward that random valid calls may earn."""
     chance = _class_of(sample).chance
     return range_of(sample)[0] if chance is None else chance
+
+
+def _check_closes(counts: Mapping[str, Mapping[str, int]]) -> Iterator[Check]:
+    """Yield whether all objects of environments with a method `close` were closed by it."""
+    wrong = [
+        f"{label}: {plural(n['created'], 'object')} created, {n['closed']} closed,"
+        f" {plural(n['raised'], 'error')} of close()"
+        for label, n in counts.items()
+        if n["created"] != n["closed"] or n["raised"]
+    ]
+    if counts:
+        status: Status = "failed" if wrong else "passed"
+        yield Check("close() is called on every exit", status, "; ".join(wrong))
 
 
 @contextmanager

@@ -124,7 +124,9 @@ def make_plan(config: Config) -> Plan:
         log.warning("the interaction %r is that of %s, not the shipped one", name, where)
     if all_files_loaded:
         problems += _find_unknown_names(config)
-    scorer = _make_scorer(config, problems)
+    r = config.rollout
+    make = partial(Scorer, config.reward, r.budget_policy, r.max_trajectory_tokens)
+    scorer = _attempt(make, problems) if all_files_loaded else None
     rows = _load_rows(config, problems, all_files_loaded)
     parts = [part for split in rows for part in parts_to_check(split)]
     names = {kind.sample.agent_name for split in rows for kind in find_kinds(split)}
@@ -144,7 +146,7 @@ def make_plan(config: Config) -> Plan:
             f" {', '.join(sorted(names))}. Add the column, or set data.agent_name=external for rows"
             f" without one, or remove {key}"
         )
-    if scorer and all_files_loaded:
+    if scorer:
         unscored = _check_outcomes(rows, config, scorer, problems)
         for file, first, samples in parts:
             graded = (
@@ -323,29 +325,6 @@ def announce_files(config: Path, files: Sequence[str]) -> None:
         echo(f"loads {', '.join(files)}: {config} names them", err=True)
 
 
-def find_problems(
-    config: Config, *, are_files_loaded: bool, is_reward_valid: bool = True
-) -> list[str]:
-    """Return the mistakes in rewards, names and rows that do not depend on other keys.
-
-    A command reports them together with the mistakes of a config that is not valid as a whole.
-
-    Args:
-        config: the config; its files were loaded.
-        are_files_loaded: False if a file did not load. Names are not checked then, because the file
-            may define them.
-        is_reward_valid: whether the section `reward` is valid as a whole. If not, rewards are not
-            checked.
-    """
-    problems: list[str] = []
-    if are_files_loaded:
-        problems += _find_unknown_names(config)
-        if is_reward_valid:
-            _make_scorer(config, problems)
-    _load_rows(config, problems, are_files_loaded)
-    return problems
-
-
 def _find_unknown_names(config: Config) -> list[str]:
     """Return the mistakes in the config's names of estimators, losses and interactions."""
     algorithm = config.algorithm
@@ -355,15 +334,6 @@ def _find_unknown_names(config: Config) -> list[str]:
         *(("interaction.kwargs", registry.interactions, n) for n in config.interaction.kwargs),
     ]
     return [f"{key}: {kind.explain_unknown(n)}" for key, kind, n in references if n not in kind]
-
-
-def _make_scorer(config: Config, problems: list[str]) -> Scorer | None:
-    """Return the run's rewards; add their mistakes to `problems` and return None."""
-    rollout = config.rollout
-    return _attempt(
-        partial(Scorer, config.reward, rollout.budget_policy, rollout.max_trajectory_tokens),
-        problems,
-    )
 
 
 def _attempt(work: Callable[[], T], problems: list[str]) -> T | None:

@@ -179,20 +179,6 @@ def _next(character: str) -> str:
     return {"9": "1", "z": "a", "Z": "A"}.get(character, chr(ord(character) + 1))
 
 
-@dataclass(slots=True)
-class _Player:
-    """A policy in one episode."""
-
-    policy: Policy
-    functions: Functions
-    rng: random.Random
-    attempt: Attempt | None = None
-
-    def watch(self, attempt: Attempt) -> None:
-        """Remember the attempt, whose conversation the policy reads."""
-        self.attempt = attempt
-
-
 class PolicySampler(Sampler):
     """Samples the turns of scripted policies. Each episode has its own policy."""
 
@@ -201,7 +187,8 @@ class PolicySampler(Sampler):
     def __init__(self, template: ChatTemplate):
         """Create the sampler, which writes turns as a chat template does."""
         self._template = template
-        self._players: dict[str, _Player] = {}
+        self._players: dict[str, Callable[[], Step]] = {}
+        """Returns the next turn of each episode."""
 
     def add(
         self, episode_id: str, policy: Policy, functions: Functions, seed: int
@@ -217,8 +204,14 @@ class PolicySampler(Sampler):
         Returns:
             The `watch` of `play_episode`, which gets the attempt.
         """
-        player = self._players[episode_id] = _Player(policy, functions, random.Random(seed))
-        return player.watch
+        rng = random.Random(seed)
+
+        def watch(attempt: Attempt) -> None:
+            self._players[episode_id] = lambda: policy(
+                PolicyInput(len(attempt.turns), [*attempt.messages], functions, rng)
+            )
+
+        return watch
 
     async def generate(
         self,
@@ -231,10 +224,7 @@ class PolicySampler(Sampler):
         images: Sequence[RowImage] = (),
     ) -> Generation:
         """Return the tokens of the policy's next turn."""
-        player = self._players[episode_id]
-        assert player.attempt is not None
-        turns, messages = player.attempt.turns, player.attempt.messages
-        step = player.policy(PolicyInput(len(turns), [*messages], player.functions, player.rng))
+        step = self._players[episode_id]()
         if isinstance(step, ToolCall):
             turn_ids = self._template.foreign_turn("", [step])
         else:

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 import pyarrow as pa
 
-from agentrl.store import TrajectoryStore, parse_json
+from agentrl.store import TrajectoryStore, calls_of, parse_json
 
 BEHAVIOUR_SCHEMA = pa.schema(
     [
@@ -121,11 +121,7 @@ def _derive(*cells: str) -> dict:
     seconds: Counter[str] = Counter()
     for span in spans:
         seconds[span["name"]] += span["end"] - span["start"]
-    calls = [
-        (call["name"], result["error"])
-        for turn in turns
-        for call, result in zip(turn["tool_calls"], turn["tool_results"], strict=False)
-    ]
+    calls = [(call["name"], result["error"]) for _, call, result in calls_of(turns)]
     failed = [i for i, turn in enumerate(turns) for r in turn["tool_results"] if not r["ok"]]
     repeated = _find_repeated(turns)
     answer = _answer(turns, messages)[-MAX_TEXT:]
@@ -166,17 +162,14 @@ def _find_repeated(turns: Sequence[dict]) -> list[int]:
         return []
     seen: set[tuple[int, bytes]] = set()
     repeated = []
-    for index, turn in enumerate(turns):
-        for call, result in zip(turn["tool_calls"], turn["tool_results"], strict=False):
-            # Errors may contain a time or an id; a call that fails again is the same.
-            answer = [result["content"], result.get("images")] if result["ok"] else None
-            content = orjson.dumps(
-                (call["name"], call["arguments"], answer), option=orjson.OPT_SORT_KEYS
-            )
-            key = turn["thread"], content
-            if key in seen:
-                repeated.append(index)
-            seen.add(key)
+    for index, call, result in calls_of(turns):
+        # Errors may contain a time or an id; a call that fails again is the same.
+        answer = [result["content"], result.get("images")] if result["ok"] else None
+        content = (call["name"], call["arguments"], answer)
+        key = turns[index]["thread"], orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
+        if key in seen:
+            repeated.append(index)
+        seen.add(key)
     return repeated
 
 

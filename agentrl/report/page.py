@@ -7,15 +7,17 @@ nothing and forbids scripts (Content-Security-Policy).
 
 from __future__ import annotations
 
-import html
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
 
 from agentrl.data import POOLS
 from agentrl.plural import plural
@@ -70,6 +72,25 @@ class Report:
     validation: Sequence[Row]
     """Data source, rows, first and last reward; with a header."""
     curves: Sequence[tuple[str, Series]]
+
+    def by_severity(self) -> Iterator[tuple[str, list[Finding]]]:
+        """Yield the findings of each severity, with a heading."""
+        for severity, heading in HEADINGS.items():
+            if chosen := [f for f in self.findings if f.severity == severity]:
+                yield heading, chosen
+
+    def episode_texts(self, finding: Finding) -> Iterator[str]:
+        """Yield prompt, answer and reward of the first episodes of a finding."""
+        for name in finding.episodes[:MAX_EPISODES]:
+            if row := self.episodes.get(name):
+                truth = row["ground_truth"]
+                yield (
+                    f"{name}: step {row['step']}, row {row['sample_id']}, reward"
+                    f" {row['reward']:.3g}, {plural(row['turns'], 'turn')},"
+                    f" {plural(row['tool_calls'], 'call')}, stopped by {row['stop_reason']}\n"
+                    f"prompt: {_cut(row['prompt'])}\nanswer: {_cut(row['answer'])}"
+                    + (f"\nground truth: {_cut(truth)}" if truth else "")
+                )
 
 
 def make_report(run: Run, findings: Sequence[Finding]) -> Report:
@@ -209,24 +230,7 @@ def _validations(run: Run) -> Iterable[Row]:
         yield f"{label}, {plural(int(match[3]), 'rollout')} a row", *ends
 
 
-# --- HTML ----------------------------------------------------------------------------------------
-
-_STYLE = """
-:root { color-scheme: light dark; --line: #8884; --soft: #8882; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
-table { border-collapse: collapse } td, th { padding: .15rem .8rem .15rem 0; text-align: left;
-  vertical-align: top; border-bottom: 1px solid var(--line) }
-article { border-left: .3rem solid var(--line); padding: .1rem 1rem; margin: 1rem 0 }
-.error { border-color: #e5534b } .warning { border-color: #d4702a } .audit { border-color: #a371f7 }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--soft); padding: .5rem }
-code { background: var(--soft) } figure { display: inline-block; margin: .5rem }
-figcaption { font-size: .8rem } svg { max-width: 100% } small { opacity: .75 }
-"""
-
-
-def _escape(text: Any) -> str:
-    return html.escape(printable(str(text)))
+# --- rendering -----------------------------------------------------------------------------------
 
 
 def to_html(report: Report, curve: str = "") -> str:
@@ -236,82 +240,40 @@ def to_html(report: Report, curve: str = "") -> str:
         report: the content.
         curve: the learning curve as SVG, which `agentrl.observers.curve` draws.
     """
-    parts = [
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
-        "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none';"
-        " style-src 'unsafe-inline'\">",
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-        f"<title>{_escape(report.title)}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{_escape(report.title)}</h1>",
-        _html_table(report.summary, header=False),
-    ]
-    for severity, findings in _by_severity(report.findings):
-        parts.append(f"<h2>{_escape(HEADINGS[severity])}</h2>")
-        parts += [_html_finding(finding, report) for finding in findings]
-    if curve:
-        parts.append(f"<h2>Rewards</h2>{curve}")
-    if report.validation:
-        parts.append("<h2>Validation</h2>" + _html_table(report.validation))
-    if report.time:
-        parts.append("<h2>Where the time goes</h2>" + _html_table(report.time))
-    if report.curves:
-        parts.append("<h2>Metrics</h2>")
-        parts += [_html_curve(name, series) for name, series in report.curves]
-    return "\n".join([*parts, "</body></html>\n"])
+    return _render("page.html.j2", report, printable, autoescape=True, curve=curve)
 
 
-def _by_severity(findings: Sequence[Finding]) -> Iterable[tuple[str, list[Finding]]]:
-    for severity in SEVERITIES:
-        if chosen := [f for f in findings if f.severity == severity]:
-            yield severity, chosen
+def to_markdown(report: Report) -> str:
+    """Return the report as Markdown, without curves."""
+    return _render("page.md.j2", report, _markdown)
 
 
-def _html_table(rows: Sequence[Row], header: bool = True) -> str:
-    cells = [
-        "".join(f"<{tag}>{_escape(cell)}</{tag}>" for cell in row)
-        for i, row in enumerate(rows)
-        for tag in ["th" if header and i == 0 else "td"]
-    ]
-    return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"
+def _render(
+    template: str,
+    report: Report,
+    plain: Callable[[str], str],
+    autoescape: bool = False,
+    **values: Any,
+) -> str:
+    """Return a report in the form of a template; all its texts pass through `plain`."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=autoescape,
+        finalize=lambda value: value if isinstance(value, Markup) else plain(str(value)),
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    functions = (cite, format_evidence, points_of, printable)
+    values |= {function.__name__: function for function in functions}
+    return environment.get_template(template).render(report=report, **values)
 
 
-def _html_finding(finding: Finding, report: Report) -> str:
-    parts = [
-        f"<article class='{finding.severity}'><p><b>{_escape(finding.name)}</b>"
-        f" <small>from step {finding.step}</small><br>{_escape(finding.text)}</p>"
-    ]
-    if finding.evidence:
-        parts.append(f"<p><small>{_escape(_format_evidence(finding))}</small></p>")
-    for label, items in (("Likely causes", finding.causes), ("Try", finding.tries)):
-        if items:
-            listed = "".join(f"<li>{_escape(item)}</li>" for item in items)
-            parts.append(f"<p>{label}:</p><ol>{listed}</ol>")
-    if finding.episodes:
-        ids = "; ".join(f"<code>{_escape(i)}</code>" for i in _cite(finding))
-        parts.append(f"<details><summary>Episodes</summary><p>{ids}</p>")
-        parts += [f"<pre>{_escape(text)}</pre>" for text in _episode_texts(finding, report)]
-        parts.append("</details>")
-    return "".join([*parts, "</article>"])
-
-
-def _format_evidence(finding: Finding) -> str:
+def format_evidence(finding: Finding) -> str:
+    """Return the numbers of a finding on one line."""
     return ", ".join(f"{name} = {value:.4g}" for name, value in finding.evidence.items())
 
 
-def _episode_texts(finding: Finding, report: Report) -> Iterable[str]:
-    """Yield prompt, answer and reward of the first episodes of a finding."""
-    for name in finding.episodes[:MAX_EPISODES]:
-        if row := report.episodes.get(name):
-            yield (
-                f"{name}: step {row['step']}, row {row['sample_id']}, reward {row['reward']:.3g},"
-                f" {plural(row['turns'], 'turn')}, {plural(row['tool_calls'], 'call')},"
-                f" stopped by {row['stop_reason']}\n"
-                f"prompt: {_cut(row['prompt'])}\nanswer: {_cut(row['answer'])}"
-                + (f"\nground truth: {_cut(row['ground_truth'])}" if row["ground_truth"] else "")
-            )
-
-
-def _cite(finding: Finding) -> list[str]:
+def cite(finding: Finding) -> list[str]:
     """Return the ids of a finding's episodes, each with the turn that shows it if there is one."""
     turns = finding.turns or [None] * len(finding.episodes)
     return [
@@ -320,12 +282,8 @@ def _cite(finding: Finding) -> list[str]:
     ]
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else "..." + text[-MAX_TEXT:]
-
-
-def _html_curve(name: str, series: Series) -> str:
-    """Draw a small picture of a metric: a line, and its range as text."""
+def points_of(series: Series) -> str:
+    """Return the points of a metric's line in a picture of 280 x 80."""
     x, y = series.steps.astype(float), series.values
     if len(x) > 200:  # more points are not visible
         parts = np.array_split(np.arange(len(x)), 200)
@@ -333,45 +291,11 @@ def _html_curve(name: str, series: Series) -> str:
     low, high = float(y.min()), float(y.max())
     px = 5 + 270 * (x - x.min()) / max(x.max() - x.min(), 1.0)
     py = 75 - 70 * ((y - low) / (high - low) if high > low else np.full(len(y), 0.5))
-    points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(px, py, strict=True))
-    return (
-        f"<figure><svg width='280' height='80' viewBox='0 0 280 80' role='img'"
-        f" aria-label='{_escape(name)}'><polyline points='{points}' fill='none' stroke='#2f81f7'"
-        f" stroke-width='1.5'/></svg><figcaption>{_escape(name)}: {y[0]:.3g} &rarr; {y[-1]:.3g},"
-        f" {low:.3g} to {high:.3g}</figcaption></figure>"
-    )
+    return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(px, py, strict=True))
 
 
-# --- Markdown ------------------------------------------------------------------------------------
-
-
-def to_markdown(report: Report) -> str:
-    """Return the report as Markdown, without curves."""
-    lines = [f"# {_markdown(report.title)}", ""]
-    lines += [f"- **{label}**: {_markdown(text)}" for label, text in report.summary]
-    for severity, findings in _by_severity(report.findings):
-        lines += ["", f"## {HEADINGS[severity]}"]
-        for finding in findings:
-            lines += ["", f"### {_markdown(finding.name)}, from step {finding.step}", ""]
-            lines.append(_markdown(finding.text))
-            if finding.evidence:
-                lines += ["", f"Evidence: {_markdown(_format_evidence(finding))}"]
-            for label, items in (("Likely causes", finding.causes), ("Try", finding.tries)):
-                if items:
-                    lines += ["", f"{label}:", ""]
-                    lines += [f"{i}. {_markdown(item)}" for i, item in enumerate(items, 1)]
-            if finding.episodes:
-                lines += ["", f"Episodes: {_markdown('; '.join(_cite(finding)))}"]
-                for text in _episode_texts(finding, report):
-                    # An indented block shows its text as it is.
-                    lines += ["", *(f"    {line}" for line in printable(text).splitlines())]
-    for heading, rows in (("Validation", report.validation), ("Where the time goes", report.time)):
-        if rows:
-            lines += ["", f"## {heading}", ""]
-            cells = [" | ".join(_markdown(cell) for cell in row) for row in rows]
-            lines += [f"| {cells[0]} |", "|" + "---|" * len(rows[0])]
-            lines += [f"| {row} |" for row in cells[1:]]
-    return "\n".join(lines) + "\n"
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else "..." + text[-MAX_TEXT:]
 
 
 def _markdown(text: str) -> str:

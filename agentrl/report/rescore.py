@@ -11,8 +11,9 @@ import inspect
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -45,23 +46,6 @@ REWARD_KEYS = (
 )  # fmt: skip
 """The keys that a recorded episode can be scored with, and what a reward runs in."""
 _LISTED = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Rescored:
-    """The recorded and the new scores of an episode."""
-
-    step: int
-    split: str
-    sample_id: str
-    episode_id: str
-    rollout: int
-    outcome: float
-    """The recorded outcome: the score that the reward function returned."""
-    new_outcome: float
-    reward: float
-    """The weighted sum under the budget policy."""
-    new_reward: float
 
 
 # --- the config ----------------------------------------------------------------------------------
@@ -154,8 +138,11 @@ def open_scorer(run: Run, config: Config) -> Scorer:
 # --- scoring -------------------------------------------------------------------------------------
 
 
-def rescore(run: Run, config: Config) -> Iterator[Rescored]:
+def rescore(run: Run, config: Config) -> Iterator[dict[str, Any]]:
     """Score all stored episodes of a run again, step by step.
+
+    Yields a row for each episode, with its recorded outcome (the score that the reward function
+    returned) and reward (the weighted sum under the budget policy), and the new ones.
 
     Args:
         run: the run.
@@ -276,30 +263,29 @@ async def _close(scorer: Scorer) -> None:
 
 def _pair(
     step: int, split: str, before: Sequence[Scored], after: Sequence[Scored]
-) -> Iterator[Rescored]:
+) -> Iterator[dict[str, Any]]:
     for old, new in zip(before, after, strict=True):
-        trajectory = old.trajectory
-        yield Rescored(
-            step,
-            split,
-            trajectory.sample.id,
-            trajectory.episode_id,
-            trajectory.rollout,
-            old.rewards["outcome"],
-            new.rewards["outcome"],
-            old.reward,
-            new.reward,
-        )
+        yield {
+            "step": step,
+            "split": split,
+            "sample_id": old.trajectory.sample.id,
+            "episode_id": old.trajectory.episode_id,
+            "rollout": old.trajectory.rollout,
+            "outcome": old.rewards["outcome"],
+            "new_outcome": new.rewards["outcome"],
+            "reward": old.reward,
+            "new_reward": new.reward,
+        }
 
 
-def write_rescored(rows: Sequence[Rescored], file: Path) -> None:
-    """Write the fields of `Rescored` as columns of a .parquet file.
+def write_rescored(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Write the rows of `rescore` to a .parquet file.
 
     Raises:
         RunStopped: the file cannot be written.
     """
     try:
-        pq.write_table(pa.Table.from_pylist([asdict(row) for row in rows]), file)
+        pq.write_table(pa.Table.from_pylist([*rows]), file)
     except OSError as e:
         raise RunStopped(f"cannot write {file}: {e.strerror or e}") from e
 

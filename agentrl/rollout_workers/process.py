@@ -14,12 +14,10 @@ import gc
 import logging
 import os
 import socket
-import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from agentrl import sandbox
 from agentrl.agent_loops.attempt import Runtime
@@ -30,7 +28,7 @@ from agentrl.errors import AgentRLError
 from agentrl.http.pool import share_servers
 from agentrl.images import RowImage
 from agentrl.open_files import raise_limit
-from agentrl.player import Dropped, Play, Player, collect_rarely
+from agentrl.player import Dropped, Play, Player, Wait, collect_rarely
 from agentrl.rewards import Scorer
 from agentrl.rollout_workers.channel import ANSWER, Channel, pack, pack_error, unpack
 from agentrl.shipment import Shipment
@@ -63,22 +61,10 @@ class Settings:
     log_level: int
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOfRun:
-    """Makes the sampler of a worker whose engine is in the process of the run."""
-
-    max_length: int
-    is_concurrent: bool
-
-    def __call__(self, channel: Channel, number: int) -> Sampler:
-        """Return a sampler that asks the run."""
-        return RunSampler(channel, self.max_length, self.is_concurrent)
-
-
 class RunSampler(Sampler):
-    """Asks the process of the run for tokens."""
+    """Asks the process of the run for tokens, where the engine is."""
 
-    def __init__(self, channel: Channel, max_length: int, is_concurrent: bool):
+    def __init__(self, channel: Channel, number: int = 0, *, max_length: int, is_concurrent: bool):
         self._channel = channel
         self.max_length, self.is_concurrent = max_length, is_concurrent
 
@@ -109,13 +95,13 @@ class Status:
     """The state of a worker.
 
     Attributes:
-        waits: the row, the rollout and the state of the episode that waits longest, and the
-            seconds of its wait; empty if no episode is in flight.
+        wait: the longest wait, which began `-since` seconds before this status; None if no episode
+            is in flight.
         reprefilled: `Sampler.reprefill_tokens` of the worker.
     """
 
-    waits: tuple[str, int, str, float] | tuple[()]
-    reprefilled: int
+    wait: Wait | None = None
+    reprefilled: int = 0
     failovers: int = 0
     """How many turns went to another server because one failed."""
 
@@ -144,11 +130,9 @@ class RolloutWorker:
     def status(self) -> Status:
         """Return the state of this worker."""
         wait, sampler = self._player.longest_wait(), self._player.runtime.sampler
-        waits: Any = ()
-        if wait is not None:
-            seconds = time.monotonic() - wait.since
-            waits = wait.sample_id, wait.rollout, wait.state, seconds
-        return Status(waits, sampler.reprefill_tokens(), sampler.failovers)
+        if wait is not None:  # Another machine has another clock.
+            wait = replace(wait, since=wait.since - time.monotonic())
+        return Status(wait, sampler.reprefill_tokens(), sampler.failovers)
 
     async def pause(self) -> None:
         """Stop the time limits, and collect garbage, which `collect_rarely` made rare."""
@@ -189,7 +173,11 @@ def main() -> None:
 
 def work(connection: socket.socket) -> None:
     """Play rollouts for the run at the other end of a connection, until it is closed."""
-    _, number, (_, (settings,)) = unpack(_first_message(connection))  # type: ignore[misc]
+    size = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")
+    first = connection.recv(size, socket.MSG_WAITALL)
+    if not size or len(first) < size:
+        return  # The run has ended.
+    _, number, (_, (settings,)) = unpack(first)  # type: ignore[misc]
     try:
         raise_limit()
         share_servers(settings.workers)
@@ -225,19 +213,3 @@ async def _serve(
         await channel.reading
     finally:
         player.close()
-
-
-def _first_message(connection: socket.socket) -> bytes:
-    """Read the message that has the settings."""
-    with connection.makefile("rb", buffering=0) as file:
-        size = int.from_bytes(_read(file, 4), "little")
-        return _read(file, size)
-
-
-def _read(file: Any, size: int) -> bytes:
-    content = bytearray()
-    while len(content) < size:
-        if not (piece := file.read(size - len(content))):
-            sys.exit(0)  # The run has ended.
-        content += piece
-    return bytes(content)

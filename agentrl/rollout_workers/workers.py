@@ -1,6 +1,6 @@
 """The rollout workers of a run: starts processes, hands out samples, replaces those that end.
 
-    RolloutWorkers   what `Rollouts` sees: a `Players`
+    RolloutWorkers   what `Rollouts` sees, with the methods of a `Player`
       _Worker        one process: its channel, the samples that it plays
 
 All rollouts of a sample are played and scored by one worker, so that a reward of the group sees all
@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from socket import socket
 from typing import Any, Protocol
 
@@ -33,7 +34,7 @@ from agentrl.errors import Infrastructure, RunStopped
 from agentrl.player import Dropped, OnEnd, Play, Wait
 from agentrl.plural import plural
 from agentrl.rollout_workers.channel import Channel, ChannelClosed
-from agentrl.rollout_workers.process import STATUS_SECONDS, EngineOfRun, Settings, Status
+from agentrl.rollout_workers.process import STATUS_SECONDS, RunSampler, Settings, Status
 from agentrl.shipment import Shipment
 from agentrl.torch_threads import count_cores
 from agentrl.trajectory import Scored
@@ -114,7 +115,7 @@ class _Worker:
     """The number of rollouts that it plays."""
     begun: set[str] = field(default_factory=set)
     """The episodes that the engine of this process expects tokens of."""
-    status: Status = field(default_factory=lambda: Status((), 0))
+    status: Status = field(default_factory=Status)
     status_at: float = 0.0
     """When the status arrived, in `time.monotonic()` seconds."""
     silent: float = 0.0
@@ -218,9 +219,9 @@ class RolloutWorkers:
     def longest_wait(self) -> Wait | None:
         """Return the longest of the waits that the workers reported last."""
         waits = [
-            Wait(*w.status.waits[:3], since=w.status_at - w.status.waits[3])
+            replace(w.status.wait, since=w.status_at + w.status.wait.since)
             for w in self._running
-            if w.load and w.status.waits
+            if w.load and w.status.wait
         ]
         return min(waits, key=lambda wait: wait.since, default=None)
 
@@ -504,7 +505,9 @@ def make_settings(
             [*config.all_files, *config.reward.files], [config.model.path], plays=True
         ),
         template=template,
-        sampler_of=EngineOfRun(sampler.max_length, sampler.is_concurrent),
+        sampler_of=partial(
+            RunSampler, max_length=sampler.max_length, is_concurrent=sampler.is_concurrent
+        ),
         number=0,
         workers=workers,
         log_level=log.getEffectiveLevel(),

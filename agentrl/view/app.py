@@ -119,8 +119,6 @@ class _Runs:
 
     def __init__(self, folders: Sequence[Path]):
         self.folders = folders
-        self._cached_view = lru_cache(4)(self._view)
-        self._cached_findings = lru_cache(4)(self._findings)
 
     def open(self, r: int) -> Run:
         """Return the run with a number.
@@ -134,17 +132,23 @@ class _Runs:
 
     def view(self, r: int, episode: str, step: int | None) -> EpisodeView:
         """Return an episode of a run."""
-        return self._cached_view(r, episode, step, _version(self.open(r).folder))
+        folder = self.open(r).folder
+        return _view(folder, _version(folder), episode, step)
 
     def findings(self, r: int) -> list[dict[str, Any]]:
         """Return the findings of a run."""
-        return self._cached_findings(r, _version(self.open(r).folder))
+        folder = self.open(r).folder
+        return _findings(folder, _version(folder))
 
-    def _view(self, r: int, episode: str, step: int | None, version: object) -> EpisodeView:
-        return EpisodeView(self.open(r), episode, step)
 
-    def _findings(self, r: int, version: object) -> list[dict[str, Any]]:
-        return self.open(r).findings.to_pylist()
+@lru_cache(4)
+def _view(folder: Path, version: object, episode: str, step: int | None) -> EpisodeView:
+    return EpisodeView(load_run(folder), episode, step)
+
+
+@lru_cache(4)
+def _findings(folder: Path, version: object) -> list[dict[str, Any]]:
+    return load_run(folder).findings.to_pylist()
 
 
 def _add_runs(app: FastAPI, runs: _Runs) -> None:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from agentrl.metrics import standard_error
 from agentrl.report.run import Run
-from agentrl.store import TrajectoryStore, parse_json
+from agentrl.store import TrajectoryStore, calls_of, parse_json
 
 Part = Literal["all", "source", "agent", "tool"]
 MAX_EPISODES = 50_000
@@ -152,8 +152,7 @@ def _read_version(path: Path, modified: int, size: int) -> list[_Rollout]:
             turns = parse_json(row["turns"])
             calls = [
                 _Call(_part_of(call, result), result["ok"], result["seconds"])
-                for turn in turns
-                for call, result in zip(turn["tool_calls"], turn["tool_results"], strict=False)
+                for _, call, result in calls_of(turns)
             ]
             tokens = sum(turn["end"] - turn["start"] for turn in turns)
             numbers = (row["reward"], row["seconds"], len(turns), tokens)

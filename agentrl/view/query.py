@@ -26,7 +26,7 @@ import pyarrow.compute
 from agentrl.errors import UserError
 from agentrl.registry import did_you_mean
 from agentrl.report.run import Run
-from agentrl.store import parse_json
+from agentrl.store import EPISODES_SCHEMA, calls_of, parse_json
 
 pc: Any = pyarrow.compute  # its functions are made at run time, unknown to type checkers
 
@@ -37,13 +37,10 @@ COLUMNS = {
     "seconds": "seconds",
 }  # fmt: skip
 """The fields that are columns of the stored episodes (`agentrl.store.SCHEMA`)."""
-_FOUND = {
-    "step": pa.int32(), "split": pa.string(), "group": pa.int32(), "rollout": pa.int32(),
-    "episode": pa.string(), "sample": pa.string(), "agent": pa.string(), "source": pa.string(),
-    "reward": pa.float64(), "masked": pa.bool_(), "stop": pa.string(), "dropped": pa.int32(),
-    "seconds": pa.float64(), "turns": pa.int32(), "tokens": pa.int32(), "calls": pa.int32(),
-    "failed": pa.int32(), "tool": pa.list_(pa.string()), "error": pa.list_(pa.string()),
-}  # fmt: skip
+_FOUND = {name: EPISODES_SCHEMA.field(column).type for name, column in COLUMNS.items()} | {
+    **dict.fromkeys(("turns", "tokens", "calls", "failed"), pa.int32()),
+    **dict.fromkeys(("tool", "error"), pa.list_(pa.string())),
+}
 FOUND_SCHEMA = pa.schema(list(_FOUND.items()))
 """The columns of `Found.rows`, which are the fields of a query. `tokens` counts the sampled tokens,
 `calls` the tool calls that were run, `failed` those of them that failed. `tool` has the name of the
@@ -256,18 +253,14 @@ def _with_turns(run: Run, path: Path, table: pa.Table) -> pa.Table:
 
 
 def _summarize(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    calls = [
-        call
-        for turn in turns
-        for call in zip(turn["tool_calls"], turn["tool_results"], strict=False)
-    ]
+    calls = [*calls_of(turns)]
     return {
         "turns": len(turns),
         "tokens": sum(turn["end"] - turn["start"] for turn in turns),
         "calls": len(calls),
-        "failed": sum(not result["ok"] for _, result in calls),
-        "tool": [call["name"] for call, _ in calls],
-        "error": [result["error"] for _, result in calls],
+        "failed": sum(not result["ok"] for _, _, result in calls),
+        "tool": [call["name"] for _, call, _ in calls],
+        "error": [result["error"] for _, _, result in calls],
     }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.report.run import Run
-from agentrl.store import TRAINING, parse_json
+from agentrl.store import TRAINING, calls_of, parse_json
 from agentrl.view.query import Query, Term, find_episodes
 
 LAST_SHARE = 0.05
@@ -73,8 +73,7 @@ def _find_calls(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> l
             "error": result["error"],
             "seconds": result["seconds"],
         }
-        for index, turn in enumerate(turns)
-        for call, result in zip(turn["tool_calls"], turn["tool_results"], strict=False)
+        for index, call, result in calls_of(turns)
     ]
 
 
@@ -157,28 +156,25 @@ def _find_untrained(run: Run, rollouts: Sequence[Mapping[str, Any]]) -> list[dic
     for row in groups.values():
         for cause in row["drop_causes"]:
             causes[row["split"], cause].append(row["group"])
-    found = [
-        {
-            "what": "dropped after an error" + ("" if split in TRAINING else f" ({split})"),
-            "count": len(of),
-            "why": cause,
-            "groups": sorted(set(of)),
-            "episodes": [],
-        }
-        for (split, cause), of in causes.items()
-    ]
+    found: list[dict[str, Any]] = []
+
+    def add(what: str, count: int, why: str, **shown: list[Any]) -> None:
+        found.append(
+            {"what": what, "count": count, "why": why, "groups": [], "episodes": []} | shown
+        )
+
+    for (split, cause), of in causes.items():
+        where = "" if split in TRAINING else f" ({split})"
+        add(f"dropped after an error{where}", len(of), cause, groups=sorted(set(of)))
     masked: dict[str, list[str]] = defaultdict(list)
     for row in rollouts:
         if row["masked"] and row["split"] in TRAINING:
             masked[row["stop"]].append(row["episode"])
     for stop, episodes in masked.items():
         why = f"excluded from the loss: the budget {stop!r} ended it (rollout.budget_policy)"
-        found.append({"what": "masked", "count": len(episodes), "why": why, "groups": []})
-        found[-1]["episodes"] = episodes[:SLOW_CALLS]
+        add("masked", len(episodes), why, episodes=episodes[:SLOW_CALLS])
     evicted = [row for row in rollouts if row["split"] == "evicted"]
     if evicted:
         why = "all advantages of the group are 0 (algorithm.filter_groups)"
-        numbers = sorted({row["group"] for row in evicted})
-        found.append({"what": "evicted", "count": len(evicted), "why": why, "groups": numbers})
-        found[-1]["episodes"] = []
+        add("evicted", len(evicted), why, groups=sorted({row["group"] for row in evicted}))
     return found

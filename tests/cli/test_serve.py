@@ -273,7 +273,7 @@ def test_a_model_runs_no_code_of_its_config(tmp_path, command, name):
     result = CliRunner().invoke(app, words)
     assert result.exit_code and not mark.exists() and "is not used" in result.stderr
     (tmp_path / name / "config.json").unlink()
-    result = CliRunner().invoke(app, [*command.split(), "--model", str(tmp_path), "rollout.n=0"])
+    result = CliRunner().invoke(app, [*command.split(), "--model", str(tmp_path)])
     assert result.exit_code and mark.exists()
     loads = f"loads {tmp_path}/evil.py: {tmp_path}/config.yaml names them"
     assert loads in result.stderr

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from support.config_page import page
 
 from agentrl.config import (
     FIELDS,
@@ -22,7 +23,6 @@ from agentrl.config import (
 )
 from agentrl.config.checks import doubtful
 from agentrl.config.load import allowed
-from agentrl.config.page import page
 from agentrl.config.removed import REMOVED
 from agentrl.config.section import Section, refuse_url
 from agentrl.config.sources import assignment, parse_value

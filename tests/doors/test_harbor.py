@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import textwrap
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -24,6 +25,7 @@ from agentrl.doors.program import program
 from agentrl.errors import DataError, Infrastructure, ToolError, UserCodeError, UserError
 from agentrl.preflight import make_plan
 from agentrl.record import METRICS, read_metrics
+from agentrl.sandbox.program import slot_count
 from agentrl.testing import Scripted, byte_tokenizer, call
 from agentrl.trainer import Trainer
 
@@ -427,20 +429,46 @@ def test_a_killed_run_leaves_nothing(world, tmp_path, moment):
     assert world.left() == []
 
 
-@pytest.mark.proves("harbor", "20 episodes at once")
 @pytest.mark.load
-def test_20_episodes_at_once(world):
+@pytest.mark.parametrize(
+    "count",
+    [
+        20,
+        pytest.param(
+            200,
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.timeout(3600),
+                pytest.mark.proves("harbor", "200 episodes at once"),
+            ],
+        ),
+    ],
+)
+def test_episodes_at_once(world, count):
     for number in range(4):
         world.task(str(number))
     samples = world.samples()
 
     def script(sample):
         fruit = "apple" if sample.row % 2 else "pear"
-        return [bash(f"echo {fruit} > /fruit; ls -d /fruit", timeout_s=300), "done"]
+        return [bash(f"echo {fruit} > /fruit; ls -d /fruit", timeout_s=1500), "done"]
 
-    start = time.monotonic()
-    played = play_at_once(samples * 5, script, TOKENIZER, [PODMAN])
-    print(f"20 episodes: {time.monotonic() - start:.1f} s")
+    start, most, over = time.monotonic(), [0], threading.Event()
+
+    def watch():
+        while not over.wait(1.0):
+            most.append(len(world.containers()))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        played = play_at_once(samples * (count // 4), script, TOKENIZER, [PODMAN])
+    finally:
+        over.set()
+        watcher.join()
+    print(f"{count} episodes: {time.monotonic() - start:.1f} s, {max(most)} containers")
+    # A sandbox stops when its slot is free again already.
+    assert 0 < max(most) <= 2 * slot_count(0)
     assert all(results(t) == ["/fruit"] for t in played)
     assert [t.scores.outcome for t in played] == [float(t.sample.row % 2) for t in played]
 

@@ -121,7 +121,7 @@ async def test_a_worker_sends_the_images_to_the_engine_of_the_run():
     functions = RolloutWorkers(engine, Mock())._functions_for(Mock(number=0, begun=set()))
     ends = [await asyncio.open_connection(sock=end) for end in socket.socketpair()]
     run, worker = Channel(*ends[0], functions), Channel(*ends[1])
-    sampler = RunSampler(worker, 100, False)
+    sampler = RunSampler(worker, max_length=100, is_concurrent=False)
     sampler.begin("e")
     options = {"episode_id": "e", "seed": 0, "deadline": time.monotonic() + 60}
     for images in ([A, B], ()):

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import gc
 import io
 import json
 import logging
-import os
-import pty
 import re
-import select
-import struct
-import subprocess
-import sys
-import termios
 import time
 import weakref
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-import pyte
 import pytest
-from pyte.screens import StaticDefaultDict
+from rich.console import Console as Terminal
 from support.forked_python import run_agentrl
 
 from agentrl.callbacks import Event
@@ -33,6 +23,7 @@ from agentrl.observers.console import Console
 from agentrl.observers.json_log import JsonConsole
 from agentrl.observers.live import LiveConsole
 from agentrl.observers.results import Results
+from agentrl.player import Wait
 from agentrl.record import METRICS
 from agentrl.report.finding import Finding
 from agentrl.rollout import Progress
@@ -177,12 +168,15 @@ def test_a_phase_that_takes_long_has_two_lines(monkeypatch):
     assert re.fullmatch(r"load the model: \d+\.\d s", last)
 
 
-PROGRESS = Progress(37, 64, "gsm8k\x1b-17", 3, "tools http://127.0.0.1:8000", 14.2)
+def progress():
+    wait = Wait("gsm8k\x1b-17", 3, "tools http://127.0.0.1:8000", time.monotonic() - 14.2)
+    return Progress(37, 64, wait)
 
 
 def shown(console: LiveConsole) -> list[str]:
-    lines = ("".join(segment.text for segment in line) for line in console.render().lines)
-    return [line.rstrip() for line in lines]
+    out = io.StringIO()
+    Terminal(file=out).print(console.render(), end="")
+    return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
 def test_the_display_says_what_runs_and_where_the_time_goes(monkeypatch):
@@ -190,7 +184,7 @@ def test_the_display_says_what_runs_and_where_the_time_goes(monkeypatch):
     monkeypatch.setenv("LINES", "60")
     console = LiveConsole(io.StringIO())
     assert shown(console) == []
-    begin(console, 0, 20, lambda: Activity("gen", 12.0, PROGRESS))
+    begin(console, 0, 20, lambda: Activity("gen", 12.0, progress()))
     times = {
         "timing_s/step": 8.0,
         "timing_s/gen": 6.0,
@@ -233,7 +227,7 @@ def test_the_display_fits_the_terminal(monkeypatch, width, height):
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("LINES", str(height))
     console = LiveConsole(io.StringIO())
-    begin(console, 0, 120, lambda: Activity("gen", 12.0, PROGRESS))
+    begin(console, 0, 120, lambda: Activity("gen", 12.0, progress()))
     for step in range(1, 40):
         console.on_step(event(step, STEP))
         console.on_validation(event(step, VALIDATION))
@@ -243,169 +237,6 @@ def test_the_display_fits_the_terminal(monkeypatch, width, height):
     assert "39/120" in lines[-1]
     if height >= 24:
         assert any(line.split()[:2] == ["39", "0.531"] for line in lines)
-
-
-# -- terminals that are resized -------------------------------------------------------------------
-
-DISPLAY = """
-import sys, time
-from pathlib import Path
-from agentrl.callbacks import Event
-from agentrl.observers import open_console
-from agentrl.rollout import Progress
-from agentrl.trainer.display import Activity
-
-METRICS = {"tool_call_counts/mean": 1.25, "num_turns/mean": 2.5, "response_length/mean": 1234,
-    "actor/ppo_kl": 0.0012, "actor/grad_norm": 0.7, "perf/throughput": 51234, "timing_s/step": 0.1,
-    "timing_s/gen": 0.06, "timing_s/update_actor": 0.03}
-SCORES = {"val/reward/mean@1": 0.5, "val/react/reward/mean@1": 0.5, "val/react/tool_call_rate": 1,
-    "val/single_turn/reward/mean@1": 0.5, "val/tool_agent/reward/mean@1": 0.5}
-progress = Progress(37, 64, "gsm8k-17", 3, "tools http://127.0.0.1:8000", 14.2)
-with open_console() as console:
-    console.note("note 0: the first one")
-    console.follow(lambda: Activity("gen", 12.0, progress))
-    console.on_begin(Event(0, 1000, {}, Path("runs/a")))
-    for step in range(1, 1001):
-        metrics = {"critic/score/mean": step / 1000} | METRICS
-        console.on_step(Event(step, 1000, metrics, Path("runs/a")))
-        if step % 10 == 0:
-            console.on_validation(Event(step, 1000, SCORES, Path("runs/a")))
-            console.note(f"note {step}: {'long ' * 20}")
-        if step == 15:
-            print("printed by a tool")
-        if not sys.stdin.readline().startswith("go"):
-            break
-"""
-
-
-class CuttingTerminal(pyte.HistoryScreen):
-    """Cuts lines that are too long, as xterm does; the cursor stays with its line."""
-
-    def resize(self, lines=None, columns=None):
-        lines, columns = lines or self.lines, columns or self.columns
-        rows = [*self.history.top, *(self.buffer[y] for y in range(self.lines))]
-        texts = ["".join(row[x].data for x in range(self.columns)).rstrip() for row in rows]
-        cursor = len(self.history.top) + self.cursor.y
-        # Lines below the cursor are dropped first, as tmux does, then lines scroll out at the top.
-        del texts[max(len(texts) - max(0, self.lines - lines), cursor + 1) :]
-        texts, cursor = self.change(texts, cursor, columns)
-        texts += [""] * (lines - len(texts))
-        above = len(texts) - lines
-        self.lines, self.columns = lines, columns
-        self.history.top.clear()
-        self.history.top.extend(map(self.row, texts[:above]))
-        self.buffer.clear()
-        self.buffer.update(enumerate(map(self.row, texts[above:])))
-        self.margins = None
-        self.cursor.y, self.cursor.x = max(0, cursor - above), min(self.cursor.x, columns - 1)
-
-    def row(self, text):
-        row = StaticDefaultDict(self.default_char)
-        row.update((x, self.default_char._replace(data=c)) for x, c in enumerate(text))
-        return row
-
-    def change(self, texts, cursor, columns):
-        """Return the lines at another width, and the line of the cursor."""
-        above = len(self.history.top)
-        return [*texts[:above], *(text[:columns] for text in texts[above:])], cursor
-
-    def text(self):
-        """Return all lines: those that have scrolled out, and the screen."""
-        width = self.columns
-        rows = [*self.history.top, *(self.buffer[y] for y in range(self.lines))]
-        return [
-            "".join(row[x].data for x in range(max(width, *row, 0) + 1)).rstrip() for row in rows
-        ]
-
-
-class BreakingTerminal(CuttingTerminal):
-    """Breaks lines that are too long into several, as most terminals do."""
-
-    def change(self, texts, cursor, columns):
-        lines = []
-        for i, text in enumerate(texts):
-            if i == cursor:
-                cursor_line = len(lines)
-            lines += [text[k : k + columns] for k in range(0, max(1, len(text)), columns)]
-        return lines, cursor_line
-
-
-@pytest.fixture
-def display(tmp_path):
-    """A program with a display in a pseudo terminal, and terminals that show its output."""
-    controller, terminal = pty.openpty()
-    resize(controller, 24, 100)
-    (tmp_path / "display.py").write_text(DISPLAY)
-    program = subprocess.Popen(
-        [sys.executable, str(tmp_path / "display.py")],
-        stdin=subprocess.PIPE, stdout=terminal, stderr=terminal, start_new_session=True,
-        env={k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
-        | {"TERM": "xterm-256color", "PYTHONPATH": str(Path(__file__).parents[2])},
-    )  # fmt: skip
-    os.close(terminal)
-    yield program, controller
-    program.kill()
-    program.wait()
-    os.close(controller)
-
-
-def resize(controller, lines, columns):
-    fcntl.ioctl(controller, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-
-
-SIZES = [(24, 60), (24, 120), (24, 50), (40, 80), (12, 80), (24, 200), (24, 100), (30, 60)]
-
-
-@pytest.mark.slow
-def test_a_terminal_that_is_resized_shows_nothing_twice(display):
-    program, controller = display
-    screens = [kind(100, 24, history=10_000) for kind in (CuttingTerminal, BreakingTerminal)]
-    streams = [pyte.ByteStream(screen) for screen in screens]
-
-    def read(until: str) -> None:
-        """Feed the terminals until they show a text."""
-        deadline = time.monotonic() + 60
-        while not any(until in line for line in screens[0].text()[-screens[0].lines :]):
-            assert time.monotonic() < deadline, "\n".join(screens[0].text())
-            if select.select([controller], [], [], 0.1)[0]:
-                data = os.read(controller, 65536)
-                for stream in streams:
-                    stream.feed(data)
-
-    read("1/1000")
-    step = 1
-    for lines, columns in SIZES:
-        for screen in screens:
-            screen.resize(lines, columns)
-        resize(controller, lines, columns)
-        program.stdin.write(b"go\n" * 10)
-        program.stdin.flush()
-        step += 10
-        read(f"{step}/1000")
-        for screen in screens:
-            check_once(screen, step)
-    program.stdin.write(b"end\n")
-    program.stdin.close()
-    with contextlib.suppress(OSError):  # some systems report the end of the program as an error
-        while data := os.read(controller, 65536):
-            for stream in streams:
-                stream.feed(data)
-    for screen in screens:
-        text = check_once(screen, step)
-        assert not any("left" in line or line.startswith(("now", "slowest")) for line in text)
-        assert f"{step}/1000  elapsed" in [line for line in text if line][-1]
-        assert not screen.cursor.hidden
-
-
-def check_once(screen, step):
-    text = screen.text()
-    for start in ("step ", "validation ", "reward ", "time ", "now ", "slowest "):
-        assert sum(line.startswith(start) for line in text) <= 1, (start, "\n".join(text))
-    assert sum("/1000 " in line for line in text) == 1, "\n".join(text)
-    notes = [int(match[1]) for line in text if (match := re.match(r"note (\d+):", line))]
-    assert notes == [0, *range(10, step + 1, 10)], "\n".join(text)
-    assert sum(line == "printed by a tool" for line in text) == (step >= 15)
-    return text
 
 
 # -- JSON -----------------------------------------------------------------------------------------
