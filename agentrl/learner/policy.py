@@ -39,6 +39,7 @@ from agentrl.engine.local.load import (
     with_published_names,
 )
 from agentrl.engine.local.quantize import Linear4bit
+from agentrl.engine.local.routers import Routers
 from agentrl.errors import ConfigError
 from agentrl.learner.context_parallel import ContextGroup
 from agentrl.learner.head import Head, chosen_logprobs
@@ -393,6 +394,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = model
         self.value_head: nn.Linear | None = None
+        self.routers: Routers | None = None
 
     @torch.no_grad()
     def prove(
@@ -400,6 +402,8 @@ class PackedModel(nn.Module):
         compute: torch.dtype | None = None,
         tokens: int | None = None,
         context: ContextGroup | None = None,
+        *,
+        replays: bool = False,
     ) -> None:
         """Find how rows become the input of the model, and set its attention implementation.
 
@@ -407,11 +411,13 @@ class PackedModel(nn.Module):
             compute: the precision of the model's passes; None: that of its weights.
             tokens: those of a micro-batch; see `prove_mode`.
             context: the ranks that share rows.
+            replays: True if rows have experts (`PackedRows.experts`).
 
         Raises:
-            ConfigError: see `prove_mode` and `prove_context`.
+            ConfigError: see `prove_mode`, `prove_context` and `Routers`.
         """
         self._scale_and_softcap = find_scale_and_softcap(self.model)
+        self.routers = Routers(self.model) if replays else None
         self.mode, self.mode_reason = prove_mode(self.model, compute, tokens)
         if context:
             prove_context(self.model, self.mode, context)
@@ -439,6 +445,9 @@ class PackedModel(nn.Module):
 
     def forward(self, packed: PackedRows, read: Callable[[Tensor], T]) -> T:
         """Run the transformer, and apply `read` to the states of the chosen tokens, (N, H)."""
+        if self.routers:
+            # They stay until the next pass: layers that are recomputed need them in `backward`.
+            self.routers.replay(None if packed.experts is None else packed.experts.flatten(0, 1))
         return read(hidden_states(self.model, packed))
 
 
