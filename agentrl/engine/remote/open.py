@@ -193,9 +193,16 @@ def _start(
             sleep=sleep,
             reads_images=reads_images(load_model_config(base)),
             fp8=r.is_fp8,
+            returns_experts=r.router_replay,
             **common,
         )
-        connect = partial(SGLangEngine, delivery=delivery, sleep=sleep, returns_kept=r.is_truncated)
+        connect = partial(
+            SGLangEngine,
+            delivery=delivery,
+            sleep=sleep,
+            returns_kept=r.is_truncated,
+            returns_experts=r.router_replay,
+        )
         if r.is_truncated:
             launch = replace(launch, arguments=["--sampling-backend", "pytorch", *r.launch])
     if slot.ranks and learner_loaded is not None:
@@ -237,6 +244,7 @@ def _attach(
         if adapter:
             options["delivery"] = Delivery("adapter", adapters=_adapter_count(config))
         options |= {"admin_key": admin_key, "returns_kept": r.is_truncated}
+        options["returns_experts"] = r.router_replay
         return SGLangEngine(url, dtype=dtype, **options)
     except EngineError as e:
         keys = f"{TOKEN} ({'set' if key else 'not set'})"
