@@ -474,7 +474,8 @@ def _delta_weight(layer: LoraLayer) -> Tensor:
     if not isinstance(layer, ParamWrapper):
         return layer.get_delta_weight(ACTOR)  # type: ignore[operator]
     # PEFT's own method reshapes the matrices, which it cannot do with shards.
-    down, up = (full_tensor(x[ACTOR].weight) for x in (layer.lora_A, layer.lora_B))
+    pair: Any = layer.lora_A[ACTOR].weight, layer.lora_B[ACTOR].weight
+    down, up = map(full_tensor, pair)
     down = down.view(layer.num_experts, -1, down.shape[1])
     up = up.view(len(up), -1, layer.num_experts)
     delta = torch.einsum("ore,eri->eoi", up, down) * layer.scaling[ACTOR]

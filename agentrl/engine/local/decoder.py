@@ -156,12 +156,11 @@ class Decoder:
         needed = rows.length[:n] - 1 - (CATCH_UP_TOKENS if self._graphs else 0)
         lacks_image = rows.cached[:n] < rows.image_end[:n]
         missing = np.flatnonzero(rows.alive[:n] & ((rows.cached[:n] < needed) | lacks_image))
-        # A row whose experts stay as they are has none of these weights for the others to copy.
-        missing = missing[np.argsort(rows.recorded[missing], kind="stable")]
         leaders: dict[tuple[bytes, tuple[RowImage, ...]], int] = {}
         duplicates: list[tuple[int, int]] = []
         rows_left: list[int] = []
-        for row in missing.tolist():
+        # A row whose experts stay as they are comes last: it has none of these weights to copy.
+        for row in sorted(missing.tolist(), key=lambda row: int(rows.recorded[row])):
             if rows.cached[row] == 0:
                 part: ImagePart | None = rows.image_part[row] or None
                 key = rows.ids[row, : rows.length[row] - 1].tobytes(), part.images if part else ()

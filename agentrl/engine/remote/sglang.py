@@ -317,9 +317,9 @@ class SGLangEngine(RemoteEngine):
                 f" chooses. Start it with --enable-return-routed-experts (0.5.18 has it), {fix}"
             )
         row = np.arange(self.probe_tokens, dtype=np.int32) % self._vocabulary
-        body = self._body(row, Sampling(experts_from=0), 1)
+        body = self._body(row, Sampling(experts_from=1), 1)
         answer, where = self.admin.ask(self.path, body), f"{self.url}: a probe"
-        answer["meta_info"][EXPERTS_FROM] = 0
+        answer["meta_info"][EXPERTS_FROM] = 1
         if not any(self._read_turn(answer, 1, self._policy_version, where).experts):
             raise ConfigError(
                 f"{self.url}: SGLang returns no experts with its kernels for this model. Start it"
