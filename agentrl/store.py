@@ -753,7 +753,9 @@ def _read_rows(path: Path, first: int, batch: pa.RecordBatch) -> Iterator[Stored
     streams = [_arrays(_read_stream(table, name)) for name in names]
     rows = batch.drop_columns(names).to_pylist()
     for index, (row, *lists) in enumerate(zip(rows, *streams, strict=True), first):
-        segments = tuple(Segment(*s) for s in zip(*lists, strict=True))
+        segments = tuple(
+            [Segment(**dict(zip(names, s, strict=True))) for s in zip(*lists, strict=True)]
+        )
         if row.get("images") is not None:
             segments = _with_row_images(path, index, segments, row["images"])
         for name in _JSON:
