@@ -77,9 +77,10 @@ STREAMS = {
     "versions": pa.int32(),
     "kept_ids": pa.int32(),
     "kept_counts": pa.int32(),
+    "experts": pa.int16(),
 }
-"""The fields of a segment. The items of their arrays have four bytes."""
-KEPT = ("kept_ids", "kept_counts")
+"""The fields of a segment."""
+ADDED = ("kept_ids", "kept_counts", "experts")
 """Those of `STREAMS` that files of earlier versions do not have."""
 
 LEARNED = {
@@ -746,13 +747,15 @@ def _read_shard(path: Path) -> Iterator[StoredRollout]:
 def _read_rows(path: Path, first: int, batch: pa.RecordBatch) -> Iterator[StoredRollout]:
     """Yield the rollouts of a batch, whose first row is the row `first` of the file."""
     present = batch.schema.names
-    _check_columns(present, pa.schema([f for f in SCHEMA if f.name not in KEPT]))
+    _check_columns(present, pa.schema([f for f in SCHEMA if f.name not in ADDED]))
     table = pa.Table.from_batches([batch])
     names = [name for name in STREAMS if name in present]
     streams = [_arrays(_read_stream(table, name)) for name in names]
     rows = batch.drop_columns(names).to_pylist()
     for index, (row, *lists) in enumerate(zip(rows, *streams, strict=True), first):
-        segments = tuple(Segment(*s) for s in zip(*lists, strict=True))
+        segments = tuple(
+            [Segment(**dict(zip(names, s, strict=True))) for s in zip(*lists, strict=True)]
+        )
         if row.get("images") is not None:
             segments = _with_row_images(path, index, segments, row["images"])
         for name in _JSON:
@@ -962,14 +965,17 @@ def _read_stream(table: pa.Table, name: str) -> pa.ListArray:
     return column
 
 
+_ARRAY_CODES = {pa.float32(): "f", pa.int32(): "i", pa.int16(): "h"}
+
+
 def _arrays(column: pa.ListArray) -> list[list[array[Any]]]:
     """Return the arrays of a column; the inverse of `_list_column`."""
     inner = column.values
     leaf = inner.values
-    code = "f" if leaf.type == pa.float32() else "i"
+    code, size = _ARRAY_CODES[leaf.type], leaf.type.byte_width
     buffer = leaf.buffers()[1]
     data = memoryview(buffer if buffer is not None else b"")
-    ends = [4 * (leaf.offset + end) for end in inner.offsets.to_pylist()]
+    ends = [size * (leaf.offset + end) for end in inner.offsets.to_pylist()]
     segments = [array(code, data[a:b].tobytes()) for a, b in pairwise(ends)]
     rows = column.offsets.to_pylist()
     return [segments[a:b] for a, b in pairwise(rows)]

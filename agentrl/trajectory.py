@@ -34,6 +34,11 @@ def token_array(values: Sequence[int] = ()) -> array[int]:
     return array("i", values)
 
 
+def short_array(values: Sequence[int] = ()) -> array[int]:
+    """Return numbers of experts as a compact array of int16."""
+    return array("h", values)
+
+
 def float_array(values: Sequence[float] = ()) -> array[float]:
     """Return log-probabilities as a compact array of float32."""
     return array("f", values)
@@ -300,6 +305,10 @@ class Generation:
             sampled token, one after another. `logprobs` are then over these tokens alone.
         kept_counts: how many of `kept_ids` belong to each sampled token; empty if the engine does
             not return them.
+        experts: with `Sampling.experts_from`, the experts that the engine chose for each token from
+            that one on, without the last sampled token, which was not an input yet. Empty if the
+            engine does not return them.
+        experts_width: how many of `experts` belong to a token: those of layer 0, of layer 1, ...
     """
 
     token_ids: array[int]
@@ -310,10 +319,13 @@ class Generation:
     cached_tokens: int = 0
     kept_ids: array[int] = field(default_factory=token_array)
     kept_counts: array[int] = field(default_factory=token_array)
+    experts: array[int] = field(default_factory=short_array)
+    experts_width: int = 0
 
     def first(self, n: int) -> Generation:
         """Return a copy with the first `n` tokens only."""
         counts = self.kept_counts[:n]
+        dropped = max(0, len(self.token_ids) - n)
         return replace(
             self,
             token_ids=self.token_ids[:n],
@@ -321,6 +333,7 @@ class Generation:
             versions=self.versions[:n],
             kept_ids=self.kept_ids[: sum(counts)],
             kept_counts=counts,
+            experts=self.experts[: len(self.experts) - dropped * self.experts_width],
         )
 
 
@@ -346,11 +359,14 @@ class Segment:
             as in `Generation`.
         kept_counts: how many of `kept_ids` belong to each response token: 0 for observed tokens,
             and for tokens that were sampled from all. Empty if all counts are 0.
+        experts: with `rollout.router_replay`, the experts that the engine chose for each token of
+            prompt and response but the last one, as in `Generation`; else empty.
         images: the images of prompt and response, in order. Each has `RowImage.tokens` placeholder
             tokens in a row, which have mask 0.
 
     Raises:
-        ValueError: the response arrays differ in length, or the counts are not those of `kept_ids`.
+        ValueError: the response arrays differ in length, the counts are not those of `kept_ids`, or
+            tokens have different numbers of experts.
     """
 
     prompt_ids: array[int]
@@ -360,6 +376,7 @@ class Segment:
     versions: array[int]
     kept_ids: array[int] = field(default_factory=token_array)
     kept_counts: array[int] = field(default_factory=token_array)
+    experts: array[int] = field(default_factory=short_array)
     images: tuple[RowImage, ...] = ()
 
     def __post_init__(self):
@@ -372,6 +389,9 @@ class Segment:
                 f"a segment has {len(self.kept_ids)} kept tokens, but counts of"
                 f" {sum(self.kept_counts)}"
             )
+        inputs = len(self.prompt_ids) + len(self.response_ids) - 1
+        if self.experts and len(self.experts) % inputs:
+            raise ValueError(f"a segment has {len(self.experts)} experts for {inputs} tokens")
 
 
 @dataclass(frozen=True, slots=True)

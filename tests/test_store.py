@@ -42,6 +42,7 @@ from agentrl.trajectory import (
     Trajectory,
     Turn,
     float_array,
+    short_array,
     token_array,
 )
 
@@ -444,6 +445,24 @@ def test_values_that_json_cannot_hold_are_named(tmp_path):
     assert plain.as_text == []
 
 
+def test_experts_are_restored_and_earlier_versions_have_none(tmp_path):
+    plain = scored(0)
+    first, *others = plain.trajectory.segments
+    inputs = len(first.prompt_ids) + len(first.response_ids) - 1
+    with_experts = dataclasses.replace(first, experts=short_array(range(-1, 3 * inputs - 1)))
+    trajectory = dataclasses.replace(plain.trajectory, segments=(with_experts, *others))
+    written = [dataclasses.replace(plain, trajectory=trajectory), scored(1)]
+    store = TrajectoryStore(tmp_path)
+    path = store.write(1, [group(*written)])
+    assert [s.scored for s in store.read(1)] == written
+    assert next(store.read(1)).scored.trajectory.segments[0].experts.typecode == "h"
+    table = pq.read_table(path)
+    pq.write_table(table.drop_columns(["kept_ids", "kept_counts"]), path)
+    assert [s.scored for s in store.read(1)] == written
+    pq.write_table(table.drop_columns(["experts"]), path)
+    assert [s.scored for s in store.read(1)] == [plain, written[1]]
+
+
 def test_no_field_is_forgotten():
     """A new field of a stored type must be written and read: then name it here."""
     known = {
@@ -454,7 +473,7 @@ def test_no_field_is_forgotten():
         ToolCall: 5,
         Scored: 6,  # its answer is stored in the metrics
         Sample: 12,
-        Segment: 8,
+        Segment: 9,
         Message: 5,
         ToolResult: 6,
         RowImage: 6,

@@ -329,6 +329,11 @@ class Attempt:
                         " engine does not return the tokens that they keep. Set rollout.name=local"
                         " or sglang, or rollout.top_p=1 and rollout.top_k=0"
                     )
+                if sampling.experts_from is not None and not generation.experts:
+                    raise UserError(
+                        "rollout.router_replay=true: the engine does not return the experts that it"
+                        " chooses. Set rollout.name=local or sglang, or rollout.router_replay=false"
+                    )
                 if wait := self.runtime.resumed.get().enter():
                     self.limit.pause()  # The turn has arrived in time.
                     try:

@@ -14,7 +14,14 @@ from typing import Any
 from agentrl.chat import ChatTemplate
 from agentrl.errors import EngineError, UserCodeError
 from agentrl.images import Image, RowImage
-from agentrl.trajectory import Generation, Message, Segment, float_array, token_array
+from agentrl.trajectory import (
+    Generation,
+    Message,
+    Segment,
+    float_array,
+    short_array,
+    token_array,
+)
 
 # An array times n copies memory. A list would create n references.
 _SAMPLED, _UNSAMPLED, _NO_VERSION = token_array([1]), token_array([0]), token_array([-1])
@@ -36,10 +43,16 @@ class TokenRow:
         self._logprobs = float_array()
         self._versions = token_array()
         self._kept_ids, self._kept_counts = token_array(), token_array()
+        self._experts = short_array()
 
     def __len__(self) -> int:
         """The number of response tokens."""
         return len(self._mask)
+
+    @property
+    def experts_from(self) -> int:
+        """The first token whose experts no turn has returned."""
+        return len(self.ids) - 1 if self._experts else 0
 
     def extend(
         self,
@@ -68,6 +81,12 @@ class TokenRow:
                 f" {len(generation.versions)} versions; the request was for at most {max_tokens}"
             )
         check_kept(generation)
+        inputs = prompt_length + n - 1 - self.experts_from
+        if len(generation.experts) not in (0, inputs * generation.experts_width):
+            raise EngineError(
+                f"the engine returned {len(generation.experts)} experts for {inputs} tokens with"
+                f" {generation.experts_width} each"
+            )
         if images:
             self.images += tuple(images)
         self.ids.extend(delta)
@@ -81,6 +100,7 @@ class TokenRow:
         self._versions.extend(generation.versions)
         self._kept_ids.extend(generation.kept_ids)
         self._kept_counts.extend(generation.kept_counts or _UNSAMPLED * n)
+        self._experts.extend(generation.experts)
 
     def segment(self) -> Segment:
         """Return a copy of the row as it is now."""
@@ -92,6 +112,7 @@ class TokenRow:
             versions=self._versions[:],
             kept_ids=self._kept_ids[:],
             kept_counts=self._kept_counts[:] if self._kept_ids else token_array(),
+            experts=self._experts[:],
             images=self.images,
         )
 

@@ -204,6 +204,8 @@ class Episode:
         sampling = attempt.sampling
         if (sampling.max_tokens, sampling.stop) != (max_tokens, stop):
             sampling = replace(sampling, max_tokens=max_tokens, stop=stop)
+        if sampling.experts_from is not None:
+            sampling = replace(sampling, experts_from=row.experts_from)
         seed = (self._n_turns, *([self._seed] if self._seed else []))
         start_time = time.monotonic()
         with (

@@ -118,6 +118,7 @@ def _check_run(settings: Config, gpu_memory: float | None) -> None:
     # This import takes seconds, so it comes after the checks.
     from agentrl.engine.local.decoder import check_config
     from agentrl.engine.local.load import load_model_config, max_row_length
+    from agentrl.engine.local.routers import choices_of_a_token
     from agentrl.learner.modes import check_context, describe_mode, find_mode
     from agentrl.learner.policy import describe_targets
 
@@ -128,6 +129,8 @@ def _check_run(settings: Config, gpu_memory: float | None) -> None:
         check_config(model)
     learning = []
     if plan.train:
+        if settings.rollout.router_replay:
+            choices_of_a_token(model)
         mode, reason = find_mode(model)
         check_context(model, mode, settings.trainer.context_parallel_size)
         learning.append(describe_mode(mode, reason, settings.rollout.n))

@@ -27,6 +27,7 @@ def contradictions(c: Config) -> Iterator[str]:
         _engine_contradictions,
         _truncation_contradictions,
         _quantization_contradictions,
+        _replay_contradictions,
         _fp8_contradictions,
         _recorded_contradictions if c.data.is_recorded else _staleness_contradictions,
         _filter_contradictions,
@@ -369,6 +370,22 @@ def _truncation_contradictions(c: Config) -> Iterator[str]:
         )
     if c.data.is_recorded:
         yield f"{what} with data.train={c.data.train}, whose answers are recorded. {off}"
+
+
+def _replay_contradictions(c: Config) -> Iterator[str]:
+    """Yield a message for each value that does not work with `rollout.router_replay`."""
+    if not c.rollout.router_replay:
+        return
+    what, off = "rollout.router_replay=true", "Set it to false"
+    if c.rollout.name == "vllm":
+        yield (
+            f"{what} with rollout.name=vllm: agentrl does not read from vLLM which experts it"
+            f" chooses. {off}, or set rollout.name=sglang or local"
+        )
+    if c.data.is_recorded:
+        yield (
+            f"{what} with data.train={c.data.train}: answers are recorded without experts. {off}"
+        )
 
 
 def _fp8_contradictions(c: Config) -> Iterator[str]:

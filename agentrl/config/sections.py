@@ -254,6 +254,9 @@ class RolloutConfig(Section):
     tokens. Below 1 it needs top_k."""
     top_k: int = key(0, ge=0, le=512)
     """Sample from the top_k most likely tokens, and learn over the same tokens. 0: from all."""
+    router_replay: bool = False
+    """For a mixture of experts: the trainer sends each token to the experts that the engine chose
+    for it, not to those that its own rounding would choose."""
     max_turn_tokens: int = key(512, ge=1)
     """Sampled tokens per turn."""
     max_trajectory_tokens: int = key(4096, ge=1)

@@ -36,6 +36,9 @@ class Sampling:
     """Token ids that end a turn. The token is kept."""
     returns_kept: bool = False
     """Return the tokens that `top_p` and `top_k` keep, and logprobs over them (`Generation`)."""
+    experts_from: int | None = None
+    """Return the experts that were chosen for each token of the row from this one on
+    (`Generation`); None: return none."""
 
     @classmethod
     def of(cls, config: RolloutConfig | ValConfig) -> Sampling:
@@ -44,7 +47,7 @@ class Sampling:
 
     def as_greedy(self) -> Sampling:
         """Return the parameters of the same turn at temperature 0."""
-        return replace(self, temperature=0.0, returns_kept=False)
+        return replace(self, temperature=0.0, returns_kept=False, experts_from=None)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the parameters as plain values, for trajectories on disk."""

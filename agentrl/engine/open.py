@@ -20,6 +20,7 @@ from agentrl.engine.local.load import (
     load_model_config,
     resolve_device,
 )
+from agentrl.engine.local.routers import choices_of_a_token
 from agentrl.engine.remote.admin import close_opened, in_thread
 from agentrl.engine.remote.launch import EngineSlot
 from agentrl.workers.owned_folder import OwnedFolder
@@ -56,12 +57,15 @@ class EngineStart:
             slots: the slots in which servers are started; None: on this machine.
 
         Raises:
-            UserError: the model does not exist, or this machine cannot run the servers.
+            UserError: the model does not exist or has no routers, or this machine cannot run the
+                servers.
         """
         self._learner_loaded: Future[None] = Future()
         self._engine: Future[Engine] = Future()
         self._load_local: Callable[[], LocalEngine] | None = None
         path, device = config.model.path, config.trainer.device
+        if config.rollout.router_replay:
+            choices_of_a_token(load_model_config(path))
         if config.rollout.name == "local":
             patience = config.rollout.timeout_s / 4
             # Weights that arrive while turns are in flight make the schedule depend on the clock.
@@ -73,6 +77,7 @@ class EngineStart:
                 device=device,
                 deterministic=deterministic,
                 patience=patience,
+                returns_experts=config.rollout.router_replay,
             )
             return
         from agentrl.engine.remote.open import make_openers, server_dtype

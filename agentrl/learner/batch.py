@@ -89,6 +89,9 @@ class TokenRows:
     """The tokens to which each softmax is restricted; None: all tokens everywhere."""
     images: tuple[tuple[RowImage, ...], ...] | None = field(default=None, kw_only=True)
     """(B) the images of each row, in order; None: no row has any."""
+    experts: tuple[Tensor, ...] | None = field(default=None, kw_only=True)
+    """(B) the experts that the engine chose for each token of a row but the last, (tokens - 1,
+    width) int16 (`agentrl.engine.local.routers`); None: the model chooses its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +211,7 @@ def collate(
         call_penalties=_call_penalties(scored),
         kept=_kept(segments),
         images=row_images([s.images for s in segments]),
+        experts=_experts(segments),
     )
     _check(batch)
     return batch
@@ -234,6 +238,13 @@ def _kept(segments: Sequence[Segment]) -> KeptTokens | None:
     )
 
 
+def _experts(segments: Sequence[Segment]) -> tuple[Tensor, ...] | None:
+    if not any(s.experts for s in segments):
+        return None
+    inputs = [len(s.prompt_ids) + len(s.response_ids) - 1 for s in segments]
+    return tuple([_tensor(s.experts).view(n, -1) for s, n in zip(segments, inputs, strict=True)])
+
+
 def _baseline(groups: Sequence[Group]) -> Tensor | None:
     """Return the greedy reward of each rollout's group, (R,); None if a group has none."""
     rewards = [group.greedy.reward for group in groups for _ in group.scored if group.greedy]
@@ -244,7 +255,7 @@ def _baseline(groups: Sequence[Group]) -> Tensor | None:
 
 def _tensor(stream: array[int] | array[float]) -> Tensor:
     """Return a tensor over the array, without a copy and without one Python number per token."""
-    dtype = torch.float32 if stream.typecode == "f" else torch.int32
+    dtype = {"f": torch.float32, "i": torch.int32, "h": torch.int16}[stream.typecode]
     return torch.frombuffer(stream, dtype=dtype) if stream else torch.empty(0, dtype=dtype)
 
 
@@ -263,6 +274,8 @@ def _check(batch: Batch) -> None:
         )
     for b in (batch.prompt_lengths == 0).nonzero().flatten().tolist():
         raise RunStopped(f"episode {batch.episodes[int(batch.rollout[b])]} has an empty prompt")
+    if batch.experts and len({e.shape[1] for e in batch.experts}) > 1:
+        raise RunStopped("the engine returned experts for some rows of this step only")
     check_logprobs(batch, batch.rollout_logprobs, batch.response_mask, "engine")
     check_images(batch, [f"episode {batch.episodes[r]}" for r in batch.rollout.tolist()])
 

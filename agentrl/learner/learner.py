@@ -23,7 +23,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -219,7 +219,7 @@ class Learner:
         return self._forward(batch, "critic") if self.config.algorithm.critic else None
 
     def _forward(self, batch: TokenRows, model: ModelName, teacher: str = "") -> Tensor:
-        mask = batch.response_mask
+        batch, mask = self._with_experts(batch, model == "policy"), batch.response_mask
         rows, shares = self._make_micro_batches(batch, mask.any(1), mask, {}, teacher)
         results = self.ranks.forward(shares, model, teacher) if any(shares) else []
         return _scatter(mask, rows, results[:: self._context_size])
@@ -399,9 +399,28 @@ class Learner:
             The rows of each rank's micro-batches, and its result; both are empty for no rows. Of
             ranks that share rows, only the first is listed: all have the same result.
         """
+        batch = self._with_experts(batch, loss == "actor")
         rows_by_rank, shares = self._make_micro_batches(batch, rows, mask, columns)
         results = self.ranks.forward_backward(shares, loss) if any(shares) else []
         return rows_by_rank, results[:: self._context_size]
+
+    def _with_experts(self, batch: TokenRows, is_policy: bool) -> TokenRows:
+        """Return rows with the experts that the engine chose, if a model runs these.
+
+        Only the policy does: its logprobs are compared with the engine's. A reference, a teacher
+        and a critic are other models, whose own routers choose.
+
+        Raises:
+            RunStopped: the policy must run them, and the rows have none.
+        """
+        if not (is_policy and self.config.rollout.router_replay):
+            return batch if batch.experts is None else replace(batch, experts=None)
+        if isinstance(batch, Batch) and batch.experts is None:
+            raise RunStopped(
+                "rollout.router_replay=true, but these rollouts were stored without the experts"
+                " that the engine chose. Set rollout.router_replay=false"
+            )
+        return batch
 
     def _make_micro_batches(
         self,

@@ -27,11 +27,11 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
-from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from agentrl.engine.local import windows
 from agentrl.engine.local.load import empty_model, reads_images
+from agentrl.engine.local.routers import Choices
 from agentrl.engine.local.windows import (
     VOCABULARY,
     NoSmallCopy,
@@ -746,7 +746,7 @@ def _number_tokens(batch: TokenRows) -> TokenRows:
     )
 
 
-class _RepeatedChoices(TorchFunctionMode):
+class _RepeatedChoices(Choices):
     """Repeats the choices that a model made for a token, such as those of experts.
 
     Rounding sends tokens to other experts, so the results of two passes that are both right differ
@@ -765,24 +765,16 @@ class _RepeatedChoices(TorchFunctionMode):
         self._numbers, self._calls = numbers, 0
         return self
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run a function of torch."""
-        result = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, Tensor.topk):
-            return result
-        indices = result.indices
+    def choose(self, candidates: Tensor, indices: Tensor) -> Tensor:
         self._calls += 1
-        candidates, n = args[0], len(self._numbers)
+        n = len(self._numbers)
         if indices.shape[:-1] != candidates.shape[:-1] or indices.numel() % n:
-            return result
+            return indices
         new, at = indices.reshape(n, -1), self._numbers.to(indices.device)
         key = self._calls, candidates.shape[-1], new.shape[1]
         chosen = self._chosen.setdefault(key, new.new_full((self._size, new.shape[1]), -1))
         chosen[at] = chosen[at].where(chosen[at] >= 0, new)
-        indices = chosen[at].view_as(indices)
-        return type(result)((candidates.gather(-1, indices), indices))
+        return chosen[at].view_as(indices)
 
 
 def _whole_rows(batch: TokenRows) -> Iterator[tuple[Tensor, int]]:

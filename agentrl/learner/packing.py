@@ -25,11 +25,13 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from agentrl.images import RowImage
 from agentrl.learner.attention import Layout
@@ -72,6 +74,9 @@ class PackedRows:
     """(N,) the chosen tokens, row by row."""
     kept: KeptTokens | None = None
     """The tokens to which the softmax of each chosen token is restricted; None: all."""
+    experts: Tensor | None = None
+    """(1, L, width) int16, padded (b, L, width): the experts of each token, -1 for none; None: the
+    model chooses all (`agentrl.engine.local.routers`)."""
     is_own: Tensor | None = None
     """(M,) bool, if ranks share the rows: which of the M chosen tokens of all ranks are in this
     part."""
@@ -94,6 +99,9 @@ class PackedRows:
         own = self.states % size == rank
         added = -self.input_ids.shape[1] % size
         more = ([added, 0], [1]) if added else ([], [])
+        experts = self.experts
+        if experts is not None:
+            experts = pad(experts, (0, 0, 0, added), value=-1)[:, rank::size]
         return PackedRows(
             input_ids=pad(self.input_ids, (0, added))[:, rank::size],
             position_ids=pad(self.position_ids, (0, added))[:, rank::size],
@@ -101,6 +109,7 @@ class PackedRows:
             states=self.states[own] // size,
             tokens=self.tokens[own],
             kept=None if self.kept is None else self.kept.of(own.nonzero()[:, 0], own[own]),
+            experts=experts,
             is_own=own,
         )
 
@@ -138,6 +147,7 @@ class PackedRows:
             states=self.states.to(**at),
             tokens=self.tokens.to(**at),
             kept=None if self.kept is None else self.kept.to(device),
+            experts=None if self.experts is None else self.experts.to(**at),
             is_own=None if self.is_own is None else self.is_own.to(**at),
             images=self.images,
             is_image=None if self.is_image is None else self.is_image.to(**at),
@@ -218,7 +228,7 @@ def pack(batch: TokenRows, rows: Tensor, mask: Tensor, mode: Mode = Mode.PACKED)
     """
     if not mode.is_flat:
         return _pad(batch, rows, mask)
-    ids, positions, states = [], [], []
+    ids, positions, states, experts = [], [], [], []
     pieces: list[int] = []
     responses: list[int] = []
     start = prompt_end = 0
@@ -228,11 +238,13 @@ def pack(batch: TokenRows, rows: Tensor, mask: Tensor, mode: Mode = Mode.PACKED)
         prompt, response = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
         if new:
             ids.append(batch.prompt_ids[row, batch.prompt_ids.shape[1] - prompt :])
+            experts.append(_experts_of(batch, row)[:prompt])
             positions.append(torch.arange(prompt))
             pieces.append(prompt)
             responses.append(0)
             start = prompt_end = start + prompt
         ids.append(batch.response_ids[row, :response])
+        experts.append(_experts_of(batch, row)[prompt:])
         positions.append(torch.arange(prompt, prompt + response))
         pieces.append(response)
         responses[-1] += 1
@@ -246,7 +258,15 @@ def pack(batch: TokenRows, rows: Tensor, mask: Tensor, mode: Mode = Mode.PACKED)
         states=torch.cat(states),
         tokens=batch.response_ids[rows][mask],
         kept=None if batch.kept is None else batch.kept.of(rows, mask),
+        experts=None if batch.experts is None else torch.cat(experts)[None],
     )
+
+
+def _experts_of(batch: TokenRows, row: int) -> Tensor:
+    """Return the experts of all tokens of a row, (tokens, width): none (-1) of the last."""
+    if batch.experts is None:
+        return torch.empty(0)
+    return pad(batch.experts[row], (0, 0, 0, 1), value=-1)
 
 
 def _pad(batch: TokenRows, rows: Tensor, mask: Tensor) -> PackedRows:
@@ -255,6 +275,7 @@ def _pad(batch: TokenRows, rows: Tensor, mask: Tensor) -> PackedRows:
     width = int((prompts + responses).max())
     ids = torch.zeros(len(rows), width, dtype=batch.response_ids.dtype)
     states = []
+    experts = [_experts_of(batch, row) for row in rows.tolist()]
     for i, row in enumerate(rows.tolist()):
         prompt, response = int(prompts[i]), int(responses[i])
         ids[i, :prompt] = batch.prompt_ids[row, batch.prompt_ids.shape[1] - prompt :]
@@ -267,6 +288,7 @@ def _pad(batch: TokenRows, rows: Tensor, mask: Tensor) -> PackedRows:
         states=torch.cat(states),
         tokens=batch.response_ids[rows][mask],
         kept=None if batch.kept is None else batch.kept.of(rows, mask),
+        experts=pad_sequence(experts, True, -1) if batch.experts else None,
     )
 
 
@@ -289,10 +311,16 @@ def pack_row(token_ids: Sequence[int], mode: Mode = Mode.PACKED) -> PackedRows:
 
 
 def has_new_prompt(batch: TokenRows, rows: Tensor) -> Tensor:
-    """Return (b,) bool: True if a row's prompt differs from that of the row before it in `rows`."""
+    """Return (b,) bool: True if a row's prompt differs from that of the row before it in `rows`.
+
+    Equal tokens with other experts are another prompt.
+    """
     ids, lengths = batch.prompt_ids[rows], batch.prompt_lengths[rows]
     is_new = torch.ones(len(rows), dtype=torch.bool)
     is_new[1:] = (ids[1:] != ids[:-1]).any(1) | (lengths[1:] != lengths[:-1])
+    if batch.experts is not None:
+        of_prompts = [batch.experts[r][: batch.prompt_lengths[r]] for r in rows.tolist()]
+        is_new[1:] |= torch.tensor([not torch.equal(*two) for two in pairwise(of_prompts)])
     return is_new
 
 

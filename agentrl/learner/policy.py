@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -33,12 +34,15 @@ from agentrl.config import ModelConfig
 from agentrl.engine.local.load import (
     add_other_parts,
     empty_model,
+    find_targets,
     load_model_config,
     mark_quantized,
     quiet_peft,
+    stacked_parameters,
     with_published_names,
 )
 from agentrl.engine.local.quantize import Linear4bit
+from agentrl.engine.local.routers import Routers
 from agentrl.errors import ConfigError
 from agentrl.learner.context_parallel import ContextGroup
 from agentrl.learner.head import Head, chosen_logprobs
@@ -90,9 +94,9 @@ class Policy:
             self.packed_model.prove()
 
     @cached_property
-    def _adaptable_modules(self) -> list[str]:
-        """Those of the base, found before the first adapter renames them."""
-        return find_adaptable_modules(self.model)
+    def _adaptable(self) -> tuple[list[str], list[str]]:
+        """The modules and stacked parameters of the base, before the first adapter renames them."""
+        return find_adaptable_modules(self.model), stacked_parameters(self.model)
 
     def logprobs(
         self,
@@ -133,13 +137,12 @@ class Policy:
         Raises:
             ConfigError: there are no such modules to adapt.
         """
-        target_modules = check_targets(target_modules, self._adaptable_modules)
-        # PEFT's own all-linear adds stacked experts and routers to the modules of some models.
-        all_linear = sorted({name.rpartition(".")[2] for name in self._adaptable_modules})
+        modules, stacked = check_targets(target_modules, *self._adaptable)
         config = LoraConfig(
             r=rank,
             lora_alpha=alpha,
-            target_modules=all_linear if target_modules == "all-linear" else target_modules,
+            target_modules=modules,
+            target_parameters=stacked or None,
             exclude_modules=VISION_MODULES if vision_tower(self.model) else None,
             lora_dropout=0.0,
             task_type="CAUSAL_LM",
@@ -221,8 +224,8 @@ class Policy:
                 for layer in layers:
                     up = _lora_b(layer)
                     copy_full(up, torch.randn(up.shape, generator=random))
-                    change = layer.get_delta_weight(ACTOR)  # type: ignore[operator]
-                    size = full_tensor(_base_weight(layer).norm()) / full_tensor(change.norm())
+                    change = _delta_weight(layer)
+                    size = full_tensor(base_weight(layer).norm()) / full_tensor(change.norm())
                     copy_full(up, full_tensor(up) * (PERTURBATION * size))
             yield
         finally:
@@ -276,12 +279,18 @@ class Policy:
             for name, p in self.model.named_parameters():
                 yield name, full_tensor(p.detach().to(dtype or p.dtype))
             return
-        for name, module in self.model.named_modules():
-            if isinstance(module, LoraLayer):
-                with torch.no_grad():
-                    weight = _base_weight(module)
-                    merged = full_tensor(weight) + full_tensor(module.get_delta_weight(ACTOR))  # type: ignore
-                yield f"{name}.weight", merged.to(dtype or weight.dtype)
+        for name, layer in self.adapted():
+            with torch.no_grad():
+                weight = base_weight(layer)
+                merged = full_tensor(weight) + full_tensor(_delta_weight(layer))
+            yield name, merged.to(dtype or weight.dtype)
+
+    def adapted(self) -> Iterator[tuple[str, LoraLayer]]:
+        """Yield the adapted weights by their names in the plain model."""
+        for name, layer in self.model.named_modules():
+            if isinstance(layer, LoraLayer):
+                leaf = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
+                yield plain_name(f"{name}.{leaf}"), layer
 
     def save_pretrained(self, folder: Path, dtype: str = "float32") -> None:
         """Save to a folder that transformers loads; with LoRA to one that PEFT loads.
@@ -308,7 +317,7 @@ class Policy:
         tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         tied -= {name for name, _ in self.model.named_parameters()}
         base = {
-            name.replace(".base_layer.", "."): full_tensor(weight.detach()).cpu()
+            plain_name(name): full_tensor(weight.detach()).cpu()
             for name, weight in self.model.state_dict().items()
             if "lora_" not in name and name not in tied
         }
@@ -393,6 +402,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = model
         self.value_head: nn.Linear | None = None
+        self.routers: Routers | None = None
 
     @torch.no_grad()
     def prove(
@@ -400,6 +410,8 @@ class PackedModel(nn.Module):
         compute: torch.dtype | None = None,
         tokens: int | None = None,
         context: ContextGroup | None = None,
+        *,
+        replays: bool = False,
     ) -> None:
         """Find how rows become the input of the model, and set its attention implementation.
 
@@ -407,11 +419,13 @@ class PackedModel(nn.Module):
             compute: the precision of the model's passes; None: that of its weights.
             tokens: those of a micro-batch; see `prove_mode`.
             context: the ranks that share rows.
+            replays: True if rows have experts (`PackedRows.experts`).
 
         Raises:
-            ConfigError: see `prove_mode` and `prove_context`.
+            ConfigError: see `prove_mode`, `prove_context` and `Routers`.
         """
         self._scale_and_softcap = find_scale_and_softcap(self.model)
+        self.routers = Routers(self.model) if replays else None
         self.mode, self.mode_reason = prove_mode(self.model, compute, tokens)
         if context:
             prove_context(self.model, self.mode, context)
@@ -439,15 +453,39 @@ class PackedModel(nn.Module):
 
     def forward(self, packed: PackedRows, read: Callable[[Tensor], T]) -> T:
         """Run the transformer, and apply `read` to the states of the chosen tokens, (N, H)."""
+        if self.routers:
+            # They stay until the next pass: layers that are recomputed need them in `backward`.
+            self.routers.replay(None if packed.experts is None else packed.experts.flatten(0, 1))
         return read(hidden_states(self.model, packed))
 
 
 # --- LoRA layers ---------------------------------------------------------------------------------
 
 
-def _base_weight(layer: LoraLayer) -> Tensor:
+def base_weight(layer: LoraLayer) -> Tensor:
     """Return the frozen weight."""
+    if isinstance(layer, ParamWrapper):
+        return layer.get_param()
     return layer.get_base_layer().weight  # type: ignore[return-value]
+
+
+def _delta_weight(layer: LoraLayer) -> Tensor:
+    """Return what the policy's adapter adds to the frozen weight."""
+    if not isinstance(layer, ParamWrapper):
+        return layer.get_delta_weight(ACTOR)  # type: ignore[operator]
+    # PEFT's own method reshapes the matrices, which it cannot do with shards.
+    pair: Any = layer.lora_A[ACTOR].weight, layer.lora_B[ACTOR].weight
+    down, up = map(full_tensor, pair)
+    down = down.view(layer.num_experts, -1, down.shape[1])
+    up = up.view(len(up), -1, layer.num_experts)
+    delta = torch.einsum("ore,eri->eoi", up, down) * layer.scaling[ACTOR]
+    delta = delta if layer._did_swap_in_out_features else delta.transpose(1, 2)
+    return delta.to(base_weight(layer).dtype)
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a frozen weight in the plain model. PEFT nests the adapters of experts."""
+    return re.sub(r"(\.base_layer)+\.", ".", name)
 
 
 def find_adaptable_modules(model: PreTrainedModel) -> list[str]:
@@ -475,30 +513,35 @@ def find_adaptable_modules(model: PreTrainedModel) -> list[str]:
     return [name for name in names if name.rpartition(".")[2] not in refused]
 
 
-def check_targets(target_modules: str | list[str], adaptable: Sequence[str]) -> str | list[str]:
-    """Return `model.lora_target_modules`: "all-linear", or a list of names.
+def check_targets(
+    target_modules: str | list[str], modules: Sequence[str], stacked: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Return the names of the modules and of the stacked parameters that get an adapter.
 
     Args:
-        target_modules: the value of the key.
-        adaptable: the modules that can have an adapter (`find_adaptable_modules`).
+        target_modules: the value of `model.lora_target_modules`.
+        modules: the modules that can have an adapter (`find_adaptable_modules`).
+        stacked: the parameters that can (`stacked_parameters`).
 
     Raises:
-        ConfigError: a name is none of these modules, or there is no name.
+        ConfigError: a name is none of these, or there is no name.
     """
     if target_modules == "all-linear":
-        return target_modules
+        # PEFT's own all-linear adds stacked experts and routers to the modules of some models.
+        return sorted({name.rpartition(".")[2] for name in modules}), []
     # PEFT interprets a single string as a regular expression over whole paths.
     targets = [target_modules] if isinstance(target_modules, str) else target_modules
-    ends = [f".{name}" for name in adaptable]
-    wrong = [t for t in targets if not any(end.endswith(f".{t}") for end in ends)]
+    of_modules, of_stacked = find_targets(targets, modules), find_targets(targets, stacked)
+    wrong = [t for t in targets if t not in (*of_modules, *of_stacked)]
     if wrong or not targets:
-        names = sorted({end.rpartition(".")[2] for end in ends})
+        names = sorted({name.rpartition(".")[2] for name in modules})
+        names += sorted({".".join(name.split(".")[-2:]) for name in stacked})
         raise ConfigError(
             f"model.lora_target_modules={targets!r}:"
             f" {', '.join(wrong) or 'an empty list'} cannot be adapted. Choose all-linear, or"
             f" from {', '.join(names)}. The output layer and the embeddings are never adapted."
         )
-    return targets
+    return of_modules, of_stacked
 
 
 def describe_targets(config: ModelConfig) -> str:
@@ -514,7 +557,8 @@ def describe_targets(config: ModelConfig) -> str:
     """
     model = empty_model(load_model_config(config.path))
     modules = find_adaptable_modules(model)
-    if check_targets(config.lora_target_modules, modules) != "all-linear":
+    check_targets(config.lora_target_modules, modules, stacked_parameters(model))
+    if config.lora_target_modules != "all-linear":
         return ""
     adaptable = {f"{name}.weight" for name in modules}
     others = (model.get_input_embeddings(), model.get_output_embeddings())

@@ -160,7 +160,8 @@ class Rank:
             self.critic = Critic((self.policy if lora else self._load_policy()).packed_model)
         if self._quantizes:
             self.policy.quantize(self.device)
-        self._compiled = self._shard(self.policy.packed_model)
+        replays = config.rollout.router_replay
+        self._compiled = self._shard(self.policy.packed_model, replays=replays)
         trainable = {"actor": self.policy.parameters(ACTOR)}
         if critic := self.critic:
             if not lora:
@@ -200,8 +201,12 @@ class Rank:
         seed = self.config.trainer.seed + (name == CRITIC)
         self.policy.add_adapter(name, m.lora_rank, m.lora_alpha, m.lora_target_modules, seed)
 
-    def _shard(self, packed_model: PackedModel) -> bool:
+    def _shard(self, packed_model: PackedModel, *, replays: bool = False) -> bool:
         """Shard a model, find how it runs rows, and apply the section `optim` to its layers.
+
+        Args:
+            packed_model: the model.
+            replays: see `PackedModel.prove`.
 
         Returns:
             True if the layers are compiled.
@@ -209,7 +214,7 @@ class Rank:
         layers, head, optim = packed_model.layers(), packed_model.value_head, self.config.optim
         offloads = optim.offload == "all"
         shard(packed_model, layers, head, self._mesh, self._compute, offloads)
-        packed_model.prove(self._compute, optim.micro_batch_tokens, self._context)
+        packed_model.prove(self._compute, optim.micro_batch_tokens, self._context, replays=replays)
         reshard(packed_model)
         blocks = vision_blocks(packed_model.model)
         return wrap_layers(packed_model, layers, self._mesh, optim, blocks)
@@ -316,6 +321,8 @@ class Rank:
         if packed.images:
             processor = image_processor(path or self._path)
             packed = replace(packed, pixels=read_pixels(processor, packed.images))
+        if packed.experts is not None and self.policy.packed_model.routers:
+            self.policy.packed_model.routers.check(packed.experts)
         return packed.part(self._context)
 
     def _use_adapter_of(self, model: ModelName | LossName) -> AbstractContextManager[None]:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -105,15 +106,17 @@ def compile_layer(layer: nn.Module) -> None:
 
     Parts with a convolution (linear attention, Mamba, LFM2's convolutions) are not compiled.
     torch.compile breaks the graph at their kernels, and with dynamic=True it computes with symbolic
-    shapes in each of the pieces: Qwen3.5's took more than six minutes (torch 2.11).
+    shapes in each of the pieces: Qwen3.5's took more than six minutes (torch 2.11). Nor are experts
+    with an adapter: PEFT changes their class in each pass, so each pass would compile them again.
     """
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, MAX_COMPILED_VARIANTS)
     # Otherwise, a program is only for passes in which the same lengths are equal as in the first.
     shape_config.use_duck_shape = False
     for part in layer.modules():
-        if any(isinstance(child, nn.Conv1d) for child in part.children()):
-            part.forward = torch.compiler.disable(part.forward)
+        is_adapted = isinstance(part, ParamWrapper)
+        if is_adapted or any(isinstance(child, nn.Conv1d) for child in part.children()):
+            part.forward = torch.compiler.disable(part.forward)  # type: ignore[method-assign]
     layer.forward = torch.compile(layer.forward, dynamic=True)
 
 

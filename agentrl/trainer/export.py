@@ -22,7 +22,7 @@ from agentrl.chat import load_tokenizer
 from agentrl.config import Config
 from agentrl.engine.local.load import load_causal_lm
 from agentrl.errors import ConfigError, RunStopped, UserError
-from agentrl.learner.policy import ACTOR, Policy
+from agentrl.learner.policy import ACTOR, Policy, base_weight
 from agentrl.learner.rank import ADAPTER_FOLDER
 from agentrl.learner.state import PARAMETER_PREFIX, check_state, read_state
 from agentrl.learner.vision import freeze_vision_tower
@@ -195,9 +195,9 @@ def _load_policy(
             trained = rounded
         p.data = trained
     if m.lora_rank:
-        for name, merged in policy.export(torch.float32):
-            layer = policy.model.get_submodule(f"{name.removesuffix('.weight')}.base_layer")
-            sums += _compare(layer.weight, merged, merged.to(kind))  # type: ignore[arg-type]
+        pairs = zip(policy.adapted(), policy.export(torch.float32), strict=True)
+        for (_, layer), (_, merged) in pairs:
+            sums += _compare(base_weight(layer), merged, merged.to(kind))
     # If the engine sampled from rounded weights, the export has the policy that was validated.
     is_own = not m.lora_rank and dtype == checkpoint.meta["dtype"]
     return policy, "" if is_own else _describe_rounding(sums, dtype)

@@ -113,7 +113,11 @@ class RolloutStream:
             self._order = self.curriculum = Curriculum(self._order, **settings.model_dump())
         self._n = config.rollout.n
         r = config.rollout
-        self._sampling = replace(Sampling.of(r), returns_kept=r.is_truncated)
+        self._sampling = replace(
+            Sampling.of(r),
+            returns_kept=r.is_truncated,
+            experts_from=0 if r.router_replay else None,
+        )
         self._greedy = self._algorithm.adv_estimator == "remax"
         self._batch_size = self._round_size = config.data.batch_size
         max_rounds = 1

@@ -152,7 +152,7 @@ class Teacher:
         padding = [token_array([0] * (width - len(prompt))) for prompt in prompts]
         ids = [(pad + prompt).tolist() for pad, prompt in zip(padding, prompts, strict=True)]
         lengths = torch.tensor([len(prompt) for prompt in prompts])
-        return replace(batch, prompt_ids=torch.tensor(ids), prompt_lengths=lengths)
+        return replace(batch, prompt_ids=torch.tensor(ids), prompt_lengths=lengths, experts=None)
 
     def _check_lengths(self, batch: Batch, rows: TokenRows, names: Sequence[str]) -> None:
         lengths = (rows.prompt_lengths + rows.response_lengths).tolist()

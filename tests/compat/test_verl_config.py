@@ -262,7 +262,7 @@ TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config"
         ("distillation.enable=true", r"neither verl's.*mean 'distillation.enabled'\?"),
         ("actor_rollout_ref.actor.fsdp_config.qat.enable=true", "not quantized"),
         ("actor_rollout_ref.actor.optim.lr_decay_style=cosine", "linear"),
-        ("actor_rollout_ref.actor.megatron.router_replay.mode=R3", "routes tokens"),
+        ("actor_rollout_ref.actor.megatron.router_replay.mode=R2", "router_replay=true for verl"),
         (f"{TRANSFORMER}.moe_z_loss_coeff=0.001", "without other losses"),
         (f"{TRANSFORMER}.fp8=e4m3", "other losses and precisions"),
         ("actor_rollout_ref.actor.policy_loss.tau_neg=2", "Use algorithm.tau_neg"),

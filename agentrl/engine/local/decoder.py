@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from agentrl.engine.checks import image_starts
 from agentrl.engine.local.graphs import LENGTHS, DecodeGraphs
 from agentrl.engine.local.load import empty_model, max_row_length
 from agentrl.engine.local.rounding import MAX_ROUNDINGS, rounded_again
+from agentrl.engine.local.routers import Routers
 from agentrl.engine.local.rows import CachedRows, ImagePart, RowCache
 from agentrl.engine.local.windows import (
     LONG,
@@ -76,22 +78,26 @@ class Decoder:
     positions, V vocabulary.
     """
 
-    def __init__(self, model: PreTrainedModel, processor: Any = None):
+    def __init__(
+        self, model: PreTrainedModel, processor: Any = None, *, returns_experts: bool = False
+    ):
         """Use a model, which is put in eval mode. Nothing else may use it.
 
         Args:
             model: the model.
             processor: transformers' image processor; None: the model reads no images.
+            returns_experts: True if turns have `Sampling.experts_from`.
 
         Raises:
-            UserError: the model cannot be decoded this way.
+            UserError: the model cannot be decoded this way, or it has no routers.
         """
         config = model.config.get_text_config(decoder=True)
         self.model, self.processor = model.eval(), processor
         self.device = model.device
         self.vocabulary: int = config.vocab_size
         self.max_length = max_row_length(config)
-        self.rows = CachedRows()
+        self._routers = Routers(self.model) if returns_experts else None
+        self.rows = CachedRows(self._routers.width if self._routers else 0)
         self._cache = RowCache()
         # transformers 5.24 renamed the argument.
         renamed = "cache" in inspect.signature(model.forward).parameters
@@ -110,7 +116,7 @@ class Decoder:
         self._prefill_tokens = PREFILL_TOKENS.get(self.device.type, PREFILL_TOKENS["cpu"])
         self._graphs: DecodeGraphs | None = None
         self._check_cache()
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self._routers:  # Graphs would record no experts.
             self._graphs = DecodeGraphs(self._decode)
 
     def grow(self, rows: int, capacity: int) -> None:
@@ -153,7 +159,8 @@ class Decoder:
         leaders: dict[tuple[bytes, tuple[RowImage, ...]], int] = {}
         duplicates: list[tuple[int, int]] = []
         rows_left: list[int] = []
-        for row in missing.tolist():
+        # A row whose experts stay as they are comes last: it has none of these weights to copy.
+        for row in sorted(missing.tolist(), key=lambda row: int(rows.recorded[row])):
             if rows.cached[row] == 0:
                 part: ImagePart | None = rows.image_part[row] or None
                 key = rows.ids[row, : rows.length[row] - 1].tobytes(), part.images if part else ()
@@ -185,6 +192,7 @@ class Decoder:
             self._cache.copy(duplicates, int(rows.length[:n].max()))
             for leader, row in duplicates:
                 rows.cached[row] = rows.cached[leader]
+                rows.copy_experts(leader, row, int(rows.cached[row]))
 
     def _share_prefixes(self, empty: list[int]) -> None:
         """Fill the caches of empty rows up to the end of the prefix that they share."""
@@ -204,6 +212,8 @@ class Decoder:
                 self._feed(np.array([first]), end)
             self._cache.copy([(first, row) for row in others], end)
             rows.cached[others] = end
+            for row in others:
+                rows.copy_experts(first, row, end)
 
     def _feed(self, at: np.ndarray, end: int | None = None) -> None:
         """Run one prefill pass over rows `at`: a chunk of each row's tokens that are missing.
@@ -225,14 +235,15 @@ class Decoder:
         self._cache.feed_rows(self._tensor(at), position_ids, self._tensor(real), length)
         # Empty right-padded rows need only the causal mask, which the model creates.
         mask = None if fresh else self._mask(position_ids, length)
-        self.model(
-            input_ids=self._tensor(rows.ids[at[:, None], positions].astype(np.int64)),
-            attention_mask=mask,
-            position_ids=self._tensor(positions + rows.shift[at, None]),
-            use_cache=True,
-            logits_to_keep=1,
-            **{self._cache_name: self._cache},
-        )
+        with self._recording(at.repeat(len(offsets)), np.where(real, positions, -1).flatten()):
+            self.model(
+                input_ids=self._tensor(rows.ids[at[:, None], positions].astype(np.int64)),
+                attention_mask=mask,
+                position_ids=self._tensor(positions + rows.shift[at, None]),
+                use_cache=True,
+                logits_to_keep=1,
+                **{self._cache_name: self._cache},
+            )
         rows.cached[at] += count
         rows.prefilled[at] += count
 
@@ -243,14 +254,15 @@ class Decoder:
         length = part.end if begin else 0
         real = torch.ones_like(indices, dtype=torch.bool)
         self._cache.feed_rows(self._tensor(np.array([row])), indices, real, length)
-        self.model(
-            input_ids=self._tensor(rows.ids[row, None, begin : part.end].astype(np.int64)),
-            attention_mask=self._mask(indices, length) if begin else None,
-            use_cache=True,
-            logits_to_keep=1,
-            **self._image_inputs(part, begin),
-            **{self._cache_name: self._cache},
-        )
+        with self._recording(np.full(part.end - begin, row), np.arange(begin, part.end)):
+            self.model(
+                input_ids=self._tensor(rows.ids[row, None, begin : part.end].astype(np.int64)),
+                attention_mask=self._mask(indices, length) if begin else None,
+                use_cache=True,
+                logits_to_keep=1,
+                **self._image_inputs(part, begin),
+                **{self._cache_name: self._cache},
+            )
         rows.cached[row] = part.end
         rows.prefilled[row] += part.end - begin
 
@@ -300,7 +312,8 @@ class Decoder:
             except RuntimeError as e:
                 log.warning("the local engine decodes without CUDA graphs: %s", e)
                 self._graphs = None
-        return self._decode(ids, positions, rotary, length)[:n]
+        with self._recording(np.arange(len(next_index)), next_index):
+            return self._decode(ids, positions, rotary, length)[:n]
 
     def _decode(
         self, ids: torch.Tensor, positions: torch.Tensor, rotary: torch.Tensor, length: int
@@ -317,6 +330,22 @@ class Decoder:
             use_cache=True,
             **{self._cache_name: self._cache},
         ).logits[:, -1]
+
+    @contextmanager
+    def _recording(self, rows: np.ndarray, positions: np.ndarray) -> Iterator[None]:
+        """Record the experts of the pass within the block.
+
+        Args:
+            rows: (N) the row of each token.
+            positions: (N) its position; -1: it is padding.
+        """
+        if self._routers is None:
+            yield
+            return
+        with self._routers.recording() as recorded:
+            yield
+        experts, real = self._routers.join(recorded).cpu().numpy(), positions >= 0
+        self.rows.record(rows[real], positions[real], experts[real])
 
     def score(self, token_ids: np.ndarray, images: Sequence[RowImage] = ()) -> array[float]:
         """Return the logprob of each token given the tokens before it.

@@ -78,6 +78,7 @@ class LocalEngine(Engine):
         slots: int = 256,
         patience: float = 60.0,
         processor: Any = None,
+        returns_experts: bool = False,
     ):
         """Start the worker thread.
 
@@ -93,11 +94,12 @@ class LocalEngine(Engine):
                 episodes, or an episode that hangs makes the others fail; `math.inf`: no limit.
             processor: transformers' image processor (`agentrl.images.load_processor`); None: the
                 model reads no images.
+            returns_experts: True if turns have `Sampling.experts_from`.
 
         Raises:
-            UserError: this engine cannot decode the model.
+            UserError: this engine cannot decode the model, or the model has no routers.
         """
-        self._decoder = Decoder(model, processor)
+        self._decoder = Decoder(model, processor, returns_experts=returns_experts)
         self.max_length, self.dtype = self._decoder.max_length, model.dtype
         # Of all weights, the embedding too: its rows are multiplied in the output layer.
         weights = sum(p.numel() for p in model.parameters())
@@ -126,6 +128,7 @@ class LocalEngine(Engine):
         device: str = "auto",
         deterministic: bool | None = None,
         patience: float = 60.0,
+        returns_experts: bool = False,
     ) -> Self:
         """Load an engine with the model of a folder, in the precision of the learner's passes.
 
@@ -138,6 +141,7 @@ class LocalEngine(Engine):
             device: "auto", "cpu" or "cuda".
             deterministic: see the constructor; by default true on a CPU.
             patience: see the constructor.
+            returns_experts: see the constructor.
 
         Raises:
             UserError: there is no such model, or this engine cannot decode it.
@@ -148,7 +152,12 @@ class LocalEngine(Engine):
             deterministic = device == "cpu"
         processor = image_processor(path) if reads_images(model.config) else None
         return cls(
-            model, tokenizer, deterministic=deterministic, patience=patience, processor=processor
+            model,
+            tokenizer,
+            deterministic=deterministic,
+            patience=patience,
+            processor=processor,
+            returns_experts=returns_experts,
         )
 
     # -- Sampler -----------------------------------------------------------------------------------

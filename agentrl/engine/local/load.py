@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import groupby
@@ -23,7 +23,7 @@ from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -349,6 +349,21 @@ def _weight_files(path: str | Path) -> dict[str, str]:
     file = cast(str, cached_file(path, SAFE_WEIGHTS_NAME))
     with safe_open(file, "pt") as weights:
         return dict.fromkeys(weights.keys(), file)
+
+
+def stacked_parameters(model: PreTrainedModel) -> list[str]:
+    """Return the names of the parameters in which transformers stacks the matrices of experts."""
+    found = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            own = module.named_parameters(name, recurse=False)
+            found += [path for path, parameter in own if parameter.dim() == 3]
+    return found
+
+
+def find_targets(targets: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return those of `targets` that are the end of a dotted name."""
+    return [t for t in targets if any(f".{name}".endswith(f".{t}") for name in names)]
 
 
 def with_published_names(

@@ -61,7 +61,8 @@ class CachedRows:
     last token, so a row can decode if `cached == length - 1`.
     """
 
-    def __init__(self):
+    def __init__(self, experts_width: int = 0):
+        """Start without rows; each token has `experts_width` experts."""
         self.ids = np.zeros((0, 0), np.int32)
         """(R, C) all tokens: the prompt and the response so far."""
         self.logprobs = np.zeros((0, 0), np.float32)
@@ -71,6 +72,13 @@ class CachedRows:
         self.kept = np.zeros((0, 0), object)
         """(R, C) the ids that top_p and top_k keep for the sampled tokens, in rows of
         `returns_kept`."""
+        self.experts = np.zeros((0, 0), np.dtype((np.void, 2 * experts_width)))
+        """(R, C) the int16 numbers of the experts of each token; without `Routers` of 0 bytes."""
+        self.experts_from = np.zeros(0, np.int64)
+        """The first token whose experts the current turn returns; -1: it returns none."""
+        self.recorded = np.zeros(0, np.int64)
+        """The number of tokens whose experts stay as they are, also if new weights process them
+        again: the tokens after them were sampled with these."""
         self.stop_ids = np.zeros((0, 1), np.int32)
         """(R, S), padded with -1."""
         self.image_part = np.zeros(0, object)
@@ -155,6 +163,8 @@ class CachedRows:
         self.top_k[row] = sampling.top_k
         self.top_p[row] = sampling.top_p
         self.returns_kept[row] = sampling.returns_kept
+        self.experts_from[row] = -1 if sampling.experts_from is None else sampling.experts_from
+        self.recorded[row] = max(cached, int(self.experts_from[row]))
         self.has_stop_text[row] = bool(sampling.stop)
         missing = len(sampling.stop_ids) - self.stop_ids.shape[1]
         if missing > 0:
@@ -162,6 +172,27 @@ class CachedRows:
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(sampling.stop_ids)] = sampling.stop_ids
         self.alive[row] = True
+
+    def record(self, rows: np.ndarray, positions: np.ndarray, experts: np.ndarray) -> None:
+        """Record the experts of tokens, (N, width) int16, except of those before `recorded`.
+
+        Args:
+            rows: (N).
+            positions: (N), those of a row in sequence.
+            experts: (N, width) int16.
+        """
+        new = positions >= self.recorded[rows]
+        at = rows[new], positions[new]
+        self.experts[at] = np.ascontiguousarray(experts[new]).view(self.experts.dtype)[:, 0]
+        np.maximum.at(self.recorded, at[0], at[1] + 1)
+
+    def copy_experts(self, source: int, target: int, end: int) -> None:
+        """Record the experts of the first `end` tokens of a row for an equal prefix of another."""
+        if not self.experts.itemsize:
+            return
+        positions = np.arange(end)
+        experts = self.experts[source, :end].view(np.int16).reshape(end, -1)
+        self.record(np.full(end, target), positions, experts)
 
     def append(
         self,
@@ -190,6 +221,8 @@ class CachedRows:
         turn = slice(self.start[row], self.length[row])
         prompt_tokens = int(self.start[row])
         kept = [*self.kept[row, turn]] if self.returns_kept[row] else []
+        start = int(self.experts_from[row])
+        experts = self.experts[row, start : self.length[row] - 1] if start >= 0 else b""
         return Generation(
             token_ids=array("i", self.ids[row, turn].tobytes()),
             logprobs=array("f", self.logprobs[row, turn].tobytes()),
@@ -199,6 +232,8 @@ class CachedRows:
             cached_tokens=max(0, prompt_tokens - 1 - int(self.prefilled[row])),
             kept_ids=array("i", b"".join(ids.tobytes() for ids in kept)),
             kept_counts=array("i", map(len, kept)),
+            experts=array("h", bytes(experts)),
+            experts_width=self.experts.itemsize // 2,
         )
 
 

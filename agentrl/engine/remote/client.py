@@ -279,6 +279,8 @@ class RemoteEngine(Sampler):
             if part.finish_reason != "abort":
                 return join_parts(parts)
             row = row + part.token_ids
+            if part.experts:
+                sampling = replace(sampling, experts_from=len(row) - 1)
             self.reprefilled += len(row)
 
     async def _sample(

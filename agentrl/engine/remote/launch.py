@@ -361,6 +361,8 @@ class SGLangLaunch(Launch):
     """The modules that adapters adapt, or `all`. Empty: the policy is sent as the weights that LoRA
     adapts, with LoRA merged into them, and not as an adapter."""
     sleep: Literal["none", "kv_cache", "all"] = "none"
+    returns_experts: bool = False
+    """True if it returns the experts that it chooses."""
     fp8: bool = False
     """True if the matrices of layers have 8 bits."""
     reads_images: bool = False
@@ -410,6 +412,8 @@ class SGLangLaunch(Launch):
                 *("--max-loras-per-batch", str(self.adapters)),
                 *("--max-loaded-loras", str(self.adapters)),
             ]
+        if self.returns_experts:
+            flags.append("--enable-return-routed-experts")
         if self.fp8:
             flags += fp8.launch_flags(base_is_sent=not self.lora_targets)
         if self.sleep != "none":

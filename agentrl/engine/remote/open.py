@@ -13,7 +13,13 @@ import torch
 
 from agentrl.config import Config
 from agentrl.engine.checks import check_image_servers
-from agentrl.engine.local.load import empty_model, load_model_config, reads_images
+from agentrl.engine.local.load import (
+    empty_model,
+    find_targets,
+    load_model_config,
+    reads_images,
+    stacked_parameters,
+)
 from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.client import RemoteEngine
 from agentrl.engine.remote.launch import EngineSlot, SGLangLaunch, VLLMLaunch
@@ -49,6 +55,9 @@ def make_openers(
     """
     if reads_images(load_model_config(base)):
         check_image_servers(config)
+        config = config.with_values("rollout", lora="merge")
+    if stacked := _stacked_targets(config, base):
+        check_stacked_targets(config, stacked)
         config = config.with_values("rollout", lora="merge")
     dtype = server_dtype(base, cpu=cpu)
     urls = config.rollout.urls
@@ -193,9 +202,16 @@ def _start(
             sleep=sleep,
             reads_images=reads_images(load_model_config(base)),
             fp8=r.is_fp8,
+            returns_experts=r.router_replay,
             **common,
         )
-        connect = partial(SGLangEngine, delivery=delivery, sleep=sleep, returns_kept=r.is_truncated)
+        connect = partial(
+            SGLangEngine,
+            delivery=delivery,
+            sleep=sleep,
+            returns_kept=r.is_truncated,
+            returns_experts=r.router_replay,
+        )
         if r.is_truncated:
             launch = replace(launch, arguments=["--sampling-backend", "pytorch", *r.launch])
     if slot.ranks and learner_loaded is not None:
@@ -237,6 +253,7 @@ def _attach(
         if adapter:
             options["delivery"] = Delivery("adapter", adapters=_adapter_count(config))
         options |= {"admin_key": admin_key, "returns_kept": r.is_truncated}
+        options["returns_experts"] = r.router_replay
         return SGLangEngine(url, dtype=dtype, **options)
     except EngineError as e:
         keys = f"{TOKEN} ({'set' if key else 'not set'})"
@@ -247,6 +264,38 @@ def _attach(
 
 def _vocabulary(base: str) -> int:
     return load_model_config(base).get_text_config().vocab_size
+
+
+def _stacked_targets(config: Config, base: str) -> list[str]:
+    """Return those of `model.lora_target_modules` that name stacked parameters."""
+    m = config.model
+    if not m.lora_rank or m.lora_target_modules == "all-linear":
+        return []
+    targets = m.lora_target_modules
+    targets = [targets] if isinstance(targets, str) else targets
+    return find_targets(targets, stacked_parameters(empty_model(load_model_config(base))))
+
+
+def check_stacked_targets(config: Config, targets: Sequence[str]) -> None:
+    """Check that servers get LoRA of stacked parameters merged into the weights.
+
+    Args:
+        config: the config of the run.
+        targets: the parameters.
+
+    Raises:
+        ConfigError: the config wants an adapter.
+    """
+    r = config.rollout
+    value = "rollout.quantization=fp8" if r.is_fp8 else "rollout.lora=adapter"
+    value = "rollout.name=vllm" if r.name == "vllm" else value
+    if r.name == "vllm" or r.is_fp8 or r.lora == "adapter":
+        raise ConfigError(
+            f"{value} with model.lora_target_modules={list(targets)}: agentrl sends LoRA of experts"
+            " merged into their weights, not as an adapter. Set rollout.name=sglang,"
+            " rollout.quantization=none and rollout.lora=merge, or model.lora_target_modules="
+            "all-linear"
+        )
 
 
 def _lora_targets(config: Config) -> Sequence[str]:

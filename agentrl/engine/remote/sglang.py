@@ -6,6 +6,7 @@ Ids and logprobs are read from `output_token_logprobs`.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import math
 import time
@@ -38,6 +39,8 @@ ABORT_SECONDS = 10.0
 MIN_TOP_P = 1e-6
 TOP_P_ROUNDING = 1e-5
 """The mass of the likelier tokens may exceed `top_p` by rounding, but not by more."""
+EXPERTS_FROM = "routed_experts_start_len"
+"""The field of a request with the first token whose experts are returned."""
 ROUNDING_TOLERANCE = 1e-2
 """A logprob may be above 0 by rounding, but not by more."""
 MEMORY_TAGS = {"none": (), "kv_cache": ("kv_cache",), "all": ("weights", "kv_cache")}
@@ -108,7 +111,20 @@ def read_generation(
             cached_tokens=int(meta["cached_tokens"]),
             kept_ids=token_array([*chain(*kept)]),
             kept_counts=token_array([*map(len, kept)]),
+            **_experts(meta),
         )
+
+
+def _experts(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `experts` and `experts_width` of a turn; nothing if the answer has none."""
+    if not (text := meta.get("routed_experts")):
+        return {}
+    experts = np.frombuffer(base64.b64decode(text), np.int32)
+    tokens = meta["prompt_tokens"] + meta["completion_tokens"] - 1 - meta[EXPERTS_FROM]
+    width, rest = divmod(len(experts), tokens)
+    if rest or experts.min() < 0 or experts.max() >= 2**15:
+        raise ValueError(f"{len(experts)} experts for {tokens} tokens")
+    return {"experts": array("h", experts.astype(np.int16).tobytes()), "experts_width": width}
 
 
 def restore_ties(meta: Mapping[str, Any], top_k: int, top_p: float) -> None:
@@ -222,6 +238,7 @@ class SGLangEngine(RemoteEngine):
         dtype: torch.dtype | None = None,
         sleep: Literal["none", "kv_cache", "all"] = "none",
         returns_kept: bool = False,
+        returns_experts: bool = False,
         **options: Any,
     ):
         """Ask a running server for its properties, and let it sample a token.
@@ -231,16 +248,19 @@ class SGLangEngine(RemoteEngine):
             dtype: the dtype of the server's weights, to which updates are cast; None: do not cast.
             sleep: the memory that the server releases while the trainer works.
             returns_kept: True if turns have `Sampling.returns_kept`.
+            returns_experts: True if turns have `Sampling.experts_from`.
             **options: see `RemoteEngine`. Without the admin key, SGLang aborts no request.
 
         Raises:
-            ConfigError: it does not return the tokens that `top_p` and `top_k` keep.
+            ConfigError: it does not return the tokens that `top_p` and `top_k` keep, or the experts
+                that it chooses.
             EngineError: no server answers, or it is not SGLang.
         """
         self.dtype = dtype
         self._memory, self._released = MEMORY_TAGS[sleep], set[str]()
         self._aborts: set[asyncio.Task[None]] = set()
         self._is_paused, self._returns_kept = False, returns_kept
+        self._returns_experts = returns_experts
         super().__init__(url, **options)
 
     def _connect(self) -> None:
@@ -253,6 +273,8 @@ class SGLangEngine(RemoteEngine):
         self._policy_version = PolicyVersion(str(model["weight_version"]), 0)
         if self._returns_kept:
             self._check_kept(info)
+        if self._returns_experts:
+            self._check_experts(info)
 
     def _check_kept(self, info: Mapping[str, Any]) -> None:
         """Check that the server returns exactly the tokens that `top_p` and `top_k` keep.
@@ -279,6 +301,31 @@ class SGLangEngine(RemoteEngine):
                 " rollout.top_p=1 and rollout.top_k=0"
             )
 
+    def _check_experts(self, info: Mapping[str, Any]) -> None:
+        """Check that the server returns the experts that it chooses.
+
+        Args:
+            info: the properties of the server.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        fix = "or set rollout.router_replay=false"
+        if not info.get("enable_return_routed_experts"):
+            raise ConfigError(
+                f"{self.url}: SGLang {info.get('version', '')} does not return the experts that it"
+                f" chooses. Start it with --enable-return-routed-experts (0.5.18 has it), {fix}"
+            )
+        row = np.arange(self.probe_tokens, dtype=np.int32) % self._vocabulary
+        body = self._body(row, Sampling(experts_from=1), 1)
+        answer, where = self.admin.ask(self.path, body), f"{self.url}: a probe"
+        answer["meta_info"][EXPERTS_FROM] = 1
+        if not any(self._read_turn(answer, 1, self._policy_version, where).experts):
+            raise ConfigError(
+                f"{self.url}: SGLang returns no experts with its kernels for this model. Start it"
+                f" with --moe-runner-backend triton, {fix}"
+            )
+
     # -- requests and answers ----------------------------------------------------------------------
 
     def _body(
@@ -289,6 +336,9 @@ class SGLangEngine(RemoteEngine):
             "return_logprob": True,
             "sampling_params": _sampling_params(sampling, limit, seed),
         }
+        if sampling.experts_from is not None:
+            start = {EXPERTS_FROM: sampling.experts_from}
+            body |= {"return_routed_experts": True} | start
         return body | {"return_sampling_mask": True} if sampling.returns_kept else body
 
     def _score_body(self, ids: np.ndarray) -> dict[str, Any]:
@@ -328,6 +378,9 @@ class SGLangEngine(RemoteEngine):
             adapter = body.get("lora_path")
             # A restarted server has lost the adapter: the request is not at fault.
             raise EngineError(str(error)) if adapter and adapter in str(error) else error
+        if "return_routed_experts" in body:
+            with reading(self.name, where):
+                answer["meta_info"][EXPERTS_FROM] = body[EXPERTS_FROM]
         if "return_sampling_mask" in body:
             params = body["sampling_params"]
             with reading(self.name, where):

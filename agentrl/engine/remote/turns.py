@@ -117,13 +117,14 @@ def join_parts(parts: Sequence[Generation]) -> Generation:
     """Return the turn whose parts were sampled one after another. Each part has tokens."""
     first, last = parts[0], parts[-1]
     tokens, logprobs, versions = array("i"), array("f"), array("i")
-    kept_ids, kept_counts = array("i"), array("i")
+    kept_ids, kept_counts, experts = array("i"), array("i"), array("h")
     for part in parts:
         tokens += part.token_ids
         logprobs += part.logprobs
         versions += part.versions
         kept_ids += part.kept_ids
         kept_counts += part.kept_counts
+        experts += part.experts
     return replace(
         first,
         token_ids=tokens,
@@ -131,5 +132,6 @@ def join_parts(parts: Sequence[Generation]) -> Generation:
         versions=versions,
         kept_ids=kept_ids,
         kept_counts=kept_counts,
+        experts=experts,
         finish_reason=last.finish_reason,
     )
