@@ -139,9 +139,10 @@ def fingerprint(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Fi
 def wrong_rewards(run: Run) -> Iterator[str]:
     """Yield the rewards that the recipe's function does not give for the stored texts."""
     for row in rescore(run, run.config_at()):
-        if (row.outcome, row.reward) != (row.new_outcome, row.new_reward):
-            recorded, again = (row.outcome, row.reward), (row.new_outcome, row.new_reward)
-            yield f"outcome and reward of {row.episode_id}: recorded {recorded}, now {again}"
+        recorded = row["outcome"], row["reward"]
+        again = row["new_outcome"], row["new_reward"]
+        if recorded != again:
+            yield f"outcome and reward of {row['episode_id']}: recorded {recorded}, now {again}"
 
 
 def wrong_masks(run: Run, tokenizer: Any) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -131,21 +131,8 @@ def make_plan(config: Config) -> Plan:
     parts = [part for split in rows for part in parts_to_check(split)]
     names = {kind.sample.agent_name for split in rows for kind in find_kinds(split)}
     _check_deterministic(config, names, problems)
-    if EXTERNAL in names:
-        _attempt(partial(check_agent, config.agent), problems)
-        every = chain.from_iterable(samples() for _, _, samples in parts)
-        _attempt(partial(_check_agent_keys, config.agent.extra_info, every), problems)
-    elif (
-        names
-        and (config.agent.command or config.agent.python)
-        and not config.data.is_recorded  # The config is often that of the run that was served.
-    ):
-        key = "agent.command" if config.agent.command else "agent.python"
-        problems.append(
-            f"{key} is set, but no row has agent_name external: they have"
-            f" {', '.join(sorted(names))}. Add the column, or set data.agent_name=external for rows"
-            f" without one, or remove {key}"
-        )
+    every = chain.from_iterable(samples() for _, _, samples in parts)
+    _check_external(config, names, every, problems)
     if scorer:
         unscored = _check_outcomes(rows, config, scorer, problems)
         for file, first, samples in parts:
@@ -175,6 +162,34 @@ def make_plan(config: Config) -> Plan:
             f" sandbox.backend={config.sandbox.backend} does not work here: {problem}"
         )
     return plan
+
+
+def _check_external(
+    config: Config, names: Set[str], samples: Iterable[Sample], problems: list[str]
+) -> None:
+    """Add the mistakes of the user's agent to `problems`.
+
+    Args:
+        config: the config.
+        names: the agent loops of all rows.
+        samples: all rows.
+        problems: gets a message for each mistake.
+    """
+    agent = config.agent
+    if EXTERNAL in names:
+        _attempt(partial(check_agent, agent), problems)
+        _attempt(partial(_check_agent_keys, agent.extra_info, samples), problems)
+    elif (
+        names
+        and (agent.command or agent.python)
+        and not config.data.is_recorded  # The config is often that of the run that was served.
+    ):
+        key = "agent.command" if agent.command else "agent.python"
+        problems.append(
+            f"{key} is set, but no row has agent_name external: they have"
+            f" {', '.join(sorted(names))}. Add the column, or set data.agent_name=external for rows"
+            f" without one, or remove {key}"
+        )
 
 
 def _check_deterministic(config: Config, loops: Iterable[str], problems: list[str]) -> None:

@@ -157,10 +157,10 @@ def test_a_resumed_run_keeps_the_curriculum_and_a_fork_may_change_it(start, tmp_
     assert pools_of(tmp_path / "seed")[-1]["not_played"] == ROWS - BATCH, "the order is another one"
 
 
-def test_a_curriculum_says_nothing_of_rows_that_are_never_played(keys):
+def test_a_curriculum_says_nothing_of_rows_that_are_left_out(keys):
     settings = [*keys, "trainer.total_steps=0", "data.drop_last=true", "data.batch_size=5"]
-    assert "never played" in describe_run(make_plan(load_config(None, settings, {})))
-    assert "never" not in describe_run(make_plan(load_config(None, [*settings, CURRICULUM], {})))
+    assert "leaves out" in describe_run(make_plan(load_config(None, settings, {})))
+    assert "leaves" not in describe_run(make_plan(load_config(None, [*settings, CURRICULUM], {})))
 
 
 def test_recorded_answers_have_no_curriculum():
