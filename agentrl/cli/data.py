@@ -40,7 +40,7 @@ def convert(
         source: hf://OWNER/NAME, a folder of save_to_disk, or a .csv, .json, .jsonl or .parquet
             file.
         output: The file to write, .parquet or .jsonl.
-        rename: Rename a column, e.g. question=prompt.
+        rename: Rename a column, e.g. question=prompt. It may be repeated.
         split: The split of a Hugging Face dataset.
         name: The configuration of a dataset of the hub.
 
