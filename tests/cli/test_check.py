@@ -152,6 +152,12 @@ def test_a_laptop_with_a_cpu(check):
     assert measured and float(measured[4]) == pytest.approx(3 * float(measured[3]), rel=0.1)
 
 
+def test_a_model_with_a_name_is_measured(check, tiny_model):
+    output = check("--model", "tiny", "trainer.device=cpu", "trainer.total_steps=3")
+    assert "time on this CPU, from a few measured rows" in output
+    assert "only its config" not in output
+
+
 def test_a_folder_without_weights_is_checked_without_a_measurement(gpus, tmp_path, random_model):
     result = check_config_of(tmp_path, random_model, Qwen2Config(**SMALL))
     assert result.exit_code == 0 and "time on this CPU" not in result.output
