@@ -164,7 +164,7 @@ class CachedRows:
         self.top_p[row] = sampling.top_p
         self.returns_kept[row] = sampling.returns_kept
         self.experts_from[row] = -1 if sampling.experts_from is None else sampling.experts_from
-        self.recorded[row] = max(cached, int(self.experts_from[row]))
+        self.recorded[row] = cached
         self.has_stop_text[row] = bool(sampling.stop)
         missing = len(sampling.stop_ids) - self.stop_ids.shape[1]
         if missing > 0:
