@@ -189,7 +189,7 @@ def test_rows_without_experts_are_refused(world):
 
 def test_a_rollout_without_a_turn_needs_none(world):
     """For example because the first message was longer than the budget."""
-    folder, batch = world
+    folder, _ = world
     learner = learner_of(folder, True)
     [played] = rollouts(moe_model("GLM-4.5"), n=1, tokens=4)[:1]
     names = ("response_ids", "response_mask", "logprobs", "versions")

@@ -77,8 +77,8 @@ class CachedRows:
         self.experts_from = np.zeros(0, np.int64)
         """The first token whose experts the current turn returns; -1: it returns none."""
         self.recorded = np.zeros(0, np.int64)
-        """The number of tokens whose experts stay as they are, also if new weights process them
-        again: the tokens after them were sampled with these."""
+        """The number of tokens whose experts stay as they are in the current turn, also if new
+        weights process them again: the tokens after them were sampled with these."""
         self.stop_ids = np.zeros((0, 1), np.int32)
         """(R, S), padded with -1."""
         self.image_part = np.zeros(0, object)
