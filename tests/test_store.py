@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image as PIL
 from support.examples import examples
 
+import agentrl.store
 from agentrl.errors import DataError, RunStopped
 from agentrl.images import Image, RowImage
 from agentrl.store import (
@@ -461,6 +462,22 @@ def test_experts_are_restored_and_earlier_versions_have_none(tmp_path):
     assert [s.scored for s in store.read(1)] == written
     pq.write_table(table.drop_columns(["experts"]), path)
     assert [s.scored for s in store.read(1)] == [plain, written[1]]
+
+
+def test_the_numbers_of_a_step_are_not_in_one_list(tmp_path, monkeypatch):
+    """Arrow counts those of a list in 32 bits, which are too few for the experts of a step."""
+    many = [scored(i) for i in range(50)]
+    numbers = [len(s.prompt_ids) for x in many for s in x.trajectory.segments]
+    offsets = agentrl.store._offsets
+
+    def few(lists):
+        assert sum(map(len, lists)) < sum(numbers) / 2
+        return offsets(lists)
+
+    monkeypatch.setattr("agentrl.store._offsets", few)
+    store = TrajectoryStore(tmp_path)
+    store.write(1, [group(*many)])
+    assert [r.scored for r in store.read(1)] == many
 
 
 def test_no_field_is_forgotten():

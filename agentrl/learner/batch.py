@@ -23,7 +23,7 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import compress, groupby
 
 import torch
 from torch import Tensor
@@ -274,7 +274,8 @@ def _check(batch: Batch) -> None:
         )
     for b in (batch.prompt_lengths == 0).nonzero().flatten().tolist():
         raise RunStopped(f"episode {batch.episodes[int(batch.rollout[b])]} has an empty prompt")
-    if batch.experts and len({e.shape[1] for e in batch.experts}) > 1:
+    sampled = batch.response_mask.any(1).tolist()  # The learner runs no other rows.
+    if len({e.shape[1] for e in compress(batch.experts or (), sampled)}) > 1:
         raise RunStopped("the engine returned experts for some rows of this step only")
     check_logprobs(batch, batch.rollout_logprobs, batch.response_mask, "engine")
     check_images(batch, [f"episode {batch.episodes[r]}" for r in batch.rollout.tolist()])

@@ -415,7 +415,7 @@ class Learner:
         """
         if not (is_policy and self.config.rollout.router_replay):
             return batch if batch.experts is None else replace(batch, experts=None)
-        if isinstance(batch, Batch) and batch.experts is None:
+        if isinstance(batch, Batch) and batch.experts is None and batch.response_mask.any():
             raise RunStopped(
                 "rollout.router_replay=true, but these rollouts were stored without the experts"
                 " that the engine chose. Set rollout.router_replay=false"

@@ -320,7 +320,8 @@ def has_new_prompt(batch: TokenRows, rows: Tensor) -> Tensor:
     is_new[1:] = (ids[1:] != ids[:-1]).any(1) | (lengths[1:] != lengths[:-1])
     if batch.experts is not None:
         of_prompts = [batch.experts[r][: batch.prompt_lengths[r]] for r in rows.tolist()]
-        is_new[1:] |= torch.tensor([not torch.equal(*two) for two in pairwise(of_prompts)])
+        differs = [not torch.equal(*two) for two in pairwise(of_prompts)]
+        is_new[1:] |= torch.tensor(differs, dtype=torch.bool)
     return is_new
 
 

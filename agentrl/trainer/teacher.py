@@ -129,8 +129,8 @@ class Teacher:
                     f" {problem}. Use a model that reads images, without teacher.prompt"
                 )
 
-    def _replace_prompts(self, batch: Batch, groups: Sequence[Group]) -> Batch:
-        """Return the batch with the prompts that the teacher reads."""
+    def _replace_prompts(self, batch: Batch, groups: Sequence[Group]) -> TokenRows:
+        """Return the rows with the prompts that the teacher reads. It chooses its own experts."""
         prompts: list[array[int]] = []
         for group in groups:
             messages, schemas = opening_of(group.sample, self._toolbox)
@@ -152,7 +152,13 @@ class Teacher:
         padding = [token_array([0] * (width - len(prompt))) for prompt in prompts]
         ids = [(pad + prompt).tolist() for pad, prompt in zip(padding, prompts, strict=True)]
         lengths = torch.tensor([len(prompt) for prompt in prompts])
-        return replace(batch, prompt_ids=torch.tensor(ids), prompt_lengths=lengths, experts=None)
+        return TokenRows(
+            torch.tensor(ids),
+            lengths,
+            batch.response_ids,
+            batch.response_lengths,
+            batch.response_mask,
+        )
 
     def _check_lengths(self, batch: Batch, rows: TokenRows, names: Sequence[str]) -> None:
         lengths = (rows.prompt_lengths + rows.response_lengths).tolist()

@@ -138,6 +138,40 @@ def test_each_turn_returns_the_experts_since_the_last(engine, model):
     assert second.first(100) == second
 
 
+@pytest.mark.parametrize("cause", ["another conversation", "new weights", "another episode"])
+def test_a_branch_returns_the_experts_of_tokens_that_were_processed_again(engine, model, cause):
+    """They were processed for a later turn of a row, which did not return their experts."""
+    other = moe_model()
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.add_(0.3 * weight.std() * torch.randn_like(weight))
+
+    async def play():
+        engine.begin("a")
+        engine.begin("b")
+        first = await turn(engine, PROMPT, "a")
+        row = [*PROMPT, *first.token_ids, 8, 9]
+        if cause == "another conversation":
+            await turn(engine, [9, *PROMPT, *PROMPT, 4], "a")
+        elif cause == "new weights":
+            await asyncio.to_thread(engine.publish, update(other.named_parameters(), 1))
+        else:
+            given_up = asyncio.create_task(turn(engine, row, "a", n=400))
+            await asyncio.sleep(0.1)
+            given_up.cancel()
+            await asyncio.wait([given_up])
+            await turn(engine, [9, *PROMPT, *PROMPT, 4], "b")
+        await turn(engine, row, "a", start=len(row) - 3)
+        prompt = [*row, 11]
+        branch = await turn(engine, prompt, "a")
+        return [*prompt, *branch.token_ids], branch
+
+    ids, branch = asyncio.run(play())
+    assert branch.cached_tokens > len(PROMPT)
+    now = other if cause == "new weights" else model
+    assert torch.equal(experts_of(branch).long(), own_experts(now, ids)[:-1])
+
+
 def test_new_weights_do_not_change_the_experts_of_sampled_tokens(engine, model):
     """A token's experts are those with which the token after it was sampled."""
     other = moe_model()

@@ -106,6 +106,12 @@ def test_parts_keep_the_kept_tokens_of_their_tokens():
     assert turn.kept_ids.tolist() == [1, 5, 2, 9, 8]
 
 
+def test_a_part_without_experts_is_followed_by_those_of_all_tokens():
+    last = replace(part([9], 7, "stop"), experts=array("h", range(10)), experts_width=2)
+    turn = join_parts([part([1], 6), last])
+    assert (turn.experts, turn.experts_width) == (last.experts, 2)
+
+
 END = 1
 
 
@@ -132,26 +138,29 @@ class SimulatedServer(RemoteEngine):
 
     def _body(self, row, sampling, limit, seed):
         row = orjson.loads(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY))
-        return {"row": row, "limit": limit, "seed": seed}
+        return {"row": row, "limit": limit, "seed": seed, "start": sampling.experts_from}
 
     async def _ask(self, body, *_):
         start, ids, versions = self.aborts, [], []
         await asyncio.sleep(self.rng.random() * 0.004)
         while start == self.aborts:
             if ids and (ids[-1] == END or len(ids) == body["limit"]):
-                return ids, versions, "stop" if ids[-1] == END else "length"
+                return body, ids, versions, "stop" if ids[-1] == END else "length"
             versions.append(self.weights)
             ids.append(token_of(self.weights, body["seed"], len(body["row"]) + len(ids)))
             await asyncio.sleep(self.rng.random() * 0.002)
         self.empty_parts += not ids
         self.full_parts += len(ids) == body["limit"]
-        return ids, versions, "abort"
+        return body, ids, versions, "abort"
 
     def _read_turn(self, answer, *_):
-        ids, versions, reason = answer
+        body, ids, versions, reason = answer
+        # The only expert of a token is its position.
+        inputs = range(body["start"], len(body["row"]) + len(ids) - 1) if ids else ()
         return Generation(
-            array("i", ids), array("f", versions), array("i", versions), reason, prompt_tokens=0
-        )
+            array("i", ids), array("f", versions), array("i", versions), reason, prompt_tokens=0,
+            experts=array("h", inputs), experts_width=1,
+        )  # fmt: skip
 
     def change_weights(self) -> None:
         self._gate.close()
@@ -186,7 +195,7 @@ async def test_turns_while_weights_change_again_and_again(caplog):
         prompt, limit = array("i", [0] * rng.randrange(1, 30)), rng.choice([1, 2, 3, 17, 60])
         turn = server.generate(
             prompt,
-            Sampling(max_tokens=limit),
+            Sampling(max_tokens=limit, experts_from=0),
             episode_id=f"e{number}",
             seed=number,
             deadline=time.monotonic() + 60,
@@ -200,6 +209,7 @@ async def test_turns_while_weights_change_again_and_again(caplog):
         places = range(len(prompt), len(prompt) + len(ids))
         assert ids == [token_of(v, number, p) for v, p in zip(versions, places, strict=True)]
         assert versions == sorted(versions) == [*generation.logprobs]
+        assert [*generation.experts] == [*range(len(prompt) + len(ids) - 1)]
         assert END not in ids[:-1] and 1 <= len(ids) <= limit
         assert generation.finish_reason == ("stop" if ids[-1] == END else "length")
         assert ids[-1] == END or len(ids) == limit

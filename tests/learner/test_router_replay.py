@@ -138,6 +138,11 @@ def test_rows_share_a_prompt_if_its_experts_are_equal(world):
     assert is_other.nonzero().flatten().tolist() == [2]
 
 
+def test_a_micro_batch_may_have_one_row(world):
+    folder, batch = world
+    assert gaps(learner_of(folder, True, optim__micro_batch_tokens=40), batch).max() < 1e-5
+
+
 def test_recomputed_layers_run_the_same_experts(world):
     folder, batch = world
     found = []
@@ -180,6 +185,19 @@ def test_rows_without_experts_are_refused(world):
         batch_of([segments[0], without], 2)
     with pytest.raises(ValueError, match="a segment has 3 experts for 23 tokens"):
         replace(segments[0], experts=segments[0].experts[:3])
+
+
+def test_a_rollout_without_a_turn_needs_none(world):
+    """For example because the first message was longer than the budget."""
+    folder, _ = world
+    learner = learner_of(folder, True)
+    [played] = rollouts(moe_model("GLM-4.5"), n=1, tokens=4)[:1]
+    names = ("response_ids", "response_mask", "logprobs", "versions")
+    unplayed = Segment(played.prompt_ids, *[getattr(played, n)[:0] for n in names])
+    learner.update(mixed := batch_of([unplayed, played], 2), targets_of(learner, mixed), 1)
+    assert learner.logprobs(mixed)[1].all() and not learner.logprobs(mixed)[0].any()
+    none = batch_of([unplayed, unplayed], 2)
+    assert not learner.logprobs(none).any()
 
 
 def test_a_model_without_routers_is_refused(tmp_path):

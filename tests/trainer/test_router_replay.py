@@ -156,6 +156,15 @@ def test_a_step_is_replayed_bit_for_bit(start, tmp_path, capsys, shipped_registr
     assert e.value.code == 0, capsys.readouterr().out
 
 
+def test_the_policy_is_its_own_teacher(start, tmp_path):
+    """As a teacher it reads another prompt, of which the engine chose no experts."""
+    run = start(
+        tmp_path / "run", "teacher.model=policy", "teacher.prompt='{prompt} {ground_truth}'",
+        "data.agent_name=single_turn", "trainer.total_steps=1",
+    )  # fmt: skip
+    assert metrics(run)[0]["teacher/reverse_kl"] != 0
+
+
 @pytest.mark.slow
 def test_weights_that_change_within_turns(start, tmp_path):
     run = start(

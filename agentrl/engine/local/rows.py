@@ -77,8 +77,8 @@ class CachedRows:
         self.experts_from = np.zeros(0, np.int64)
         """The first token whose experts the current turn returns; -1: it returns none."""
         self.recorded = np.zeros(0, np.int64)
-        """The number of tokens whose experts stay as they are, also if new weights process them
-        again: the tokens after them were sampled with these."""
+        """The number of tokens whose experts stay as they are in the current turn, also if new
+        weights process them again: the tokens after them were sampled with these."""
         self.stop_ids = np.zeros((0, 1), np.int32)
         """(R, S), padded with -1."""
         self.image_part = np.zeros(0, object)
@@ -164,7 +164,7 @@ class CachedRows:
         self.top_p[row] = sampling.top_p
         self.returns_kept[row] = sampling.returns_kept
         self.experts_from[row] = -1 if sampling.experts_from is None else sampling.experts_from
-        self.recorded[row] = max(cached, int(self.experts_from[row]))
+        self.recorded[row] = cached
         self.has_stop_text[row] = bool(sampling.stop)
         missing = len(sampling.stop_ids) - self.stop_ids.shape[1]
         if missing > 0:

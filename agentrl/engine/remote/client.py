@@ -279,7 +279,7 @@ class RemoteEngine(Sampler):
             if part.finish_reason != "abort":
                 return join_parts(parts)
             row = row + part.token_ids
-            if part.experts:
+            if part.token_ids and part.experts:
                 sampling = replace(sampling, experts_from=len(row) - 1)
             self.reprefilled += len(row)
 

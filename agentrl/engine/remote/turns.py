@@ -133,5 +133,6 @@ def join_parts(parts: Sequence[Generation]) -> Generation:
         kept_ids=kept_ids,
         kept_counts=kept_counts,
         experts=experts,
+        experts_width=last.experts_width,
         finish_reason=last.finish_reason,
     )
