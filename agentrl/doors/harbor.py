@@ -71,9 +71,9 @@ class HarborTask(PackageEnvironment):
         await self._call("start", **self._task)
 
     async def close(self) -> None:
-        """End the sandbox."""
+        """End the sandbox. The next one takes its slot when it is stopped."""
         async with self._slot:
-            await super().close()
+            await self._call("end", wait=True)
 
     async def bash(self, command: str, timeout_s: int = 120) -> str:
         """Run a bash command.

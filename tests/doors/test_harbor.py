@@ -429,22 +429,9 @@ def test_a_killed_run_leaves_nothing(world, tmp_path, moment):
     assert world.left() == []
 
 
+@pytest.mark.proves("harbor", "20 episodes at once")
 @pytest.mark.load
-@pytest.mark.parametrize(
-    "count",
-    [
-        20,
-        pytest.param(
-            200,
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.timeout(3600),
-                pytest.mark.proves("harbor", "200 episodes at once"),
-            ],
-        ),
-    ],
-)
-def test_episodes_at_once(world, count):
+def test_20_episodes_at_once(world):
     for number in range(4):
         world.task(str(number))
     samples = world.samples()
@@ -462,13 +449,12 @@ def test_episodes_at_once(world, count):
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        played = play_at_once(samples * (count // 4), script, TOKENIZER, [PODMAN])
+        played = play_at_once(samples * 5, script, TOKENIZER, [PODMAN])
     finally:
         over.set()
         watcher.join()
-    print(f"{count} episodes: {time.monotonic() - start:.1f} s, {max(most)} containers")
-    # A sandbox stops when its slot is free again already.
-    assert 0 < max(most) <= 2 * slot_count(0)
+    print(f"20 episodes: {time.monotonic() - start:.1f} s, {max(most)} containers")
+    assert 0 < max(most) <= slot_count(0)
     assert all(results(t) == ["/fruit"] for t in played)
     assert [t.scores.outcome for t in played] == [float(t.sample.row % 2) for t in played]
 

@@ -387,7 +387,7 @@ async def agent(agent: str, url: str, key: str, model: str, **settings: Any) -> 
     try:
         return await _rewards(_open(key, config, settings))
     finally:
-        await end(key)
+        await end(key, wait=True)
 
 
 def _find_agent(agent: str) -> str:
@@ -408,12 +408,19 @@ def _find(episode: str) -> _Episode:
     return _episodes[episode]
 
 
-async def end(episode: str) -> None:
-    """End an episode. Its sandbox stops in the background."""
+async def end(episode: str, wait: bool = False) -> None:
+    """End an episode.
+
+    Args:
+        episode: the episode.
+        wait: wait until its sandbox is stopped; otherwise it stops in the background.
+    """
     if state := _episodes.pop(episode, None):
         task = asyncio.create_task(state.stop())
         _ending.add(task)
         task.add_done_callback(_ending.discard)
+        if wait:
+            await asyncio.shield(task)
 
 
 async def close() -> None:
