@@ -171,7 +171,9 @@ SHARING = {
     "processes of ranks": (
         "tests/learner/test_ranks.py",
         "tests/learner/test_loading.py",
+        "tests/learner/test_lora_on_experts.py",
         "tests/learner/test_moe.py",
+        "tests/learner/test_router_replay.py",
         "tests/learner/test_sft_ranks.py",
         "tests/learner/test_state.py",
     ),
