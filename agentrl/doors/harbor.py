@@ -22,7 +22,7 @@ from agentrl.doors.episodes import PackageEnvironment, package_loop, play_in_pac
 from agentrl.doors.program import call_once
 from agentrl.errors import UserError
 from agentrl.file_loaders import door_of
-from agentrl.http.pool import paused_time_limits
+from agentrl.http.pool import slot_held
 from agentrl.sandbox import current_config
 from agentrl.sandbox.program import slot_count
 from agentrl.tools.environment import environment
@@ -73,7 +73,7 @@ class HarborTask(PackageEnvironment):
     async def close(self) -> None:
         """End the sandbox. The next one takes its slot when it is stopped."""
         async with self._slot:
-            await self._call("end", wait=True)
+            await super().close()
 
     async def bash(self, command: str, timeout_s: int = 120) -> str:
         """Run a bash command.
@@ -102,9 +102,7 @@ async def harbor_agent(ep: Episode) -> None:
     config = EpisodeControl(ep).attempt.runtime.config.sandbox
     task = _settings(ep.sample.extra.get(NAME) or {}, config)
     address = task.pop("gateway", "127.0.0.1")
-    async with AsyncExitStack() as stack:
-        with paused_time_limits():
-            await stack.enter_async_context(_slot(config))
+    async with slot_held(_slot(config)):
         await play_in_package(ep, NAME, "agent", task, address)
 
 

@@ -41,7 +41,7 @@ from agentrl.config.environment import hide_secrets
 from agentrl.errors import ConfigError, DataError, Infrastructure, UserCodeError
 from agentrl.gateway.requests import MODEL
 from agentrl.gateway.session import Session
-from agentrl.http.pool import paused_time_limits
+from agentrl.http.pool import slot_held
 from agentrl.plural import plural
 from agentrl.registry import load_function
 from agentrl.sandbox.box import INSIDE
@@ -277,15 +277,10 @@ _host: PerLoop[_Host] = PerLoop(_Host, _Host.close)
 async def external(ep: Episode) -> None:
     """Let the user's agent (`agent.command` or `agent.python`) play the episode."""
     config = EpisodeControl(ep).attempt.runtime.config.agent
-    slots = _host.get().slots(config.slots) if has_slots(config) else None
-    if slots is not None:
-        with paused_time_limits():
-            await slots.acquire()
-    try:
+    host = _host.get()
+    slots = host.slots(config.slots) if has_slots(config) else contextlib.nullcontext()
+    async with slot_held(slots):
         await play_agent(ep, partial(_make_agent, config, ep.sample), config)
-    finally:
-        if slots is not None:
-            slots.release()
 
 
 async def play_agent(

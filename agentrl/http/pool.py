@@ -26,7 +26,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -583,3 +590,12 @@ def paused_time_limits() -> Iterator[None]:
     finally:
         for limit in limits:
             limit.resume()
+
+
+@asynccontextmanager
+async def slot_held(slots: AbstractAsyncContextManager[object]) -> AsyncIterator[None]:
+    """Hold a slot of a semaphore within this block. Time limits pause while it waits for one."""
+    async with AsyncExitStack() as stack:
+        with paused_time_limits():
+            await stack.enter_async_context(slots)
+        yield

@@ -106,7 +106,7 @@ def engine(model):
 
 
 def test_the_local_engine_returns_the_experts_of_all_inputs(engine, model):
-    """Of equal prompts, of prompts with a common prefix, and of others, in one batch."""
+    """The batch has equal prompts, prompts with a common prefix, and others."""
     common = [(7 * i) % 250 + 1 for i in range(3 * MIN_PREFIX)]
     prompts = [[*common, i, 9] for i in range(6)] + [PROMPT] * 3 + [PROMPT[:5], [4]]
     for prompt, answer in zip(prompts, turns(engine, prompts), strict=True):

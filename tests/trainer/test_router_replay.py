@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from support.letter_runs import check_resume, check_workers, letter_runs, metrics, segments
 from support.moe import moe_model, own_experts
 from transformers import AutoModelForCausalLM
 
@@ -18,9 +16,7 @@ from agentrl.cli import main
 from agentrl.config import load_config
 from agentrl.engine.local import LocalEngine
 from agentrl.errors import ConfigError, EngineError, RunStopped
-from agentrl.store import TrajectoryStore
-from agentrl.trainer import Trainer
-from agentrl.trajectory import Generation, Segment, float_array, short_array, token_array
+from agentrl.trajectory import Generation, float_array, short_array, token_array
 
 ENV = """
 from agentrl import agent_loop, reward
@@ -53,29 +49,18 @@ def model_folder(tmp_path_factory, tiny_tokenizer):
 def start(tmp_path_factory, model_folder):
     """Return a function that trains three steps; the engine computes in bfloat16."""
     folder = tmp_path_factory.mktemp("replay")
-    (folder / "env.py").write_text(ENV)
-    rows = [{"prompt": f"Say {i}.", "ground_truth": "1"} for i in range(4)]
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    keys = [
+        "optim.lr=0.001", "reward.function=letters_replay",
+        "data.agent_name=three_turns_replay", "rollout.router_replay=true",
+    ]  # fmt: skip
+    train = letter_runs(folder, ENV, model_folder, keys)
 
     def run(output, *overrides) -> Path:
-        base = [
-            "trainer.total_steps=3", "trainer.save_freq=0", "data.batch_size=2", "rollout.n=4",
-            "rollout.max_turn_tokens=16", "optim.lr=0.001", "trainer.device=cpu",
-            "tools.transport=in_process", "reward.function=letters_replay",
-            "data.agent_name=three_turns_replay", "rollout.router_replay=true",
-        ]  # fmt: skip
-        base.append(f"model.path={model_folder}")
-        flags = {
-            "data.train": str(folder / "rows.jsonl"),
-            "trainer.output": str(output),
-            "files": [str(folder / "env.py")],
-        }
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("agentrl.engine.local.engine.compute_dtype", lambda _: torch.bfloat16)
             # The learner measures the rounding of its own float32.
             patch.setattr("agentrl.trainer.publisher.MAX_ROUNDINGS", 2**16)
-            Trainer(load_config(None, [*base, *overrides], flags)).run()
-        return output
+            return train(output, *overrides)
 
     return run
 
@@ -83,20 +68,6 @@ def start(tmp_path_factory, model_folder):
 @pytest.fixture(scope="module")
 def trained(start, tmp_path_factory):
     return start(tmp_path_factory.mktemp("run") / "run", "algorithm.kl_loss_coef=0.1")
-
-
-def segments(output: Path, step: int | None = None) -> list[Segment]:
-    stored = TrajectoryStore(output / "trajectories").read(step)
-    return [segment for s in stored for segment in s.scored.trajectory.segments]
-
-
-def metrics(output: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line)["data"] for line in (output / "metrics.jsonl").open()]
-    return [{k: v for k, v in x.items() if "timing" not in k and "perf/" not in k} for x in lines]
-
-
-def weights(output: Path) -> str:
-    return hashlib.sha256((output / "model/model.safetensors").read_bytes()).hexdigest()
 
 
 def test_the_experts_of_all_turns_are_stored(trained, model_folder):
@@ -125,26 +96,11 @@ def test_engine_and_trainer_differ_less(start, trained, tmp_path):
 
 @pytest.mark.slow
 def test_rollout_workers_send_the_experts(start, trained, tmp_path, shipped_registries):
-    other = start(tmp_path / "run", "algorithm.kl_loss_coef=0.1", "rollout.workers=2")
-    assert segments(other) == segments(trained) and weights(other) == weights(trained)
+    check_workers(start, trained, tmp_path / "run", "algorithm.kl_loss_coef=0.1")
 
 
-def test_a_run_resumes_bit_for_bit(start, trained, tmp_path, monkeypatch):
-    real = LocalEngine.generate
-
-    async def generate(self, *args, **kwargs):
-        if kwargs["episode_id"].startswith("train-2-"):
-            raise EngineError("the engine is down")
-        return await real(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalEngine, "generate", generate)
-        with pytest.raises(RunStopped, match="is down"):
-            start(tmp_path / "run", "algorithm.kl_loss_coef=0.1")
-    resumed = start(tmp_path / "run", "algorithm.kl_loss_coef=0.1")
-    assert metrics(resumed) == metrics(trained) and segments(resumed) == segments(trained)
-    before, after = (load_file(x / "model/model.safetensors") for x in (trained, resumed))
-    assert all(torch.equal(before[name], after[name]) for name in before)
+def test_a_run_resumes_bit_for_bit(start, trained, tmp_path):
+    check_resume(start, trained, tmp_path / "run", "algorithm.kl_loss_coef=0.1")
 
 
 @pytest.mark.slow
@@ -157,7 +113,7 @@ def test_a_step_is_replayed_bit_for_bit(start, tmp_path, capsys, shipped_registr
 
 
 def test_the_policy_is_its_own_teacher(start, tmp_path):
-    """As a teacher it reads another prompt, of which the engine chose no experts."""
+    """A teacher reads another prompt than the policy, and chooses its own experts for it."""
     run = start(
         tmp_path / "run", "teacher.model=policy", "teacher.prompt='{prompt} {ground_truth}'",
         "data.agent_name=single_turn", "trainer.total_steps=1",

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.exact_rank import EXACT, ExactRank
+from support.letter_runs import check_resume, check_workers, letter_runs, metrics, segments
 from support.processes import Processes
 from support.trainer_fixtures import (
     VOCABULARY,
@@ -28,7 +25,6 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.agent_loops.context import TokenRow
 from agentrl.cli import main
-from agentrl.config import load_config
 from agentrl.engine.local import LocalEngine
 from agentrl.errors import EngineError, RunStopped
 from agentrl.learner.algorithms import make_targets
@@ -36,7 +32,6 @@ from agentrl.learner.batch import KeptTokens, collate
 from agentrl.learner.learner import Learner
 from agentrl.learner.rank import LocalRankGroup
 from agentrl.store import TrajectoryStore
-from agentrl.trainer import Trainer
 from agentrl.trajectory import Generation, Group, Sample, Segment, float_array, token_array
 
 ENV = """
@@ -60,42 +55,16 @@ CUT = ("rollout.top_p=0.7", "rollout.top_k=6", "rollout.temperature=0.8")
 def start(tmp_path_factory, random_model):
     """Return a function that trains two steps, whose episodes have two turns."""
     folder = tmp_path_factory.mktemp("truncation")
-    (folder / "env.py").write_text(ENV)
-    rows = [{"prompt": f"Say {i}.", "ground_truth": "1"} for i in range(4)]
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-
-    def run(output, *overrides) -> Path:
-        base = [
-            "trainer.total_steps=3", "trainer.save_freq=0", "data.batch_size=2", "rollout.n=4",
-            "rollout.max_turn_tokens=16", "optim.lr=0.01", "trainer.device=cpu",
-            "tools.transport=in_process", "reward.function=letters_truncation",
-            "data.agent_name=two_turns_truncation",
-        ]  # fmt: skip
-        flags = {
-            "data.train": str(folder / "rows.jsonl"),
-            "model.path": str(random_model),
-            "trainer.output": str(output),
-            "files": [str(folder / "env.py")],
-        }
-        Trainer(load_config(None, [*base, *CUT, *overrides], flags)).run()
-        return output
-
-    return run
+    keys = [
+        "optim.lr=0.01", "reward.function=letters_truncation",
+        "data.agent_name=two_turns_truncation", *CUT,
+    ]  # fmt: skip
+    return letter_runs(folder, ENV, random_model, keys)
 
 
 @pytest.fixture(scope="module")
 def trained(start, tmp_path_factory):
     return start(tmp_path_factory.mktemp("run") / "run", "algorithm.kl_loss_coef=0.1")
-
-
-def segments(output: Path, step: int | None = None) -> list[Segment]:
-    stored = TrajectoryStore(output / "trajectories").read(step)
-    return [segment for s in stored for segment in s.scored.trajectory.segments]
-
-
-def metrics(output: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line)["data"] for line in (output / "metrics.jsonl").open()]
-    return [{k: v for k, v in x.items() if "timing" not in k and "perf/" not in k} for x in lines]
 
 
 def kept_of(segment: Segment) -> list[list[int]]:
@@ -225,32 +194,13 @@ def test_two_ranks_learn_over_the_kept_tokens(tmp_path, n):
         torch.testing.assert_close(weights_of_two[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-def weights(output: Path) -> str:
-    return hashlib.sha256((output / "model/model.safetensors").read_bytes()).hexdigest()
-
-
 @pytest.mark.slow
 def test_rollout_workers_send_the_kept_tokens(start, trained, tmp_path, shipped_registries):
-    other = start(tmp_path / "run", "algorithm.kl_loss_coef=0.1", "rollout.workers=2")
-    assert segments(other) == segments(trained) and weights(other) == weights(trained)
+    check_workers(start, trained, tmp_path / "run", "algorithm.kl_loss_coef=0.1")
 
 
-def test_a_run_resumes_bit_for_bit(start, trained, tmp_path, monkeypatch):
-    real = LocalEngine.generate
-
-    async def generate(self, *args, **kwargs):
-        if kwargs["episode_id"].startswith("train-2-"):
-            raise EngineError("the engine is down")
-        return await real(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalEngine, "generate", generate)
-        with pytest.raises(RunStopped, match="is down"):
-            start(tmp_path / "run", "algorithm.kl_loss_coef=0.1")
-    resumed = start(tmp_path / "run", "algorithm.kl_loss_coef=0.1")
-    assert metrics(resumed) == metrics(trained) and segments(resumed) == segments(trained)
-    before, after = (load_file(x / "model/model.safetensors") for x in (trained, resumed))
-    assert all(torch.equal(before[name], after[name]) for name in before)
+def test_a_run_resumes_bit_for_bit(start, trained, tmp_path):
+    check_resume(start, trained, tmp_path / "run", "algorithm.kl_loss_coef=0.1")
 
 
 def test_an_engine_that_does_not_return_the_kept_tokens_is_refused(start, tmp_path, monkeypatch):

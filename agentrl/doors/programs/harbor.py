@@ -387,7 +387,7 @@ async def agent(agent: str, url: str, key: str, model: str, **settings: Any) -> 
     try:
         return await _rewards(_open(key, config, settings))
     finally:
-        await end(key, wait=True)
+        await end(key)
 
 
 def _find_agent(agent: str) -> str:
@@ -408,24 +408,17 @@ def _find(episode: str) -> _Episode:
     return _episodes[episode]
 
 
-async def end(episode: str, wait: bool = False) -> None:
-    """End an episode.
-
-    Args:
-        episode: the episode.
-        wait: wait until its sandbox is stopped; otherwise it stops in the background.
-    """
+async def end(episode: str) -> None:
+    """End an episode, and wait for its sandbox, which stops also if the wait is cancelled."""
     if state := _episodes.pop(episode, None):
         task = asyncio.create_task(state.stop())
         _ending.add(task)
         task.add_done_callback(_ending.discard)
-        if wait:
-            await asyncio.shield(task)
+        await asyncio.shield(task)
 
 
 async def close() -> None:
     """Stop all sandboxes."""
-    for episode in list(_episodes):
-        await end(episode)
+    await asyncio.gather(*map(end, list(_episodes)), return_exceptions=True)
     while _ending:
         await asyncio.wait([*_ending])
