@@ -147,7 +147,8 @@ $(AGENTS)/.installed:
 $(DOORS)/%/.installed:
 	@echo "installing the packages of tests/doors/packages/$*.txt into $(DOORS)/$* (a minute, once)"
 	$(if $(filter harbor nemo-gym,$*),$(DOORS_PYTHON),$(PYTHON)) -m venv $(DOORS)/$*
-	$(DOORS)/$*/bin/python -m pip install --quiet --no-compile --ignore-requires-python -r tests/doors/packages/$*.txt
+	$(DOORS)/$*/bin/python -m pip install --quiet --no-compile \
+		$(if $(filter nemo-gym,$*),--ignore-requires-python) -r tests/doors/packages/$*.txt
 	@touch $@
 
 $(VERL)/.installed:
