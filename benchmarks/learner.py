@@ -7,6 +7,7 @@
     python benchmarks/learner.py --case long --shape 7b --lora 32 --ranks 2 --context 2
     python benchmarks/learner.py --case shared --shape 1.5b        # prompts of 4 k, shared or not
     python benchmarks/learner.py --case modes --shape 1.5b         # packed, padded, one by one
+    TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) python benchmarks/learner.py --case compile --shape 1.5b
 
 agentrl  `Learner.update` and the calls of `Trainer` before it: targets, packing, metrics
 hand     a hand-written loop for this model (`workload/packed.py`)
@@ -26,6 +27,7 @@ import importlib.util
 import math
 import statistics
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -360,7 +362,35 @@ def modes(folder: Path, model: Any, args: argparse.Namespace) -> None:
         )
 
 
-CASES = {"update": side_by_side, "long": long, "shared": shared, "modes": modes}
+def compilation(folder: Path, model: Any, args: argparse.Namespace) -> None:
+    """Time what compiles: `ranks.compile()`, which a run calls while servers start, then updates."""
+    rollouts = draw(
+        args.trajs, args.group, args.prompt, long_tailed(args.mean), model.vocab_size, args.seed
+    )
+    batch = rollouts.batch(model.vocab_size)
+    with open_learner(folder, settings(args)) as (learner, _):
+        seconds = []
+        for run in (learner.ranks.compile, *[partial(update_of, learner, batch)] * args.steps):
+            start = time.perf_counter()
+            run()
+            if GPU:
+                torch.cuda.synchronize()
+            seconds.append(round(time.perf_counter() - start, 2))
+    print_figure(
+        "learner/first_update",
+        seconds[1] / min(seconds[2:]),
+        "times a later update",
+        shape=args.shape,
+        lora=args.lora,
+        recompute=args.recompute,
+        compile_s=seconds[0],
+        updates_s=seconds[1:],
+    )
+
+
+CASES = {
+    "update": side_by_side, "long": long, "shared": shared, "modes": modes, "compile": compilation,
+}  # fmt: skip
 
 
 def main() -> None:

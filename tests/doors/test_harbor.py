@@ -429,9 +429,8 @@ def test_a_killed_run_leaves_nothing(world, tmp_path, moment):
     assert world.left() == []
 
 
-@pytest.mark.proves("harbor", "20 episodes at once")
-@pytest.mark.load
-def test_20_episodes_at_once(world):
+def play_many(world, episodes):
+    """Play episodes of two answers at once. No more containers than slots run at a time."""
     for number in range(4):
         world.task(str(number))
     samples = world.samples()
@@ -449,14 +448,27 @@ def test_20_episodes_at_once(world):
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        played = play_at_once(samples * 5, script, TOKENIZER, [PODMAN])
+        played = play_at_once(samples * (episodes // 4), script, TOKENIZER, [PODMAN])
     finally:
         over.set()
         watcher.join()
-    print(f"20 episodes: {time.monotonic() - start:.1f} s, {max(most)} containers")
+    print(f"{episodes} episodes: {time.monotonic() - start:.1f} s, {max(most)} containers")
     assert 0 < max(most) <= slot_count(0)
-    assert all(results(t) == ["/fruit"] for t in played)
+    assert len(played) == episodes and all(results(t) == ["/fruit"] for t in played)
     assert [t.scores.outcome for t in played] == [float(t.sample.row % 2) for t in played]
+    assert world.left() == []
+
+
+@pytest.mark.load
+def test_20_episodes_at_once(world):
+    play_many(world, 20)
+
+
+@pytest.mark.proves("harbor", "200 episodes at once")
+@pytest.mark.slow
+@pytest.mark.timeout(3600)  # 12 minutes on two quiet cores
+def test_200_episodes_at_once(world):
+    play_many(world, 200)
 
 
 @pytest.mark.slow
