@@ -71,9 +71,10 @@ ADAPTER_FOLDER = "adapter"
 """The folder of a checkpoint with the policy's LoRA adapter, as PEFT loads it. It does not exist if
 the base is an adapter that was merged at loading: no path names such a base."""
 
-COMPILED_ROW = 8192
-"""The tokens of the row that `Rank.compile` runs with a gradient, if passes may be as long. Short
-rows get other programs: torch fuses the gradients of norms from 5 million numbers on."""
+COMPILED_ROWS = (256, 8192)
+"""The tokens of the rows that `Rank.compile` runs with a gradient, if passes may be as long. Short
+and long passes get programs of their own: torch fuses the gradients of norms from 4096 tokens on,
+and a short pass has the logits of the whole vocabulary at once."""
 
 
 @dataclass(slots=True)
@@ -221,7 +222,7 @@ class Rank:
 
     @dispatch(BROADCAST)
     def compile(self) -> None:
-        """Compile the policy's layers, by a pass without and one with a gradient that is dropped.
+        """Compile the policy's layers, by passes without and with a gradient that is dropped.
 
         Otherwise the first canary and the first update would do it. This can run while servers
         start. It does nothing if the layers are not compiled.
@@ -229,13 +230,13 @@ class Rank:
         if not self._compiled:
             return
         longest = max_row_length(self.policy.model.config)
-        length = min(COMPILED_ROW, self.config.optim.micro_batch_tokens, longest)
-        vocabulary = self.vocabulary()
-        ids = [i % vocabulary for i in range(length)]
-        self.score(ids[:256])
-        logprobs = self.policy.logprobs(self._pack_row(ids))[0]
-        # Not the gradient of a sum, whose stride of 0 would need a program that no loss uses.
-        logprobs.backward(torch.ones_like(logprobs))
+        limit, vocabulary = min(self.config.optim.micro_batch_tokens, longest), self.vocabulary()
+        for length in COMPILED_ROWS:
+            ids = [i % vocabulary for i in range(min(length, limit))]
+            self.score(ids)
+            logprobs = self.policy.logprobs(self._pack_row(ids))[0]
+            # Not the gradient of a sum, whose stride of 0 would need a program that no loss uses.
+            logprobs.backward(torch.ones_like(logprobs))
         self.zero_grad()
         reshard(self.policy.packed_model)
 
