@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from hashlib import sha256
 from itertools import accumulate, pairwise
 from operator import attrgetter
@@ -725,13 +725,18 @@ def _to_json(images: _ImageNames, value: Any) -> Any:
     """Convert a value that JSON does not support: dataclass, mapping, or anything else as text."""
     if isinstance(value, Image):
         return _name_image(images, value)
-    if isinstance(value, Message | ToolResult) and not value.images:
-        return {f.name: getattr(value, f.name) for f in fields(value) if f.name != "images"}
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return dict(value)
-    return str(value)
+    if names := _field_names(type(value)):
+        cell = {name: getattr(value, name) for name in names}
+        if isinstance(value, Message | ToolResult) and not value.images:
+            del cell["images"]
+        return cell
+    return dict(value) if isinstance(value, Mapping) else str(value)
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    """Return the names of a dataclass's fields; none for another class. A step asks often."""
+    return tuple(f.name for f in fields(kind)) if is_dataclass(kind) else ()
 
 
 def _find_changed_values(sample: Sample) -> list[str]:

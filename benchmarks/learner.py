@@ -363,7 +363,7 @@ def modes(folder: Path, model: Any, args: argparse.Namespace) -> None:
 
 
 def compilation(folder: Path, model: Any, args: argparse.Namespace) -> None:
-    """Time what compiles: `ranks.compile()`, which a run calls while servers start, then updates."""
+    """Time `ranks.compile()`, which a run calls while servers start, and updates after it."""
     rollouts = draw(
         args.trajs, args.group, args.prompt, long_tailed(args.mean), model.vocab_size, args.seed
     )

@@ -18,6 +18,8 @@ wall    the time, as a multiple of 9 x 250 ms
 stall   the 99th percentile of the delay of a timer on the event loop that plays the episodes
 rss     the memory of this process for each episode, at most; with its rows
 files   the open descriptors for each episode, at most
+after   CPU microseconds of this process for each rollout between its end and the update: receive
+        (from a worker), store, metrics, collate and targets (GRPO)
 
 Each case runs in a process of its own. Values are of the best of the rounds by CPU time. Every line
 is a JSON object: name, value, unit, context.
@@ -49,9 +51,14 @@ from agentrl import registry
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
 from agentrl.engine.base import Sampler, Sampling
+from agentrl.learner.algorithms import make_targets
+from agentrl.learner.batch import collate
+from agentrl.metrics import rollout_metrics
 from agentrl.rewards import Scorer
 from agentrl.rollout import Rollouts, open_rollouts
-from agentrl.trajectory import Message, Sample
+from agentrl.rollout_workers.channel import ANSWER, pack, unpack
+from agentrl.store import TrajectoryStore
+from agentrl.trajectory import Group, Message, Sample
 
 ENGINE_S, CALLS, TOOL_WORDS = 0.25, 8, 90
 ROUNDS = 2
@@ -114,8 +121,8 @@ class Watch:
         self.files = max(self.files, len(os.listdir("/proc/self/fd")))
 
 
-def play(rollouts: Rollouts, samples: list[Sample]) -> tuple[float, float, Watch]:
-    """Play each sample once. Return CPU and wall seconds, and what was seen meanwhile."""
+def play(rollouts: Rollouts, samples: list[Sample]) -> tuple[float, float, Watch, list[Group]]:
+    """Play each sample once. Return CPU and wall seconds, what was seen, and the groups."""
     watch, over = Watch(), threading.Event()
 
     def sample() -> None:
@@ -133,7 +140,34 @@ def play(rollouts: Rollouts, samples: list[Sample]) -> tuple[float, float, Watch
     thread.join()
     turns = [len(s.trajectory.turns) for group in groups for s in group.scored]
     assert turns == [CALLS + 1] * len(samples), "an episode was dropped or ended early"
-    return cpu, wall, watch
+    return cpu, wall, watch, groups
+
+
+def after(groups: list[Group], config: Config, folder: Path) -> dict[str, float]:
+    """Return the CPU seconds of what the run's process does with rollouts before the update."""
+    store, batch, messages = TrajectoryStore(folder), None, [pack(ANSWER, 0, g) for g in groups]
+    bodies = [message[4:] for message in messages]
+
+    def make_batch() -> None:
+        nonlocal batch
+        batch = collate(groups, 0, config.reward)
+
+    parts = {
+        "receive": lambda: [unpack(body) for body in bodies],
+        "store": lambda: store.write(1, groups),
+        "metrics": lambda: rollout_metrics(groups),
+        "collate": make_batch,
+        "targets": lambda: make_targets(batch, config, batch.rollout_logprobs, None, None),
+    }
+    seconds = {}
+    for name, part in parts.items():
+        times = []
+        for _ in range(3):
+            start = cpu_seconds()
+            part()
+            times.append(cpu_seconds() - start)
+        seconds[name] = min(times)
+    return seconds
 
 
 def run_case(episodes: int, tools: str, context: int, workers: int, engine_s: float) -> None:
@@ -179,14 +213,15 @@ def run_case(episodes: int, tools: str, context: int, workers: int, engine_s: fl
             before.sample()
             memory = worker_memory()
             rounds = [play(r, samples) for _ in range(ROUNDS)]
-            memory = [after - b for after, b in zip(worker_memory(), memory, strict=True)]
-        cpu, wall, watch = min(rounds, key=lambda r: r[0])
-        rss = max(w.rss for _, _, w in rounds) - before.rss
-        files = max(w.files for _, _, w in rounds) - before.files
+            memory = [now - b for now, b in zip(worker_memory(), memory, strict=True)]
+        cpu, wall, watch, groups = min(rounds, key=lambda r: r[0])
+        rss = max(w.rss for _, _, w, _ in rounds) - before.rss
+        files = max(w.files for _, _, w, _ in rounds) - before.files
+        ended = after(groups, config, Path(folder) / "trajectories")
     turns, ideal = episodes * (CALLS + 1), (CALLS + 1) * engine_s
     name = f"load/{tools}/{episodes}" + (f"/context_{context}" if context else "")
     name += f"/workers_{workers}" if workers else ""
-    best = min(wall for _, wall, _ in rounds)
+    best = min(wall for _, wall, _, _ in rounds)
     seen = {"episodes": episodes, "turns": CALLS + 1, "tools": tools, "tokens_of_question": context}
     p99 = sorted(watch.stalls)[int(0.99 * len(watch.stalls))] if watch.stalls else wall
     print_figure(f"{name}/cpu", 1e6 * cpu / turns, "us a turn", **seen)
@@ -198,6 +233,10 @@ def run_case(episodes: int, tools: str, context: int, workers: int, engine_s: fl
     print_figure(f"{name}/stall", 1e3 * p99, "ms", **seen)
     print_figure(f"{name}/rss", rss / episodes / 1024, "KiB an episode", **seen)
     print_figure(f"{name}/files", files / episodes, "an episode", **seen)
+    rows = [x for g in groups for s in g.scored for x in s.trajectory.segments]
+    tokens = sum(len(x.prompt_ids) + len(x.response_ids) for x in rows) / len(rows)
+    each = {part: round(1e6 * seconds / episodes, 1) for part, seconds in ended.items()}
+    print_figure(f"{name}/after", sum(each.values()), "us a rollout", **each, tokens=round(tokens))
 
 
 @contextmanager
