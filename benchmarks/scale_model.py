@@ -10,7 +10,8 @@ handled by the driver, one turn after the other, and its tool call by a tool ser
 through a queue, and by the tool. With `--workers`, the episodes are spread over as many drivers,
 each with a tool server, and the run's process receives and prepares their results. The lengths of
 turns and the times of tools are lognormal. When all episodes have ended, the driver prepares the
-rows, the GPUs learn, and the weights are sent.
+rows, the GPUs learn, and the weights are sent. The run's process stores the rollouts meanwhile: no
+step is shorter than its work for all of them.
 
 The limit of a step is the part that shortens it most if it alone is twice as fast. `gpu_share` is
 the share of the step that is left if driver, tool server and publishing cost nothing: what the GPUs
@@ -48,7 +49,9 @@ class Speeds:
     driver_per_token: float
     """For each token of each prompt."""
     prepare: float
-    """The driver's time for each rollout after it has ended: rewards, advantages, rows, files."""
+    """The run's process for each rollout after the last has ended: metrics, rows, advantages."""
+    store: float
+    """The run's process for each rollout in the background: the file of trajectories."""
     tool_call: float
     """The tool server's time for a call."""
     gpu: float
@@ -58,7 +61,7 @@ class Speeds:
     learner: float
     """Tokens per second that a GPU learns from."""
     receive: float
-    """The time of the run's process to receive a rollout from a worker."""
+    """The run's process for each rollout of a worker, while others are played."""
     publish: float
     """From the end of the update to the first request: sending, canary."""
 
@@ -66,8 +69,10 @@ class Speeds:
 DRIVER = {
     "driver": 387e-6,  # load.py: 2,048 episodes, tools over HTTP, one core
     "driver_per_token": 5.3e-9,  # 0.68 ms of JSON for 128k ids
-    "prepare": 0.36e-3,  # timing_s/adv + collate + metrics + store: 128 rollouts of 144 tokens
-    "receive": 167e-6,  # pickle.loads of an episode of 9 turns, 33 kB
+    # load.py: `after` of 1,024 rollouts of 9 turns and 1,939 tokens
+    "prepare": 0.23e-3,
+    "store": 0.47e-3,
+    "receive": 0.20e-3,
     "tool_call": 1 / (4 * 2910),  # tools_http.py: 512 at once; four workers
 }
 SHAPES = {
@@ -209,15 +214,17 @@ def step_seconds(
 ) -> tuple[float, dict[str, float]]:
     """Return the seconds of a step, and those of its phases."""
     generation, tokens = generate(case, speeds, gpus, workers)
-    if workers > 1:  # Results are received while others are played.
-        generation = max(generation, gpus * case.per_gpu * speeds.receive)
+    rollouts, own = gpus * case.per_gpu, speeds.prepare + speeds.store
+    if workers > 1:
+        own += speeds.receive
+        generation = max(generation, rollouts * speeds.receive)
     phases = {
         "generation": generation,
-        "prepare": gpus * case.per_gpu * speeds.prepare,
+        "prepare": rollouts * speeds.prepare,
         "update": tokens / (gpus * speeds.learner),
         "publish": speeds.publish,
     }
-    return sum(phases.values()), phases
+    return max(sum(phases.values()), rollouts * own), phases
 
 
 FASTER: dict[str, Callable[[Speeds, Case, float], tuple[Speeds, Case]]] = {
@@ -232,6 +239,7 @@ FASTER: dict[str, Callable[[Speeds, Case, float], tuple[Speeds, Case]]] = {
             driver=s.driver / f,
             driver_per_token=s.driver_per_token / f,
             prepare=s.prepare / f,
+            store=s.store / f,
             receive=s.receive / f,
         ),
         c,

@@ -480,6 +480,8 @@ class _Comparison:
         try:
             set_attention(self._model, self._attention)
             self._own = self._run_own()
+            if self._own.logits.isnan().any():
+                return "its own logits are NaN, so its weights or their files are damaged"
             return self._find_later_tokens()
         except MODEL_ERRORS as e:
             return _no_own_pass(e)

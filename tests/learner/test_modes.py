@@ -268,6 +268,14 @@ def test_a_model_in_which_tokens_see_later_ones_is_refused(name):
 
 
 @needs_newest_models
+def test_damaged_weights_are_not_called_another_attention():
+    model = tiny_model()
+    with torch.no_grad():
+        model.get_output_embeddings().weight[0] = float("nan")
+    with pytest.raises(ConfigError, match="its own logits are NaN, so its weights or their files"):
+        prove_mode(model)
+
+
 def test_rotary_positions_that_depend_on_earlier_passes_are_refused():
     """The logits of a row change for good once a longer row has run."""
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
