@@ -48,7 +48,7 @@ SHAPE = {
     "num_attention_heads": 14, "num_key_value_heads": 2, "rope_theta": 1e6,
 }  # fmt: skip
 """Qwen2.5-0.5B's, whose head is tied to its embeddings."""
-MEAN_GAP, MAX_GAP = 0.03, 0.3
+MEAN_GAP, MAX_GAP = 0.04, 0.4
 """In nats: what bfloat16 explains."""
 
 
@@ -94,7 +94,7 @@ def engine_of(server: ServerProcess, **options: Any) -> VLLMEngine:
 def learner_of(folder: Path, lora_rank: int = 0) -> Learner:
     settings: dict[str, Any] = {
         "trainer": {"device": DEVICE}, "model": {"lora_rank": lora_rank},
-        "optim": {"micro_batch_tokens": 4096, "lr": 0.01},
+        "optim": {"micro_batch_tokens": 4096, "lr": 0.005},
     }  # fmt: skip
     return Learner(str(folder), Config.model_validate(settings), total_steps=1)
 
@@ -151,7 +151,7 @@ def test_adapters(folders, server):
     batch = sampled(engine, "without an adapter")
     learner = learner_of(folders[0], RANK)
     check_gap(gaps(learner, batch), "without an adapter")
-    for version in (1, 2, 3):
+    for version in (1, 2):
         print(f"grad_norm {step(learner, batch, version)['actor/grad_norm']:.4f}")
         check_publish(engine, learner, batch, version)
 
