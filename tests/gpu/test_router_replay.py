@@ -7,33 +7,29 @@ figures are printed.
 from __future__ import annotations
 
 import os
-import random
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.gaps import batch_of, describe, gaps, random_prompts, small_tokenizer
 from support.moe import turns
-from support.trainer_fixtures import group, scored, targets_of
+from support.trainer_fixtures import targets_of
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from agentrl.agent_loops.context import TokenRow
 from agentrl.config import Config
-from agentrl.demo.arithmetic import rows
-from agentrl.demo.recipe import train_tokenizer
 from agentrl.engine.local import LocalEngine
 from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.engine.remote.sglang import SGLangEngine
-from agentrl.learner.batch import Batch, collate
+from agentrl.learner.batch import Batch
 from agentrl.learner.learner import Learner
 from agentrl.learner.packing import has_new_prompt, make_micro_batch
-from agentrl.trajectory import Generation, token_array
+from agentrl.trajectory import Generation
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="no GPU")]
@@ -59,29 +55,14 @@ def folder(tmp_path_factory) -> Path:
         model = Qwen3MoeForCausalLM(config).bfloat16()
     print(f"{sum(p.numel() for p in model.parameters()) / 1e9:.2f} billion weights")
     model.save_pretrained(path)
-    tokenizer().save_pretrained(path)
+    small_tokenizer().save_pretrained(path)
     del model
     torch.cuda.empty_cache()
     return path
 
 
-def tokenizer() -> Any:
-    return train_tokenizer(m.content for r in islice(rows(1), 50) for m in r.gold)
-
-
 def prompts() -> list[list[int]]:
-    r = random.Random(0)
-    some = [[r.randrange(1, VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
-    return [row for row in some for _ in range(N)]
-
-
-def batch_of(answers: Sequence[Generation]) -> Batch:
-    members = []
-    for i, (prompt, answer) in enumerate(zip(prompts(), answers, strict=True)):
-        row = TokenRow(token_array(prompt))
-        row.extend((), answer, TOKENS)
-        members.append(scored([row.segment()], float(i % 2)))
-    return collate([group(*members[i : i + N]) for i in range(0, len(members), N)])
+    return random_prompts(VOCABULARY, PROMPTS, PROMPT_TOKENS, N)
 
 
 def learner_of(folder: Path, replay: bool, **model: Any) -> Learner:
@@ -90,10 +71,6 @@ def learner_of(folder: Path, replay: bool, **model: Any) -> Learner:
         "model": {"path": str(folder), **model}, "optim": {"micro_batch_tokens": 4096},
     }  # fmt: skip
     return Learner(str(folder), Config.model_validate(settings), total_steps=1)
-
-
-def gaps(learner: Learner, batch: Batch) -> Tensor:
-    return (learner.logprobs(batch) - batch.rollout_logprobs)[batch.response_mask].abs()
 
 
 @torch.no_grad()
@@ -115,7 +92,7 @@ def different_experts(learner: Learner, batch: Batch) -> Tensor:
 
 def compare(folder: Path, answers: Sequence[Generation], engine: str) -> None:
     """Compare the gaps without and with the engine's experts, and make a pass with gradients."""
-    batch = batch_of(answers)
+    batch = batch_of(prompts(), answers, N)
     before = gaps(learner_of(folder, False), batch)
     torch.cuda.empty_cache()
     learner = learner_of(folder, True)
@@ -127,10 +104,8 @@ def compare(folder: Path, answers: Sequence[Generation], engine: str) -> None:
     print(
         f"\n{torch.cuda.get_device_name()}, {engine}, {len(after)} tokens, first pass"
         f" {seconds:.1f} s\n"
-        f"gap in nats without replay: mean {before.mean():.5f}, max {before.max():.4f},"
-        f" over 0.1: {(before > 0.1).float().mean():.3%}\n"
-        f"gap in nats with replay:    mean {after.mean():.5f}, max {after.max():.4f},"
-        f" over 0.1: {(after > 0.1).float().mean():.3%}\n"
+        f"gap in nats without replay: {describe(before)}\n"
+        f"gap in nats with replay:    {describe(after)}\n"
         f"choices of a layer that differ: {other.float().mean():.3%}; tokens with one:"
         f" {other.any(-1).float().mean():.2%}\n"
         f"rows that share the prompt of the row before: {shared} of {PROMPTS * (N - 1)}"
@@ -165,7 +140,7 @@ def test_sglang(folder):
 
 
 def test_the_local_engine(folder):
-    engine = LocalEngine.load(str(folder), tokenizer(), device="cuda", returns_experts=True)
+    engine = LocalEngine.load(str(folder), small_tokenizer(), device="cuda", returns_experts=True)
     with closing(engine):
         answers = turns(engine, prompts(), n=TOKENS)
     del engine
@@ -175,9 +150,9 @@ def test_the_local_engine(folder):
 
 def test_an_adapter_of_experts_learns(folder):
     """On sharded weights, compiled but for the experts, in bfloat16."""
-    engine = LocalEngine.load(str(folder), tokenizer(), device="cuda", returns_experts=True)
+    engine = LocalEngine.load(str(folder), small_tokenizer(), device="cuda", returns_experts=True)
     with closing(engine):
-        batch = batch_of(turns(engine, prompts(), n=32))
+        batch = batch_of(prompts(), turns(engine, prompts(), n=32), N)
     targets = ["experts.gate_up_proj", "experts.down_proj", "o_proj"]
     learner = learner_of(folder, True, lora_rank=8, lora_target_modules=targets)
     first = gaps(learner, batch)

@@ -8,16 +8,14 @@ import signal
 import time
 from array import array
 from contextlib import ExitStack, closing, contextmanager
-from itertools import islice
 from multiprocessing import get_context
 from threading import Timer
 
 import pytest
 import torch
+from support.gaps import small_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from agentrl.demo.arithmetic import rows
-from agentrl.demo.recipe import train_tokenizer
 from agentrl.engine.remote.admin import AdminClient
 from agentrl.engine.remote.launch import SGLangLaunch
 from agentrl.engine.remote.senders import Delivery, Route, Target, WeightsSender
@@ -59,7 +57,7 @@ def tiny_qwen(seed, vocabulary):
 def folder(tmp_path_factory):
     """Of a model that no test sends."""
     made = tmp_path_factory.mktemp("qwen") / "model"
-    tokenizer = train_tokenizer(m.content for r in islice(rows(1), 50) for m in r.gold)
+    tokenizer = small_tokenizer()
     tiny_qwen(0, max(256, len(tokenizer))).save_pretrained(made)
     tokenizer.save_pretrained(made)
     return made
