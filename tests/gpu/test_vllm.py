@@ -168,7 +168,7 @@ def test_ten_steps(folders, tmp_path, lora_rank):
     config = load_config(
         None,
         [
-            "rollout.name=vllm", f"rollout.python={PYTHON}", f"trainer.device={DEVICE}",
+            "rollout.name=vllm", f"trainer.device={DEVICE}",
             f"rollout.gpu_memory_utilization={MEMORY}", f"trainer.total_steps={STEPS}",
             "data.batch_size=16", "rollout.n=4", "rollout.max_turn_tokens=64",
             "rollout.max_trajectory_tokens=384", "reward.function=even_tokens",
@@ -178,7 +178,7 @@ def test_ten_steps(folders, tmp_path, lora_rank):
         {
             "files": ["shelf:calculator"], "data.train": str(DATA / "arithmetic_train.parquet"),
             "model.path": str(folders[0]), "trainer.output": str(tmp_path),
-            "rollout.launch": ARGUMENTS,
+            "rollout.launch": ARGUMENTS, "rollout.python": PYTHON,
         },
     )  # fmt: skip
     start = time.perf_counter()
