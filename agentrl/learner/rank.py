@@ -71,10 +71,10 @@ ADAPTER_FOLDER = "adapter"
 """The folder of a checkpoint with the policy's LoRA adapter, as PEFT loads it. It does not exist if
 the base is an adapter that was merged at loading: no path names such a base."""
 
-COMPILED_ROWS = (256, 8192)
+COMPILED_ROWS = (256, 16384)
 """The tokens of the rows that `Rank.compile` runs with a gradient, if passes may be as long. Short
 and long passes get programs of their own: torch fuses the gradients of norms from 4096 tokens on,
-and a short pass has the logits of the whole vocabulary at once."""
+or from twice the hidden size, and a short pass has the logits of the whole vocabulary at once."""
 
 
 @dataclass(slots=True)
