@@ -38,7 +38,7 @@ rollout:
 - Paths are relative to the current folder, also in a YAML file.
 - `${oc.env:NAME}` or `${oc.env:NAME,DEFAULT}` in a value or a mapping's key is an environment
   variable, whose value the run does not store. Write [keys and
-  passwords](run_folder.md#keys-and-passwords) like this.
+  passwords](../SECURITY.md#keys-and-passwords) like this.
 - One error reports all mistakes of the config, and another one all of the files and rows that it
   names, before a model is loaded. `--config` also accepts the `config.yaml` of a run's folder.
 """
@@ -109,7 +109,7 @@ def _entry(path: str) -> str:
 
 
 def _without_type(values: str, default: object) -> str:
-    """Leave out what a default shows (an integer or a number), and the limit 0, as the page says."""
+    """Leave out what the default shows, an integer or a number, and the limit 0."""
     values = re.sub(r"^an? ", "", values)
     if type(default) in (int, float):
         values = re.sub(r"^(integer|number) ", "", values)
