@@ -48,10 +48,8 @@ PRESET = """\
 
 `--model tiny` is a model of half a million parameters and a preset. On first use it is trained, in
 1-2 minutes on two cores, and stored in the user's cache (`AGENTRL_HOME` names another folder). The
-preset replaces these defaults:
+preset replaces defaults:
 
-| key | value | default for other models |
-|---|---|---|
 {rows}
 
 All other sources have precedence: `--file` (`files`) replaces `shelf:calculator`, so name both if
@@ -79,10 +77,7 @@ def page() -> str:
 
 
 def _preset() -> str:
-    rows = (
-        f"| `{path}` | `{json.dumps(value)}` | `{json.dumps(FIELDS[path].default)}` |"
-        for path, value in TINY_SETTINGS.items()
-    )
+    rows = (f"- `{path}`: `{json.dumps(value)}`" for path, value in TINY_SETTINGS.items())
     return PRESET.format(rows="\n".join(rows))
 
 
