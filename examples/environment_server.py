@@ -4,6 +4,23 @@
     agentrl check --dataset rows.jsonl --model tiny 'environments={number: "http://127.0.0.1:9000"}'
 
 A row: {"prompt": "Guess.", "environment": "number", "environment_kwargs": {"secret": 7}}
+
+The requests, and their answers:
+
+- GET /tools: {tools: [...]}, the environments, each with `name`, `schemas`, `timeout`, `stateful`,
+  and in `environment` which of `respond` and `reward` it has
+- POST /sessions {episode_id, sample, create_kwargs}: {opening, tools}, the messages of `start` and
+  the names of the functions
+- POST /sessions/{id}/calls {turn, call_index, name, arguments}: {content, ok}
+- POST /sessions/{id}/respond {turn, messages}: {content, score, done}, or null
+- POST /sessions/{id}/reward {messages}: {reward}, and optionally `parts` (metrics) and `turns` as in
+  `Scores`
+- DELETE /sessions/{id}: {reward: 0}
+
+A request that arrives twice, because a connection broke, must get the first answer again. The key
+of a call is (turn, call_index), that of a reply is the turn; an episode has one reward. Errors are
+{error, message} with a status of 400 or more. With the variable AGENTRL_TOOLS_TOKEN, requests have
+its value as a bearer token.
 """
 
 from fastapi import FastAPI, HTTPException
