@@ -13,8 +13,8 @@ The requests, and their answers:
   the names of the functions
 - POST /sessions/{id}/calls {turn, call_index, name, arguments}: {content, ok}
 - POST /sessions/{id}/respond {turn, messages}: {content, score, done}, or null
-- POST /sessions/{id}/reward {messages}: {reward}, and optionally `parts` (metrics) and `turns` as in
-  `Scores`
+- POST /sessions/{id}/reward {messages}: {reward}, and optionally `parts` (metrics) and `turns` as
+  in `Scores`
 - DELETE /sessions/{id}: {reward: 0}
 
 A request that arrives twice, because a connection broke, must get the first answer again. The key
