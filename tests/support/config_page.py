@@ -84,8 +84,9 @@ def _preset() -> str:
 def _sections() -> Iterator[str]:
     for section, paths in groupby(FIELDS, key=lambda path: path.rpartition(".")[0]):
         yield f"## {section or 'files'}\n"
-        if section:
-            yield f"{Config.model_fields[section].annotation.__doc__}\n"
+        words = section and Config.model_fields[section].annotation.__doc__
+        if words and not words.startswith("Settings"):
+            yield f"{words}\n"
         for path in paths:
             yield _entry(path)
         yield ""
