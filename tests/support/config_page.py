@@ -30,8 +30,8 @@ rollout:
 
     agentrl train --config run.yaml optim.lr=1e-5 rollout.budget_policy.turns=zero
 
-- The brackets behind a key contain its default, and which other values it takes. A default such as
-  `1` means an integer, `1.0` any number; both are at least 0 if no limits follow.
+- Brackets behind a key contain its default and the other values. A default such as `1` means an
+  integer, `1.0` any number; both are at least 0 if no limits follow.
 - The value of an override is null (the default again), true, false, a number, or YAML in brackets
   or quotation marks: `files=[a.py,b.py]`. Anything else is a text. Quote a text such as 5 or true,
   `reward.kwargs.marker="'5'"`, unless the key wants a text.
@@ -55,9 +55,9 @@ preset replaces defaults:
 All other sources have precedence: `--file` (`files`) replaces `shelf:calculator`, so name both if
 rows use both. If `trainer.total_epochs` is set, the preset does not set `trainer.total_steps`.
 
-**The preset belongs to the name `tiny`, not to the weights.** A copy that `sft` or another run
-trained has the defaults of other models: a learning rate that is too low. Take the values from a
-run of `tiny`: `-c runs/demo/config.yaml`.
+**The preset belongs to the name `tiny`, not to the weights.** For a copy that `sft` or another run
+trained, whose default learning rate is too low, take the values from a run of `tiny`:
+`-c runs/demo/config.yaml`.
 
 - The model knows the formats of `single_turn`, `tool_agent` (tool calls as in Hermes and Qwen) and
   `react`, the teacher `gsm8k`, and answers after `####`. Its context has 2,048 tokens. It sees no
