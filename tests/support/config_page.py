@@ -66,8 +66,6 @@ trained, whose default learning rate is too low, take the values from a run of `
   `calculator(expression)`, also with rows, tools and rewards of your own. If all rewards stay 0,
   [imitate first](debugging.md#imitate-first).
 - Its answers to other texts are noise, which still tests rows, tools, rewards and loops.
-
-In Python, `agentrl.demo.tiny_config` applies the preset ([commands.md](commands.md#in-python)).
 """
 
 
