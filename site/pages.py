@@ -25,7 +25,7 @@ def sections() -> dict[str, list[tuple[str, str]]]:
     found: dict[str, list[tuple[str, str]]] = {}
     for title, text in zip(parts[::2], parts[1::2], strict=True):
         found[title] = []
-        for cell, description in re.findall(r"^\| (\[.+?\)) \| (.+) \|$", text, flags=re.M):
+        for cell, description in re.findall(r"^- (\[.+?\)): (.+)$", text, flags=re.M):
             plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", description)
             found[title] += [(file, plain) for file in re.findall(r"\]\(([^)]+)\)", cell)]
     return found

@@ -101,7 +101,7 @@ class AlgorithmConfig(Section):
     filter_groups: bool = False
     """Replace groups whose advantages are all 0 by groups of further rows (DAPO)."""
     max_gen_batches: int = key(4, ge=1)
-    """With filter_groups: the most batches to play for one step. The step then trains on the groups
+    """With filter_groups: the most batches to play for one step, which then trains on the groups
     that it has."""
     tis_cap: float = key(2.0, allowed="0, or a number >= 1", ge=0)
     """Cap of the importance weights that correct for the engine's logprobs. 0: no weights."""

@@ -93,8 +93,8 @@ class DataConfig(Section):
 
     train: str | list[str | RowFile] = key("", flag="--dataset", allowed=ROW_FILES)
     """Training rows: a .parquet or .jsonl file, a glob, `DOOR:NAME` (docs/doors.md), or a list of
-    these. The rows of `{path: a.parquet, weight: 2}` are played two times per epoch. Or
-    `recorded:DIR`: answers of `agentrl serve --record DIR` (docs/served_answers.md)."""
+    these. The rows of `{path: a.parquet, weight: 2}` are played two times per epoch.
+    `recorded:DIR`: answers of `agentrl serve --record DIR`."""
     val: str | list[str | RowFile] = key("", flag="--val-dataset", allowed=ROW_FILES)
     """Validation rows, as data.train but without weights. Empty: no validation."""
     batch_size: int = key(16, ge=1)
@@ -171,8 +171,7 @@ class ModelConfig(Section):
     )
     """The modules that get an adapter."""
     quantization: Literal["none", "nf4"] = "none"
-    """The weights of these modules below the adapter: as in the model's files, or rounded to 4
-    bits."""
+    """The weights of these modules below the adapter: as published, or rounded to 4 bits."""
     freeze_vision_tower: bool = False
     """Do not train the part that reads images. With LoRA it is never trained."""
     template_kwargs: dict[str, Any] = key(
@@ -212,7 +211,7 @@ class RolloutConfig(Section):
 
     name: Literal["local", "sglang", "vllm"] = "local"
     """The inference engine. local: transformers in this process. sglang, vllm: servers that the run
-    starts, or the servers of urls."""
+    starts, or those of urls."""
     urls: list[str] = key([], allowed="a list of URLs (http://HOST:PORT)")
     """Servers that run already, with the API key AGENTRL_ENGINE_TOKEN. Empty: the run starts
     servers."""
@@ -221,7 +220,7 @@ class RolloutConfig(Section):
     tensor_parallel_size: int = key(1, ge=1)
     """GPUs per server."""
     python: LocalPath = ""
-    """The Python interpreter of an environment with the server's package. Empty: this one."""
+    """The Python of an environment with the server's package. Empty: this one."""
     launch: list[str] = key([], allowed="a list of arguments, as its command line has them")
     """Command-line arguments for the server, for example `[--attention-backend, triton]`."""
     gpu_memory_utilization: float = key(0.5, gt=0, lt=1)
@@ -234,14 +233,13 @@ class RolloutConfig(Section):
     as an adapter if the server supports it (on a GPU)."""
     quantization: Literal["none", "fp8"] = "none"
     """The precision in which an SGLang server holds and multiplies the matrices of layers: as the
-    model, or fp8. Its logprobs then differ more from the trainer's, so it needs
-    algorithm.tis_cap."""
+    model, or fp8, which needs algorithm.tis_cap."""
     sleep: Literal["none", "kv_cache", "all"] = "none"
     """The memory that a server on the trainer's GPU releases while the trainer works: nothing, its
     KV cache, or also its weights."""
     deterministic: bool = key(False, flag="--deterministic")
-    """Sampling on a server depends only on the run's seeds, not on other requests. The local engine
-    always does this on a CPU, unless trainer.max_staleness is set."""
+    """Sampling on a server depends only on the run's seeds. The local engine always does this on a
+    CPU, unless trainer.max_staleness is set."""
     max_mismatch: float = key(MAX_UNCORRECTED_MISMATCH, gt=0)
     """The largest mean difference of the logprobs of engine and trainer at the start, in nats.
     Above 0.2, algorithm.tis_cap must be set."""
@@ -250,13 +248,13 @@ class RolloutConfig(Section):
     temperature: float = key(1.0, gt=0)
     """Sampling temperature, also in the trainer."""
     top_p: float = key(1.0, gt=0, le=1)
-    """Sample from the most likely tokens with this total probability, and learn over the same
-    tokens. Below 1 it needs top_k."""
+    """Sample from the most likely tokens with this total probability, and learn over them. Below 1
+    it needs top_k."""
     top_k: int = key(0, ge=0, le=512)
-    """Sample from the top_k most likely tokens, and learn over the same tokens. 0: from all."""
+    """Sample from the top_k most likely tokens, and learn over them. 0: all."""
     router_replay: bool = False
     """For a mixture of experts: the trainer sends each token to the experts that the engine chose
-    for it, not to those that its own rounding would choose."""
+    for it."""
     max_turn_tokens: int = key(512, ge=1)
     """Sampled tokens per turn."""
     max_trajectory_tokens: int = key(4096, ge=1)
@@ -282,8 +280,8 @@ class RolloutConfig(Section):
     tool_format: str = key("auto", allowed=f"{', '.join(TOOL_FORMATS[:-1])}, sglang:NAME or hf")
     """The format in which the model writes tool calls. auto: as in the chat template."""
     history_thinking: Literal["keep", "strip"] = "keep"
-    """If the chat template drops the thinking of earlier turns: keep it as it was sampled, or strip
-    it and start a new segment."""
+    """If the chat template drops the thinking of earlier turns: keep it, or strip it and start a
+    new segment."""
 
     @property
     def is_fp8(self) -> bool:
@@ -415,10 +413,10 @@ class SandboxConfig(Section):
         allowed="bubblewrap, docker, podman, unsafe-subprocess, a URL (http://HOST:PORT), or"
         " harbor:NAME",
     )
-    """Where programs run. bubblewrap: isolated, without network and files of this machine.
-    docker, podman: isolated, in containers of sandbox.images.
-    unsafe-subprocess: not isolated, with your rights. A URL: a server with SandboxFusion's API.
-    harbor:NAME: a backend of Harbor (docker, podman, e2b, ...), for tasks of Harbor."""
+    """Where programs run. bubblewrap: isolated on this machine. docker, podman: in containers of
+    sandbox.images. unsafe-subprocess: not isolated, with your rights. A URL: a server with
+    SandboxFusion's API. harbor:NAME: a backend of Harbor (docker, podman, e2b, ...), for tasks of
+    Harbor."""
     slots: int = key(0, ge=0)
     """Programs, and local sandboxes of Harbor, that a process runs at the same time. 0: twice the
     number of CPU cores."""
@@ -445,8 +443,7 @@ class AgentConfig(Section):
     """Agents of your own, which play the rows with `agent_name: external`."""
 
     command: str = ""
-    """The command that starts an agent for an episode. Its environment has OPENAI_BASE_URL,
-    OPENAI_API_KEY, the same of ANTHROPIC, and AGENTRL_SAMPLE (docs/agents.md)."""
+    """The command that starts an agent for an episode (docs/agents.md)."""
     python: LocalPath = key("", allowed="path.py:function")
     """Instead of a command: a function with any of the parameters sample, base_url, api_key and
     model."""
@@ -457,7 +454,7 @@ class AgentConfig(Section):
     """The effect of an agent's error after an answer of the policy. zero: the outcome is 0. drop:
     the episode is dropped."""
     env: list[str] = key([], allowed="a list of names of environment variables")
-    """Environment variables that agents get in addition to PATH, HOME and a few others."""
+    """Environment variables that agents get besides PATH, HOME and a few others."""
     extra_info: list[str] = key([], allowed="a list of keys of the rows' extra_info")
     """The keys of the row's extra_info that agents get. Name no key that tells the ground truth."""
     slots: int = key(16, ge=1)
@@ -508,8 +505,8 @@ class RewardConfig(Section):
     tool_weight: float = 0.0
     """Weight of the rewards from tools."""
     overlong_buffer: int = key(0, ge=0)
-    """The last tokens of rollout.max_trajectory_tokens, in which a penalty for sampled tokens grows
-    linearly from 0 to overlong_penalty (DAPO). 0: off."""
+    """The last tokens of rollout.max_trajectory_tokens, in which a penalty grows linearly from 0 to
+    overlong_penalty (DAPO). 0: off."""
     overlong_penalty: float = key(1.0, ge=0)
     """The penalty of a rollout that fills the whole buffer."""
 
@@ -569,24 +566,24 @@ class TrainerConfig(Section):
     total_steps: int = key(0, ge=0)
     """Steps of the run. 0: total_epochs sets the number."""
     max_staleness: int = key(0, ge=0)
-    """How many versions old a sampled token may be when it trains. 0: rollouts and updates take
-    turns. From 1 on, rollouts go on during updates (docs/async.md)."""
+    """How many versions old a sampled token may be when it trains. From 1 on, rollouts go on during
+    updates (docs/async.md)."""
     total_epochs: int = key(1, ge=1)
     """Passes over the dataset: rows x total_epochs / data.batch_size steps, rounded up."""
     test_freq: int = key(0, ge=0)
-    """The number of steps between two validations. 0: validate only after the last step."""
+    """Steps between two validations. 0: only after the last step."""
     save_freq: Literal["auto", "never"] | Annotated[int, Field(ge=0)] = key(
         "auto", allowed="auto, never, or an integer >= 0"
     )
-    """The number of steps between two checkpoints. auto: at each validation and every 30 minutes.
-    0: only after the last step. never: none, so the run cannot be resumed."""
+    """Steps between two checkpoints. auto: at each validation and every 30 minutes. 0: only after
+    the last step. never: none, so the run cannot be resumed."""
     keep: int = key(2, ge=0)
     """The newest checkpoints to keep. 0: all."""
     keep_best: str = ""
-    """A metric of validations, for example val/reward/mean@1: the checkpoint with its highest value
-    is also kept."""
+    """A metric, for example val/reward/mean@1: the checkpoint with its highest value in a
+    validation is also kept."""
     patience: int = key(0, ge=0)
-    """End the run after this number of validations without a new highest value of trainer.keep_best
+    """End the run after so many validations without a new highest value of trainer.keep_best
     (empty: val/reward/mean@N). 0: never."""
     keep_trajectories: str = key("all", allowed="all, last:N or every:N, with N >= 1")
     """The training steps whose trajectories are kept. Those of validations are always kept."""
@@ -600,8 +597,7 @@ class TrainerConfig(Section):
     """auto: from the newest checkpoint in the run's folder. never: delete the run in the folder
     and start over. A path: from that checkpoint; of another run, as a fork."""
     max_restarts: int = key(0, ge=0)
-    """How often `agentrl train` restarts the run after a crash (of a rank, an engine or this
-    process)."""
+    """How often `agentrl train` restarts the run after a crash."""
     seed: int = key(0, ge=0)
     """The seed of all random numbers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -611,7 +607,7 @@ class TrainerConfig(Section):
     n_gpus_per_node: int = key(1, ge=1)
     """GPUs of the learner per machine. With trainer.device=cpu: processes."""
     context_parallel_size: int = key(1, ge=1)
-    """GPUs that share the tokens of each row, so that a row may be so many times as long."""
+    """GPUs that share the tokens of each row."""
     placement: Literal["colocated", "separate"] = "colocated"
     """colocated: engines and learner share GPUs in turns. separate: engines have their own GPUs."""
     ray_address: str = ""
@@ -688,8 +684,8 @@ class Config(Section):
     environments: dict[str, str] = key(
         {}, allowed="a mapping from names of environments to URLs (http://HOST:PORT)"
     )
-    """Environments in other programs: their names in rows, and their URLs. `openenv://` and
-    `nemo-gym://` are servers of other projects (docs/doors.md)."""
+    """Environments in other programs, by their names in rows; also `openenv://` and `nemo-gym://`
+    (docs/doors.md)."""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()

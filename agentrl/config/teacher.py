@@ -25,12 +25,11 @@ class TeacherConfig(Section):
     model: str | dict[str, str] = key(
         "", allowed="a model, the URL of a server, or a mapping from data sources to these"
     )
-    """The teacher: a model folder, a hub name, `policy` (the present policy, with teacher.prompt),
-    or the URL of an SGLang server that runs already. Or a mapping from data sources to teachers.
-    Empty: no teacher."""
+    """A model folder, a hub name, `policy` (the present policy, with teacher.prompt), the URL of an
+    SGLang server, or a mapping from data sources to these. Empty: no teacher."""
     prompt: str = ""
-    """The last user message as the teacher reads it, a text with `{prompt}` and fields of the row,
-    for example `{prompt} The solution: {ground_truth}`. Empty: as the policy reads it."""
+    """The last user message as the teacher reads it, for example `{prompt} The solution:
+    {ground_truth}`. Empty: as the policy reads it."""
     weight: float = key(1.0, gt=0)
     """Weight of the teacher's advantages, which are added to those of the rewards."""
     clip: float = key(10.0, gt=0)

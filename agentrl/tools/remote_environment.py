@@ -1,9 +1,9 @@
 """Environments in other programs: `environments: {maze: http://HOST:PORT}` in a config.
 
-The program speaks the HTTP API of a tool server (`agentrl.tools.serving.app`; docs/environments.md
-has an example). So it may be `agentrl tools serve` in another Python environment or in a
-container, or a program without agentrl. Rows contain the alias only: a dataset does not choose
-where requests are sent.
+The program speaks the HTTP API of a tool server (`agentrl.tools.serving.app`;
+examples/environment_server.py has an example). So it may be `agentrl tools serve` in another Python
+environment or in a container, or a program without agentrl. Rows contain the alias only: a dataset
+does not choose where requests are sent.
 """
 
 from __future__ import annotations

@@ -290,10 +290,10 @@ def test_diff_against_another_config():
         ),
         ("algorithm.name=grop", "Did you mean 'grpo'?"),
         ("trainer.logger=[console]", "must be a list of tensorboard, wandb, mlflow, trackio,"),
-        ("trainer.test_freq=-1", "must be an integer >= 0. The number of steps between"),
+        ("trainer.test_freq=-1", "must be an integer >= 0. Steps between"),
         (
             "trainer.save_freq=often",
-            "must be auto, never, or an integer >= 0. The number of steps",
+            "must be auto, never, or an integer >= 0. Steps between",
         ),
         ("trainer.save_freq=true", "must be auto, never, or an integer >= 0"),
         ("trainer.keep_trajectories=last:0", "must be all, last:N or every:N, with N >= 1. The"),

@@ -443,7 +443,7 @@ def test_the_table_of_graders_is_complete():
 def test_documented_keys_of_verl_are_those_that_a_run_refuses_by_name():
     table = text("verl").split("## Config keys")[1].split("\n## ")[0]
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
-    assert len(rows) > 25
+    assert len(rows) > 15
     for verls, ours in rows:
         words = " ".join(VERL_KEYS[key] for key in re.findall(r"`([^`]+)`", verls))
         if ours.strip().startswith("none"):

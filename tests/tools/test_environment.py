@@ -329,12 +329,10 @@ def test_scores_of_turns_in_a_list_are_refused(turns):
 
 @pytest.fixture
 def program():
-    """The server of docs/environments.md, in plain FastAPI."""
-    page = Path(__file__).parents[2] / "docs" / "environments.md"
-    block = re.findall(r"^```python\n(from fastapi(?:.*\n)*?)```$", page.read_text(), re.MULTILINE)
-    assert len([line for line in block[0].splitlines() if line.strip()]) <= 60
+    """The server of examples/, in plain FastAPI."""
+    file = Path(__file__).parents[2] / "examples/environment_server.py"
     space: dict = {}
-    exec(block[0], space)
+    exec(file.read_text(), space)
     server = uvicorn.Server(uvicorn.Config(space["app"], port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
