@@ -197,11 +197,8 @@ def test_parts_are_texts():
         ({"input": [{"type": "item_reference", "id": "msg_x"}]}, "an answer that this session"),
         ({"input": [{"type": "item_reference", "id": [[]]}]}, "an answer that this session"),
         ({"previous_response_id": "resp_x"}, "an answer that this session keeps"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "no images, files",
-        ),
-        ({"input": [{"role": "user", "content": [{"type": ["text"]}]}]}, "no images, files"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "text or image"),
+        ({"input": [{"role": "user", "content": [{"type": ["text"]}]}]}, "text or image"),
         ({"max_output_tokens": 0}, "max_output_tokens must be a whole number"),
         ({"metadata": json.loads("[" * 500 + "]" * 500)}, "cannot be written"),
     ],

@@ -12,8 +12,9 @@ import orjson
 
 from agentrl.gateway.memory import AnswerMemory
 from agentrl.gateway.output_format import OutputFormat
-from agentrl.gateway.requests import MODEL, Answer, ChatRequest, Refusal
-from agentrl.trajectory import Role
+from agentrl.gateway.requests import MODEL, Answer, ChatMessage, ChatRequest, Refusal
+from agentrl.images import Image, ImageError
+from agentrl.trajectory import Role, join_parts
 
 RETRIES = "x-stainless-retry-count"
 """The header in which OpenAI's and Anthropic's clients count how often they repeat a request."""
@@ -164,19 +165,63 @@ def read_name(value: Any) -> str:
 
 def read_text(content: Any, where: str, field: str) -> str:
     """Return a text, or the texts of a list of parts, joined with newlines."""
+    return read_message("assistant", content, where, field).text
+
+
+def read_message(role: Role, content: Any, where: str, field: str, **others: Any) -> ChatMessage:
+    """Return a message of a text, or of a list of texts and images.
+
+    Texts that follow each other are joined with newlines.
+
+    Args:
+        role: its role. A message of the assistant has no images.
+        content: the text, or the list.
+        where: its place in the request.
+        field: the field of the request.
+        others: the other attributes of the message.
+    """
     if isinstance(content, str):
-        return content
+        return ChatMessage(role, content, **others)
     if not isinstance(content, list):
         raise wrong(where, content, "a text or a list of parts", field)
-    texts = []
+    parts: list[str | Image] = []
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get(TEXTS[kind]) if isinstance(kind, str) and kind in TEXTS else None
-        if not isinstance(text, str):
-            expected = "parts of type text: agents give the policy no images, files or results of"
-            raise wrong(where, kind or part, f"{expected} server tools", field)
-        texts.append(text)
-    return "\n".join(texts)
+        read = _read_part(part, where, field)
+        if parts and isinstance(read, str) and isinstance(parts[-1], str):
+            parts.append("\n")
+        parts.append(read)
+    text, images = join_parts(parts)
+    if images and role == "assistant":
+        raise wrong(where, "an image", "a text: the policy writes no images", field)
+    return ChatMessage(role, text, images=images, **others)
+
+
+def _read_part(part: Any, where: str, field: str) -> str | Image:
+    """Return the text or the image of a part."""
+    match part:
+        case {"type": str(kind)} if isinstance(text := part.get(TEXTS.get(kind)), str):
+            return text
+        case {"type": "image", "source": {"type": "base64", "data": str(data)}}:
+            url = f"data:;base64,{data}"
+        case (
+            {"type": "image_url", "image_url": {"url": str(url)}}
+            | {"type": "input_image", "image_url": str(url)}
+            | {"type": "image", "source": {"type": "url", "url": str(url)}}
+        ):
+            pass
+        case {"type": "image" | "image_url" | "input_image"}:
+            url = ""
+        case _:
+            kind = part.get("type") if isinstance(part, dict) else None
+            expected = "parts of type text or image: files and results of server tools are not read"
+            raise wrong(where, kind or part, expected, field)
+    if not url.startswith("data:"):
+        expected = "an image in base64 or as a data URL (data:image/png;base64,...)"
+        raise wrong(where, part, f"{expected}: the gateway fetches no files", field)
+    try:
+        return Image.of(url)
+    except ImageError as e:
+        raise Refusal(400, "image", f"{where}: {e}", field) from None
 
 
 TEXTS = {

@@ -15,10 +15,10 @@ from agentrl.gateway.dialects.base import (
     is_name,
     read_limit,
     read_list,
+    read_message,
     read_name,
     read_output_format,
     read_stops,
-    read_text,
     tool_schema,
     write_json,
     wrong,
@@ -123,10 +123,14 @@ class ChatCompletions(Dialect):
         if not isinstance(calls, list):
             raise wrong(f"{where}.tool_calls", calls, "a list", "messages")
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-        return ChatMessage(
+        return read_message(
             role,
-            read_text(message.get("content") or "", f"{where}.content", "messages"),
-            tuple(_read_call(call, f"{where}.tool_calls[{j}]") for j, call in enumerate(calls)),
+            message.get("content") or "",
+            f"{where}.content",
+            "messages",
+            calls=tuple(
+                _read_call(call, f"{where}.tool_calls[{j}]") for j, call in enumerate(calls)
+            ),
             call_id=read_name(message.get("tool_call_id")),
             reasoning=reasoning if isinstance(reasoning, str) else "",
         )

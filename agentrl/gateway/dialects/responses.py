@@ -21,6 +21,7 @@ from agentrl.gateway.dialects.base import (
     is_name,
     openai_error,
     read_limit,
+    read_message,
     read_name,
     read_object,
     read_output_format,
@@ -212,15 +213,16 @@ def _item(item: Any, where: str, memory: AnswerMemory) -> _Item:
         id = call.id if _answer_id(call.id) else item.get("id")
         return CALL, id, ChatMessage("assistant", "", (call,))
     if kind == "function_call_output":
-        text = read_text(item.get("output") or "", f"{where}.output", "input")
-        return CALL, "", ChatMessage("tool", text, call_id=read_name(item.get("call_id")))
+        output, call_id = item.get("output") or "", read_name(item.get("call_id"))
+        read = read_message("tool", output, f"{where}.output", "input", call_id=call_id)
+        return CALL, "", read
     name = item.get("role") if kind == "message" else None
     if not isinstance(name, str) or name not in ROLES:
         roles = ", ".join(ROLES)
         expected = f"a message of role {roles}, or of type function_call (with a name)"
         raise wrong(where, item, f"{expected}, function_call_output or reasoning", "input")
-    text = read_text(item.get("content") or "", f"{where}.content", "input")
-    return TEXT, item.get("id"), ChatMessage(ROLES[name], text)
+    content = item.get("content") or ""
+    return TEXT, item.get("id"), read_message(ROLES[name], content, f"{where}.content", "input")
 
 
 def _referenced(id: Any, memory: AnswerMemory) -> _Item:
