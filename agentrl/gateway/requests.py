@@ -77,7 +77,7 @@ class ChatRequest:
         output_format: the form that the client wants the text of the answer to have; None: any.
         kept: the messages that a later request may continue by the answer's id; None: none may.
         fields: fields of the request's JSON that the JSON of the answer depends on.
-        body: the bytes of the request. Equal requests have equal bytes.
+        body: its JSON with sorted keys. Equal requests have equal bytes.
     """
 
     messages: tuple[ChatMessage, ...]

@@ -380,9 +380,9 @@ class Session:
         keys = [self._key(message) for message in request.messages]
         tools = orjson.dumps(request.tools)
         best, shared = self._find_conversation(keys, tools)
-        if best is None or all(key.role == "system" for key in keys[:shared]):
-            # At most system messages are shared. If the client removed the beginning of a
-            # conversation, a later assistant message may still be a turn of it.
+        if best is None or _differs_before_turns(best, keys, shared):
+            # If the client changed the beginning of a conversation, a later assistant message may
+            # still be a turn of it.
             known = (self._find(k) for k in reversed(keys) if k.role == "assistant")
             turn = next(filter(None, known), None)
             if turn is None:
@@ -543,14 +543,12 @@ class Session:
             else:
                 messages.append(self._received(message))
         self._sort_results(request, messages, shared)
-        row = {
-            (m.role, m.content, m.images): m
-            for m in self._episode.sample.prompt
-            if m.role != "assistant"
-        }
-        return [
-            row.get((m.role, m.content, m.images), m) if m.role != "tool" else m for m in messages
-        ]
+        row = {(m.role, m.content, m.images): m for m in self._episode.sample.prompt}
+        for i in range(shared, len(messages)):
+            m = messages[i]
+            if m.role in ("system", "user"):
+                messages[i] = row.get((m.role, m.content, m.images), m)
+        return messages
 
     def _received(self, message: ChatMessage) -> Message:
         """Return a message that is not an assistant's."""
@@ -720,6 +718,24 @@ def _count_shared(known: Sequence[Key], keys: Sequence[Key]) -> int:
     return n
 
 
+def _differs_before_turns(known: _Conversation, keys: Sequence[Key], shared: int) -> bool:
+    """Return whether a request may be of another conversation than a known one.
+
+    They share system messages at most, or their users' messages differ before the first answer:
+    sub-agents of Codex begin with a message of the main agent.
+
+    Args:
+        known: a known conversation.
+        keys: the keys of the request's messages.
+        shared: the number of messages that are the same at the beginning.
+    """
+    roles = {key.role for key in keys[:shared]}
+    if roles <= {"system"}:
+        return True
+    different = [messages[shared].role for messages in (known.keys, keys) if shared < len(messages)]
+    return known.turns > 0 and "assistant" not in roles and different == ["user", "user"]
+
+
 @lru_cache(4096)  # Each request contains the arguments of all earlier calls again.
 def canonical(arguments: str) -> str:
     """Return a canonical text of the arguments of a call, or the text if it is not JSON."""
@@ -732,6 +748,8 @@ def canonical(arguments: str) -> str:
 
 def parts_of(message: ChatMessage) -> tuple[tuple[str, str], ...]:
     """Return the name and the canonical arguments of each call, and the hash of each image."""
+    if not message.calls and not message.images:
+        return ()
     calls = [(call.name, canonical(call.arguments)) for call in message.calls]
     return (*calls, *[("image", image.key) for image in message.images])
 

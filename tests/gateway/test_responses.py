@@ -229,6 +229,31 @@ def test_what_the_run_decides_is_counted():
     assert not read("Q", **usual, reasoning={"summary": "auto"}).ignored
 
 
+def test_the_tools_of_a_namespace_have_its_name():
+    function = {"type": "function", "name": "wait", "parameters": {"type": "object"}}
+    tools = [function, {"type": "namespace", "name": "agents", "tools": [function]}]
+
+    async def agent(client):
+        one = await ask(client, input="Q", tools=tools)
+        calls = [(item["name"], item.get("namespace")) for item in one["output"]]
+        assert calls == [("wait", None), ("wait", "agents")]
+        results = [
+            {"type": "function_call_output", "call_id": item["call_id"], "output": "12"}
+            for item in one["output"]
+        ]
+        items = [{"role": "user", "content": "Q"}, *one["output"], *results]
+        await ask(client, input=items, tools=tools)
+
+    t, session = played(agent, [call("wait") + "\n" + call("agents__wait"), "done"])
+    assert [e.kind for e in session.events] == ["first", "clean"]
+    names = [tool["function"]["name"] for tool in read("Q", tools=tools).tools]
+    assert names == ["wait", "agents__wait"] and len(t.segments) == 1
+    for wrong in ([], [tools[1]], [{"type": "web_search"}], [{"type": "function"}], ["wait"], 5):
+        with pytest.raises(Refusal) as e:
+            read("Q", tools=[{"type": "namespace", "name": "agents", "tools": wrong}])
+        assert e.value.status == 400
+
+
 HISTORY = [
     {"role": "system", "content": "S"},
     QUESTION,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -52,6 +53,9 @@ class Dialect(ABC):
             Refusal: the request is wrong, or asks for something that is not supported.
         """
         data = load(body)
+        # Codex changes the order of keys if it repeats a request. Deep nesting cannot be written.
+        with suppress(orjson.JSONEncodeError):
+            body = orjson.dumps(data, option=orjson.OPT_SORT_KEYS)
         for name, why in self.REFUSED.items():
             if data.get(name) not in (None, False, [], {}, ["text"]):
                 raise Refusal(400, "unsupported", f"{name} is not supported: {why}", name)
@@ -63,7 +67,7 @@ class Dialect(ABC):
         ignored += [n for n, usual in self.USUAL.items() if data.get(n) not in (None, usual)]
         return replace(
             request,
-            tools=[self._read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)],
+            tools=[t for i, tool in enumerate(tools) for t in self._read_tool(tool, f"tools[{i}]")],
             model=read_name(data.get("model")) or MODEL,
             stream=bool(data.get("stream")),
             is_retry=headers.get(RETRIES, "0") not in ("", "0"),
@@ -77,8 +81,8 @@ class Dialect(ABC):
         """Return the parts of a request that each API names differently."""
 
     @abstractmethod
-    def _read_tool(self, tool: Any, where: str) -> Mapping[str, Any]:
-        """Return a tool's schema in the form that chat templates expect.
+    def _read_tool(self, tool: Any, where: str) -> Iterator[Mapping[str, Any]]:
+        """Yield the schemas of tools in the form that chat templates expect.
 
         Args:
             tool: an element of the field `tools`.
@@ -198,9 +202,11 @@ def read_message(role: Role, content: Any, where: str, field: str, **others: Any
 
 def _read_part(part: Any, where: str, field: str) -> str | Image:
     """Return the text or the image of a part."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get(TEXTS[kind]) if isinstance(kind, str) and kind in TEXTS else None
+    if isinstance(text, str):
+        return text
     match part:
-        case {"type": str(kind)} if isinstance(text := part.get(TEXTS.get(kind)), str):
-            return text
         case {"type": "image", "source": {"type": "base64", "data": str(data)}}:
             url = f"data:;base64,{data}"
         case (
@@ -212,7 +218,6 @@ def _read_part(part: Any, where: str, field: str) -> str | Image:
         case {"type": "image" | "image_url" | "input_image"}:
             url = ""
         case _:
-            kind = part.get("type") if isinstance(part, dict) else None
             expected = "parts of type text or image: files and results of server tools are not read"
             raise wrong(where, kind or part, expected, field)
     if not url.startswith("data:"):

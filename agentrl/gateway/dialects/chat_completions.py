@@ -66,12 +66,12 @@ class ChatCompletions(Dialect):
             output_format=read_output_format(data.get("response_format"), "response_format"),
         )
 
-    def _read_tool(self, tool: Any, where: str) -> Mapping[str, Any]:
+    def _read_tool(self, tool: Any, where: str) -> Iterator[Mapping[str, Any]]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or tool.get("type", "function") != "function":
             expected = '{"type": "function", "function": {...}}; other types are not supported'
             raise wrong(where, tool, expected, "tools")
-        return tool_schema(function, f"{where}.function")
+        yield tool_schema(function, f"{where}.function")
 
     def write(self, answer: Answer, request: ChatRequest) -> bytes:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text or None}

@@ -70,12 +70,12 @@ class Messages(Dialect):
             output_format=read_output_format(form, "output_config.format"),
         )
 
-    def _read_tool(self, tool: Any, where: str) -> Mapping[str, Any]:
+    def _read_tool(self, tool: Any, where: str) -> Iterator[Mapping[str, Any]]:
         kind = (tool.get("type") or "custom") if isinstance(tool, dict) else None
         if kind != "custom":
             expected = "a tool that the agent runs, with name and input_schema"
             raise wrong(where, kind or tool, expected, "tools")
-        return tool_schema(tool, where, "input_schema")
+        yield tool_schema(tool, where, "input_schema")
 
     def write(self, answer: Answer, request: ChatRequest) -> bytes:
         content: list[dict[str, Any]] = [*_blocks(answer, request)]
