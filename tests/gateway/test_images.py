@@ -344,6 +344,23 @@ def test_a_served_policy_sees_what_it_has_seen_in_training(schema, tmp_path):
             asyncio.run(agent(StatelessSession(runtime, 1.0, recorder)))
 
 
+def test_a_served_policy_tells_conversations_apart_by_their_images():
+    wire, config = WIRES["chat_completions"], without_budgets(Config())
+    engine = Scripted(lambda prompt, turn: "{}", TOKENIZER)
+    runtime = Runtime(engine, make_template(TOKENIZER, config, images=RULE), LocalToolbox(), config)
+
+    async def use(session):
+        await ask(session, wire, [sent(picture(2), "Q")], **wire.output_format(SCHEMA))
+        for number in (2, 3):
+            later = [{"role": "assistant", "content": "a"}, sent("Go on.")]
+            await ask(session, wire, [sent(picture(number), "Q"), *later])
+
+    with closing(runtime):
+        asyncio.run(use(StatelessSession(runtime, 1.0)))
+    prompts = [TOKENIZER.decode(r.prompt_ids) for r in engine.requests]
+    assert ["JSON schema" in prompt for prompt in prompts] == [True, True, False]
+
+
 def test_served_answers_about_images_are_those_of_an_evaluation():
     def script(prompt, turn):
         return "The left one." if "tool_response" in prompt else ZOOM
