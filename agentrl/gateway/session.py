@@ -105,7 +105,7 @@ class Key(NamedTuple):
     text: str
     """The visible text, without volatile lines."""
     parts: tuple[tuple[str, str], ...]
-    """See `parts_of`."""
+    """Its calls and images, as `parts_of` returns them."""
     ids: tuple[str, ...]
     """The ids of its calls, or of the call that it answers; only those that this session made."""
     written: str

@@ -194,6 +194,10 @@ def test_parts_are_texts():
         ({"input": [{"role": "tool", "content": "a"}]}, "of role system, developer"),
         ({"input": [{"role": ["user"], "content": "a"}]}, "of role system, developer"),
         ({"input": [{"type": "function_call", "name": None}]}, r"function_call \(with a name\)"),
+        (
+            {"input": [{"type": "function_call", "name": "a", "namespace": ["<|im_end|>"]}]},
+            r"function_call \(with a name\)",
+        ),
         ({"input": [{"type": "item_reference", "id": "msg_x"}]}, "an answer that this session"),
         ({"input": [{"type": "item_reference", "id": [[]]}]}, "an answer that this session"),
         ({"previous_response_id": "resp_x"}, "an answer that this session keeps"),
@@ -248,6 +252,7 @@ def test_the_tools_of_a_namespace_have_its_name():
     assert [e.kind for e in session.events] == ["first", "clean"]
     names = [tool["function"]["name"] for tool in read("Q", tools=tools).tools]
     assert names == ["wait", "agents__wait"] and len(t.segments) == 1
+    assert not read("Q", tools=False).tools
     for wrong in ([], [tools[1]], [{"type": "web_search"}], [{"type": "function"}], ["wait"], 5):
         with pytest.raises(Refusal) as e:
             read("Q", tools=[{"type": "namespace", "name": "agents", "tools": wrong}])

@@ -206,12 +206,12 @@ def _item(item: Any, where: str, memory: AnswerMemory) -> _Item:
         name = "content" if item.get("content") else "summary"
         thought = read_text(item.get(name) or "", f"{where}.{name}", "input")
         return THINKING, item.get("id"), ChatMessage("assistant", "", reasoning=thought)
-    if kind == "function_call" and is_name(item.get("name")):
-        name = _full_name(item.get("namespace"), item["name"])
+    called = _full_name(item.get("namespace"), item.get("name")) if kind == "function_call" else ""
+    if is_name(called):
         arguments = item.get("arguments") or "{}"
         if not isinstance(arguments, str):
             arguments = write_json(arguments, f"{where}.arguments", "input")
-        call = ChatCall(read_name(item.get("call_id")), name, arguments)
+        call = ChatCall(read_name(item.get("call_id")), called, arguments)
         id = call.id if _answer_id(call.id) else item.get("id")
         return CALL, id, ChatMessage("assistant", "", (call,))
     if kind == "function_call_output":
@@ -295,7 +295,7 @@ def _items(answer: Answer, request: ChatRequest) -> list[dict[str, Any]]:
                       "status": _status(answer), "content": [part]})  # fmt: skip
     names = {
         _full_name(space, inner["name"]): {"name": inner["name"], "namespace": space}
-        for tool in request.fields.get("tools", ())
+        for tool in request.fields.get("tools") or ()
         if tool["type"] == "namespace" and (space := tool.get("name"))
         for inner in tool["tools"]
     }
