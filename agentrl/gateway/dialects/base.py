@@ -188,15 +188,18 @@ def read_message(role: Role, content: Any, where: str, field: str, **others: Any
         return ChatMessage(role, content, **others)
     if not isinstance(content, list):
         raise wrong(where, content, "a text or a list of parts", field)
-    parts: list[str | Image] = []
-    for part in content:
-        read = _read_part(part, where, field)
-        if parts and isinstance(read, str) and isinstance(parts[-1], str):
-            parts.append("\n")
-        parts.append(read)
-    text, images = join_parts(parts)
-    if images and role == "assistant":
+    parts = [_read_part(part, where, field) for part in content]
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return ChatMessage(role, "\n".join(texts), **others)
+    if role == "assistant":
         raise wrong(where, "an image", "a text: the policy writes no images", field)
+    joined: list[str | Image] = []
+    for part in parts:
+        if joined and isinstance(joined[-1], str) and isinstance(part, str):
+            joined.append("\n")
+        joined.append(part)
+    text, images = join_parts(joined)
     return ChatMessage(role, text, images=images, **others)
 
 
