@@ -30,6 +30,7 @@ from agentrl.images import (
     ImageError,
     ImageRule,
     RowImage,
+    data_url,
     describe_image,
     prepare,
     read_size,
@@ -243,6 +244,17 @@ def message_dict(message: Message) -> dict[str, Any]:
         for text in others:
             content += [{"type": "image"}, *[{"type": "text", "text": text}] * bool(text)]
     return {"role": message.role, "content": content}
+
+
+def openai_message(message: Message) -> dict[str, Any]:
+    """Return a message as OpenAI's chat completions have it: an image is a data URL."""
+    written, urls = message_dict(message), map(data_url, message.images)
+    if message.images:
+        written["content"] = [
+            {"type": "image_url", "image_url": {"url": next(urls)}} if p["type"] == "image" else p
+            for p in written["content"]
+        ]
+    return written
 
 
 def require_rule(images: TemplateImages | None) -> TemplateImages:

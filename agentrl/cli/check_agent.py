@@ -59,7 +59,7 @@ def check_agent(
     from dataclasses import replace
     from itertools import islice
 
-    from agentrl.agent_loops.attempt import load_template
+    from agentrl.agent_loops.attempt import load_template, make_template
     from agentrl.cli.options import resolve_model
     from agentrl.config import load_config
     from agentrl.data import load_samples
@@ -86,13 +86,16 @@ def check_agent(
         str(config) if config else None, overrides, {k: v for k, v in keys.items() if v}
     )
     check_settings(settings.agent)
-    tokenizer = load_template(settings).tokenizer if settings.model.path else byte_tokenizer()
+    if settings.model.path:
+        template = load_template(settings)
+    else:
+        template = make_template(byte_tokenizer(), settings)
     if dataset:
         samples = [*islice((s for file in dataset for s in load_samples(file)), n)]
     else:
         samples = [Sample("question", (Message("user", QUESTION),))]
     samples = [replace(s, agent_name="external", tools=(), interaction="") for s in samples]
-    report = asyncio.run(check_agent_against_script(settings, tokenizer, samples, rollouts))
+    report = asyncio.run(check_agent_against_script(settings, template, samples, rollouts))
     for line in report.lines():
         echo(line)
     raise typer.Exit(0 if report.is_clean else 1)

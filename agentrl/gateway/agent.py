@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from agentrl.agent_loops import Episode, agent_loop
 from agentrl.agent_loops.control import EpisodeControl
+from agentrl.chat.images import openai_message
 from agentrl.config import AgentConfig
 from agentrl.config.environment import hide_secrets
 from agentrl.errors import ConfigError, DataError, Infrastructure, UserCodeError
@@ -84,11 +85,6 @@ def describe_sample(sample: Sample, keys: Collection[str] = ()) -> dict[str, Any
     Raises:
         DataError: one of them has a value that JSON cannot hold.
     """
-    if any(m.images for m in sample.prompt):
-        raise DataError(
-            f"row {sample.row} (id {sample.id!r}): its prompt has images, but agents of"
-            " agent_name=external get texts only. Use another agent loop"
-        )
     extra = {key: sample.extra[key] for key in keys if key in sample.extra}
     for path, value in replace(sample, extra=extra).find_non_json("extra"):
         raise DataError(
@@ -100,7 +96,7 @@ def describe_sample(sample: Sample, keys: Collection[str] = ()) -> dict[str, Any
         "id": sample.id,
         "row": sample.row,
         "data_source": sample.data_source,
-        "prompt": [message.as_dict() for message in sample.prompt],
+        "prompt": [openai_message(message) for message in sample.prompt],
         "extra_info": extra,
     }
 

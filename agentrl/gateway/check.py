@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from agentrl.agent_loops import Episode
-from agentrl.agent_loops.attempt import Runtime, make_template
+from agentrl.agent_loops.attempt import Runtime
 from agentrl.agent_loops.play import play_episode
 from agentrl.chat import ChatTemplate
 from agentrl.config import Config
@@ -192,37 +192,41 @@ class CheckReport:
 
 
 async def check_agent_against_script(
-    config: Config, tokenizer: Any, samples: Sequence[Sample], rollouts: int = 2
+    config: Config, template: ChatTemplate, samples: Sequence[Sample], rollouts: int = 2
 ) -> CheckReport:
     """Play episodes of an agent against the scripted policy.
 
     Args:
         config: the config, of which the sections `agent` and `rollout` matter.
-        tokenizer: a tokenizer with the policy's chat template.
+        template: the policy's chat template.
         samples: the rows.
         rollouts: the number of episodes of each row.
     """
     report = CheckReport()
     plays = [(sample, k) for sample in samples for k in range(rollouts)]
     report.played = [*await asyncio.gather(
-        *(_play(config, tokenizer, sample, f"check-{sample.row}-{k}", k) for sample, k in plays)
+        *(_play(config, template, sample, f"check-{sample.row}-{k}", k) for sample, k in plays)
     )]  # fmt: skip
     if any(p.trajectory and len(p.trajectory.turns) > 1 for p in report.played):
         limited = config.with_values("rollout", max_turns=1)
-        report.over_budget = await _play(limited, tokenizer, samples[0], "check-over", 0)
+        report.over_budget = await _play(limited, template, samples[0], "check-over", 0)
     has_tools = any(t.tool_calls for p in report.played if p.trajectory for t in p.trajectory.turns)
     if has_tools and not any(p.loss for p in report.played):
         played = await asyncio.gather(
-            *(_play(config, tokenizer, samples[0], f"check-{m}", 0, m) for m in MISTAKES)
+            *(_play(config, template, samples[0], f"check-{m}", 0, m) for m in MISTAKES)
         )
         report.mistakes = dict(zip(MISTAKES, played, strict=True))
     return report
 
 
 async def _play(
-    config: Config, tokenizer: Any, sample: Sample, episode_id: str, k: int, mistake: str = ""
+    config: Config,
+    template: ChatTemplate,
+    sample: Sample,
+    episode_id: str,
+    k: int,
+    mistake: str = "",
 ) -> CheckedEpisode:
-    template = make_template(tokenizer, config)
     policy = ScriptedPolicy(template, mistake)
     runtime = policy.runtime = Runtime(policy, template, LocalToolbox(), config)
     sessions: list[Session] = []

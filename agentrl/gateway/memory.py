@@ -38,6 +38,7 @@ class AnswerMemory:
                 self._messages[hash(message)] = known = message
                 size += MESSAGE_BYTES + len(message.text) + len(message.reasoning)
                 size += sum(len(call.arguments) for call in message.calls)
+                size += sum(len(image.data) for image in message.images)
             messages.append(known)
         self._kept[answer.id] = tuple(messages), size
         self._size += size

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import orjson
 
+from agentrl.images import PLACE
 from agentrl.tools.validation import BASE_SECONDS, SlowCheck, Validator
 
 STATEMENT = (
@@ -38,7 +39,8 @@ class OutputFormat:
     @property
     def statement(self) -> str:
         """The text that the prompt ends with."""
-        return STATEMENT + self.schema
+        # In a message with images, this character is the place of one.
+        return STATEMENT + self.schema.replace(PLACE, r"\ufffc")
 
     def accepts(self, text: str) -> bool:
         """Return whether a text has this form. If that takes too long to find out, it has."""

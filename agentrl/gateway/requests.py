@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from agentrl.errors import AgentRLError
 from agentrl.gateway.output_format import OutputFormat
+from agentrl.images import Image
 from agentrl.trajectory import Role
 
 MODEL = "policy"
@@ -40,10 +41,11 @@ class ChatMessage:
 
     Attributes:
         role: system, user, assistant or tool.
-        text: the text, without tool calls and thinking.
+        text: the text, without tool calls and thinking. Each image has a `PLACE` in it.
         calls: the calls of an assistant message.
         call_id: in a tool message, the id of the call that it answers.
         reasoning: the thinking of an assistant message; "" if the client does not send it.
+        images: the images, as in `Message`.
     """
 
     role: Role
@@ -51,6 +53,7 @@ class ChatMessage:
     calls: tuple[ChatCall, ...] = ()
     call_id: str = ""
     reasoning: str = ""
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class ChatRequest:
         output_format: the form that the client wants the text of the answer to have; None: any.
         kept: the messages that a later request may continue by the answer's id; None: none may.
         fields: fields of the request's JSON that the JSON of the answer depends on.
-        body: the bytes of the request. Equal requests have equal bytes.
+        body: its JSON with sorted keys. Equal requests have equal bytes.
     """
 
     messages: tuple[ChatMessage, ...]

@@ -18,6 +18,7 @@ from typing import Any
 
 from agentrl import registry
 from agentrl.agent_loops.attempt import Runtime
+from agentrl.chat.images import openai_message
 from agentrl.gateway.serve import Gateway
 from agentrl.gateway.session import cut_around_difference
 from agentrl.gateway.stateless import StatelessSession, without_budgets
@@ -129,7 +130,7 @@ async def _compare_row(runtime: Runtime, t: Trajectory, client: HttpClient) -> R
     if not t.turns:
         return RowComparison(left_out="a budget ended their episode before the first turn")
     _, schemas = loop.opening(t.sample, runtime.toolbox.schemas(t.sample.tools))
-    messages: list[Any] = [m.as_dict() for m in t.messages[: t.turns[0].message_index]]
+    messages: list[Any] = [openai_message(m) for m in t.messages[: t.turns[0].message_index]]
     for i, turn in enumerate(t.turns):
         body = {
             "messages": messages,
@@ -171,7 +172,7 @@ def _has_ended(runtime: Runtime, t: Trajectory, turn: Turn) -> bool:
     return turn.finish_reason == "stop" and last in runtime.template.stop_ids
 
 
-def _as_json(message: Message, ids: Iterator[str]) -> dict[str, str]:
+def _as_json(message: Message, ids: Iterator[str]) -> dict[str, Any]:
     """Return a message of the evaluation as a client sends it.
 
     Args:
@@ -179,8 +180,8 @@ def _as_json(message: Message, ids: Iterator[str]) -> dict[str, str]:
         ids: the ids of the turn's calls whose results have not been sent; "" for malformed calls.
     """
     if message.role != "tool":
-        return message.as_dict()
-    return {**message.as_dict(), "tool_call_id": next(ids, "")}
+        return openai_message(message)
+    return {**openai_message(message), "tool_call_id": next(ids, "")}
 
 
 async def _expected_message(

@@ -11,10 +11,10 @@ token trains once, with its logprob, and is never encoded again:
     it changes or removes earlier messages or tools     a new row begins (branch)
     its conversation is unknown                         a new conversation begins (spawn)
 
-Two messages are the same if their roles, visible texts and tool calls are the same. The session
-makes the ids of tool calls. So an id identifies the turn of an assistant message, even if two turns
-have the same text. An assistant message that the policy did not write, or that the client has
-changed, is foreign: it is shown to the policy and has mask 0.
+Two messages are the same if their roles, visible texts, images and tool calls are the same. The
+session makes the ids of tool calls. So an id identifies the turn of an assistant message, even if
+two turns have the same text. An assistant message that the policy did not write, or that the client
+has changed, is foreign: it is shown to the policy and has mask 0.
 
 A request that is sent again because its client lost the connection gets the same answer. Any other
 request with the same contents gets a new sample, so that best-of-n works.
@@ -40,10 +40,12 @@ import orjson
 
 from agentrl.agent_loops import Episode
 from agentrl.agent_loops.control import EpisodeControl
+from agentrl.chat.images import NO_IMAGES
 from agentrl.errors import EpisodeOver, Infrastructure, TemplateError
 from agentrl.gateway.memory import AnswerMemory
 from agentrl.gateway.output_format import STATEMENT
 from agentrl.gateway.requests import Answer, ChatCall, ChatMessage, ChatRequest, Refusal
+from agentrl.images import ImageError
 from agentrl.tools.validation import with_whole_numbers
 from agentrl.trajectory import Message, Role, ToolCall, ToolResult
 
@@ -102,8 +104,8 @@ class Key(NamedTuple):
     role: Role
     text: str
     """The visible text, without volatile lines."""
-    calls: tuple[tuple[str, str], ...]
-    """The name and the canonical arguments of each call."""
+    parts: tuple[tuple[str, str], ...]
+    """Its calls and images, as `parts_of` returns them."""
     ids: tuple[str, ...]
     """The ids of its calls, or of the call that it answers; only those that this session made."""
     written: str
@@ -272,7 +274,7 @@ class Session:
             Refusal: the conversation cannot be continued.
         """
         with self._refuse_errors():
-            _refuse_prefill(request)
+            self._check(request)
             keys = [self._key(message) for message in request.messages]
             known, shared = self._find_conversation(keys, orjson.dumps(request.tools))
             messages = self._messages(known, request, keys, shared)
@@ -318,10 +320,12 @@ class Session:
         if self.over.is_set():
             raise _episode_over("the episode has ended")
         self.counts.update(request.ignored)
-        _refuse_prefill(request)
+        self._check(request)
         conversation = None
         try:
             with self._refuse_errors():
+                images = (image for message in request.messages for image in message.images)
+                await self._attempt.prepare(images)
                 conversation = self._match(request)
                 conversation.is_busy = True
                 message = await self._generate(conversation, request)
@@ -356,6 +360,8 @@ class Session:
             raise _episode_over(f"a budget is used up: {over.reason}") from None
         except TemplateError as e:
             raise Refusal(400, "template", str(e), "messages") from e
+        except ImageError as e:
+            raise Refusal(400, "image", str(e), "messages") from e
         except Infrastructure as e:
             self._fail(e)
             raise Refusal(503, "engine", str(e).partition("\n")[0]) from e
@@ -374,9 +380,9 @@ class Session:
         keys = [self._key(message) for message in request.messages]
         tools = orjson.dumps(request.tools)
         best, shared = self._find_conversation(keys, tools)
-        if best is None or all(key.role == "system" for key in keys[:shared]):
-            # At most system messages are shared. If the client removed the beginning of a
-            # conversation, a later assistant message may still be a turn of it.
+        if best is None or _differs_before_turns(best, keys, shared):
+            # If the client changed the beginning of a conversation, a later assistant message may
+            # still be a turn of it.
             known = (self._find(k) for k in reversed(keys) if k.role == "assistant")
             turn = next(filter(None, known), None)
             if turn is None:
@@ -393,7 +399,7 @@ class Session:
         if event.kind == "branch":  # The new row contains volatile lines as they are now.
             for i in range(shared):
                 if keys[i].role != "assistant" and keys[i].written != best.keys[i].written:
-                    messages[i] = Message(keys[i].role, request.messages[i].text)
+                    messages[i] = self._received(request.messages[i])
         self._state_format(request, messages)
         sampled = {id(s.message) for s in self._sampled}
         if event.kind != "branch" and any(id(m) in sampled for m in messages[shared:]):
@@ -496,6 +502,14 @@ class Session:
 
     # -- messages ---------------------------------------------------------------------------------
 
+    def _check(self, request: ChatRequest) -> None:
+        """Raise `Refusal` for messages that no conversation has."""
+        if request.messages[-1].role == "assistant":
+            why = "the last message must not be an assistant message: the policy begins a new turn"
+            raise Refusal(400, "last_message", why, "messages")
+        if not self._attempt.runtime.template.images and any(m.images for m in request.messages):
+            raise Refusal(400, "image", NO_IMAGES, "messages")
+
     def _key(self, message: ChatMessage) -> Key:
         """Return the parts of a message that are compared."""
         text, written = message.text.strip(), ""
@@ -503,11 +517,10 @@ class Session:
             text, written = VOLATILE.sub("", text), text
         if message.role != "assistant":
             ids = (message.call_id,) if message.call_id in self._by_call else ()
-            return Key(message.role, text, (), ids, written)
-        ids = tuple(call.id for call in message.calls if call.id in self._by_call)
-        calls = tuple((call.name, canonical(call.arguments)) for call in message.calls)
-        written = "\n".join([message.reasoning, *(call.arguments for call in message.calls)])
-        return Key("assistant", text, calls, ids, written)
+        else:
+            ids = tuple(call.id for call in message.calls if call.id in self._by_call)
+            written = "\n".join([message.reasoning, *(call.arguments for call in message.calls)])
+        return Key(message.role, text, parts_of(message), ids, written)
 
     def _messages(
         self, conversation: _Conversation | None, request: ChatRequest, keys: list[Key], shared: int
@@ -530,12 +543,17 @@ class Session:
             else:
                 messages.append(self._received(message))
         self._sort_results(request, messages, shared)
-        row = {(m.role, m.content): m for m in self._episode.sample.prompt if m.role != "assistant"}
-        return [row.get((m.role, m.content), m) if m.role != "tool" else m for m in messages]
+        row = {(m.role, m.content, m.images): m for m in self._episode.sample.prompt}
+        for i in range(shared, len(messages)):
+            m = messages[i]
+            if m.role in ("system", "user"):
+                messages[i] = row.get((m.role, m.content, m.images), m)
+        return messages
 
     def _received(self, message: ChatMessage) -> Message:
         """Return a message that is not an assistant's."""
-        return Message(message.role, message.text, tool_call_id=self._own_id(message.call_id))
+        id = self._own_id(message.call_id)
+        return Message(message.role, message.text, tool_call_id=id, images=message.images)
 
     def _state_format(self, request: ChatRequest, messages: list[Message]) -> None:
         """State the form of the answer in the last message, if the conversation does not do so.
@@ -622,16 +640,16 @@ class Session:
 
     def _record_results(self, request: ChatRequest) -> None:
         """Record the results of the calls that the client ran, each in the turn that called it."""
-        texts = {m.call_id: m.text for m in request.messages if m.role == "tool"}
-        for sampled in {id(s): s for i in texts if (s := self._by_call.get(i))}.values():
+        sent = {m.call_id: m for m in request.messages if m.role == "tool"}
+        for sampled in {id(s): s for i in sent if (s := self._by_call.get(i))}.values():
             turn = self._attempt.turns[sampled.turn]
-            if turn.tool_results or not all(i in texts for i in sampled.ids):
+            if turn.tool_results or not all(i in sent for i in sampled.ids):
                 continue
-            contents = (texts[i] for i in sampled.ids)
+            messages = (sent[i] for i in sampled.ids)
             results = [
                 ToolResult(call.error, ok=False, error="bad_call")
                 if call.error
-                else ToolResult(next(contents))
+                else ToolResult((message := next(messages)).text, images=message.images)
                 for call in turn.tool_calls
             ]
             seconds = time.monotonic() - sampled.answered
@@ -686,12 +704,6 @@ def _retrieve_error(task: asyncio.Task[Answer]) -> None:
         task.exception()
 
 
-def _refuse_prefill(request: ChatRequest) -> None:
-    if request.messages[-1].role == "assistant":
-        why = "the last message must not be an assistant message: the policy begins a new turn"
-        raise Refusal(400, "last_message", why, "messages")
-
-
 def _episode_over(why: str) -> Refusal:
     return Refusal(400, "episode_over", f"{why}. End now: no request will be answered")
 
@@ -706,6 +718,24 @@ def _count_shared(known: Sequence[Key], keys: Sequence[Key]) -> int:
     return n
 
 
+def _differs_before_turns(known: _Conversation, keys: Sequence[Key], shared: int) -> bool:
+    """Return whether a request may be of another conversation than a known one.
+
+    They share system messages at most, or their users' messages differ before the first answer:
+    sub-agents of Codex begin with a message of the main agent.
+
+    Args:
+        known: a known conversation.
+        keys: the keys of the request's messages.
+        shared: the number of messages that are the same at the beginning.
+    """
+    roles = {key.role for key in keys[:shared]}
+    if roles <= {"system"}:
+        return True
+    different = [messages[shared].role for messages in (known.keys, keys) if shared < len(messages)]
+    return known.turns > 0 and "assistant" not in roles and different == ["user", "user"]
+
+
 @lru_cache(4096)  # Each request contains the arguments of all earlier calls again.
 def canonical(arguments: str) -> str:
     """Return a canonical text of the arguments of a call, or the text if it is not JSON."""
@@ -716,8 +746,16 @@ def canonical(arguments: str) -> str:
         return arguments
 
 
+def parts_of(message: ChatMessage) -> tuple[tuple[str, str], ...]:
+    """Return the name and the canonical arguments of each call, and the hash of each image."""
+    if not message.calls and not message.images:
+        return ()
+    calls = [(call.name, canonical(call.arguments)) for call in message.calls]
+    return (*calls, *[("image", image.key) for image in message.images])
+
+
 def _text_of(key: Key) -> str:
-    return "\n".join([key.text, *(f"{name}({arguments})" for name, arguments in key.calls)])
+    return "\n".join([key.text, *(f"{name}({value})" for name, value in key.parts)])
 
 
 def cut_around_difference(before: str, after: str) -> tuple[str, str]:

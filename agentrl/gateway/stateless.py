@@ -25,7 +25,7 @@ from agentrl.data.recorded import RecordedAnswer, Recorder
 from agentrl.engine.base import Sampling
 from agentrl.gateway.memory import AnswerMemory
 from agentrl.gateway.requests import Answer, ChatMessage, ChatRequest, Refusal
-from agentrl.gateway.session import Session, canonical
+from agentrl.gateway.session import Session, parts_of
 from agentrl.trajectory import Message, Sample, token_array
 
 KEPT_REFUSALS = 100
@@ -43,6 +43,7 @@ class _Turn(NamedTuple):
     """A message that the policy sampled, and its tokens; or one that states an output format."""
 
     message: Message
+    """The message without images."""
     ids: array[int]
     answer: str = ""
     """The id of the answer; "" for a message that states an output format."""
@@ -83,6 +84,9 @@ class StatelessSession:
         Raises:
             Refusal: the conversation cannot be continued, or the engine failed.
         """
+        if self._recorder and any(m.images for m in request.messages):
+            why = "this server records what it answers (--record), and it records no images"
+            raise Refusal(400, "image", why, "messages")
         attempt, episode, session = self._open(request)
         sampler, episode_id = self._runtime.sampler, attempt.episode_id
         sampler.begin(episode_id, awaited=False)
@@ -133,7 +137,7 @@ class StatelessSession:
         *_, before, digest = _digests([*request.messages, answered])
         self._turns[digest] = turn
         if request.output_format:
-            self._turns[before] = _Turn(prompt, token_array())
+            self._turns[before] = _Turn(replace(prompt, images=()), token_array())
         while len(self._turns) > KEPT_TURNS:
             self._turns.popitem(last=False)
 
@@ -244,14 +248,14 @@ class _RecallingSession(Session):
 
     def _received(self, message: ChatMessage) -> Message:
         known = self._known.get(id(message))
-        return known.message if known else super()._received(message)
+        received = super()._received(message)
+        return replace(known.message, images=received.images) if known else received
 
 
 def _digests(messages: Sequence[ChatMessage]) -> Iterator[bytes]:
     """Yield a digest of each message and those before it. Ids and thinking do not matter."""
     digest = b""
     for m in messages:
-        calls = [(call.name, canonical(call.arguments)) for call in m.calls]
-        text = repr((m.role, m.text.strip(), calls))
+        text = repr((m.role, m.text.strip(), parts_of(m)))
         digest = blake2b(digest + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         yield digest

@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image as PIL
+from support.vision import write_vision_model
 from typer.testing import CliRunner
 
 from agentrl.cli import app
 from agentrl.errors import ConfigError
+from agentrl.images import Image, data_url
 
 # An agent by the standard library alone. `%s` changes it. It runs as a program; or in a thread, by
 # `FUNCTION`, which spares the start of two processes for each episode.
@@ -338,6 +341,17 @@ def test_rows_of_a_file(check, tmp_path):
     rows.write_text("\n".join(json.dumps(row) for _ in range(4)))
     code, text = check("", "--dataset", str(rows), "--rollouts", "1")
     assert code == 0 and "3 episodes" in text
+
+
+def test_rows_with_images_need_a_model_that_reads_them(check, tmp_path):
+    rows, image = tmp_path / "rows.jsonl", Image.of(PIL.new("RGB", (28, 28), "red"))
+    row = {"prompt": [{"role": "user", "content": "<image>\nQ"}], "images": [data_url(image)]}
+    rows.write_text(json.dumps(row | {"agent_name": "external"}))
+    model = str(write_vision_model(tmp_path / "model"))
+    code, text = check("", "--dataset", str(rows), "--model", model)
+    assert code == 0 and "2 episodes: 4 requests (2 first = 50%, 2 clean = 50%)" in text
+    code, text = check("", "--dataset", str(rows))
+    assert code == 1 and "the policy reads none. Use a model" in text
 
 
 def test_a_time_of_0_is_refused():

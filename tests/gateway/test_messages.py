@@ -129,9 +129,6 @@ def test_fields_that_the_run_decides_are_counted(fields, ignored):
     assert read(**fields).ignored == ignored
 
 
-IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A"}}
-
-
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
@@ -140,9 +137,11 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": ["x"]}, "messages[0].role must be"),
         ({"messages": [{"role": "user"}]}, "messages[0].content must be a text or a list"),
         ({"messages": [{"role": "user", "content": [text(5)]}]}, "parts of type text"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "no images, files or results of"
-         " server tools, not 'image'"),
-        ({"messages": [{"role": "user", "content": [result("c", [IMAGE])]}]}, "not 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+         "parts of type text or image: files and results of server tools are not read, not"
+         " 'document'"),
+        ({"messages": [{"role": "user", "content": [result("c", [{"type": "document"}])]}]},
+         "not 'document'"),
         ({"messages": [{"role": "assistant", "content": [result("c", "")]}]}, "not 'tool_result'"),
         ({"messages": [{"role": "assistant", "content": [
             {"type": "tool_use", "id": "c", "name": "calc", "input": "{}"}]}]}, "object as input"),

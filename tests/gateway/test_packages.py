@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from agentrl.agent_loops.play import play
 from agentrl.config import AgentConfig, Config, RolloutConfig
 from agentrl.data import load_samples
 from agentrl.engine.scripted import Scripted
+from agentrl.gateway import serve
 from agentrl.gateway.agent import open_session
 from agentrl.gateway.requests import ChatRequest
 from agentrl.gateway.session import Session
@@ -222,11 +224,19 @@ def test_the_agent_of_the_recipe_is_shown_what_the_loop_shows(packages_python, o
 class SlowOnce(Scripted):
     """Its first turn takes longer than the client waits."""
 
+    seconds = 1.2
+
     async def generate(self, *args, **kwargs):
         is_first = not self.requests
         generation = await super().generate(*args, **kwargs)
-        await asyncio.sleep(1.2 * is_first)
+        await asyncio.sleep(self.seconds * is_first)
         return generation
+
+
+class VerySlowOnce(SlowOnce):
+    """Its first turn takes longer than the gateway waits before it sends headers."""
+
+    seconds = serve.FIRST_WAIT_SECONDS + 1
 
 
 @pytest.mark.proves("openai/chat openai/responses anthropic/messages", "retry")
@@ -407,8 +417,9 @@ def python_with(folder: Path, requirements: str) -> str:
 
 
 @pytest.mark.proves(
-    "claude-agent-sdk/messages", "streaming", "tools", "parallel calls", "thinking", "sub-agents"
-)
+    "claude-agent-sdk/messages", "streaming", "tools", "parallel calls", "thinking", "retry",
+    "compaction", "sub-agents",
+)  # fmt: skip
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_claude_code(tmp_path_factory):
@@ -416,7 +427,8 @@ def test_claude_code(tmp_path_factory):
     commands = ["echo $((3*4))", "echo b"]
     both = "\n".join(call("Bash", command=command, description="Print") for command in commands)
     turns = [f"<think>\nhm\n</think>\n\n{both}", "It is 12."]
-    engine = partial(Scripted, max_length=10**6)  # Its prompt has 71,000 bytes.
+    length = {"max_length": 10**6}  # Its prompt has 71,000 bytes.
+    engine, slow = partial(Scripted, **length), partial(VerySlowOnce, **length)
     play_claude = partial(run, python, "claude_agent_sdk_agent", max_trajectory_tokens=10**6)
     t = play_claude(turns, engine, tokenizer_of_trl("qwen3"))
     assert [r.content for r in t.turns[0].tool_results] == ["12", "b"]
@@ -443,19 +455,43 @@ def test_claude_code(tmp_path_factory):
     t = play_claude(["It is 12."], engine, tokenizer_of_trl("qwen3_6"))
     assert t.counts["gateway/first"] == 1 and t.final_text == "It is 12."
 
+    play_claude = partial(run, python, max_trajectory_tokens=10**6)
+    t = play_claude("claude_agent_sdk_agent retry", [call("Bash", command="echo 12"), "12."], slow)
+    assert t.counts["gateway/retry"] == t.counts["gateway/clean"] == 1
+    assert len(t.turns) == 2 and len(t.segments) == 1
 
-@pytest.mark.proves("mini-swe-agent/chat", "tools")
+    def summarize(prompt: str, turn: int) -> str:
+        last = prompt.rpartition("<|im_start|>user")[2]
+        if "create a detailed summary" in last:
+            return "<summary>They asked for 3*4.</summary>"
+        return "Yes." if "Sure?" in last else "It is 12."
+
+    t = play_claude("claude_agent_sdk_agent compact", summarize, engine)
+    assert len(t.turns) == 3 and len(t.segments) == 2 and t.final_text == "Yes."
+    last = TOKENIZER.decode(t.segments[1].prompt_ids)
+    assert "They asked for 3*4." in last and "create a detailed summary" not in last
+
+
+@pytest.mark.proves("mini-swe-agent/chat", "tools", "parallel calls", "thinking", "retry")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_mini_swe_agent(tmp_path_factory):
     python = python_with(tmp_path_factory.mktemp("mini"), "mini_swe_agent.txt")
-    bash = [call("bash", command="echo $((3*4)) > x; cat x")]
-    end = [call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat x")]
-    t = run(python, "mini_swe_agent_agent", [*bash, *end])
-    assert len(t.turns) == 2
+    both = "\n".join(call("bash", command=c) for c in ("echo $((3*4)) > x; cat x", "echo b"))
+    end = call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat x")
+    turns = [f"<think>\nhm\n</think>\n\n{both}", end]
+    t = run(python, "mini_swe_agent_agent", turns, tokenizer=tokenizer_of_trl("qwen3"))
+    assert [m.reasoning for m in REQUESTS[1].messages if m.role == "assistant"] == ["hm"]
+    assert t.counts == {"gateway/first": 1, "gateway/clean": 1} and len(t.segments) == 1
+    assert [r.content.splitlines()[2] for r in t.turns[0].tool_results] == ["12", "b"]
+    t = run(python, "mini_swe_agent_agent retry", [both, end], SlowOnce)
+    assert t.counts["gateway/retry"] >= 1 and len(t.turns) == 2 and len(t.segments) == 1
 
 
-@pytest.mark.proves("codex/responses", "streaming", "tools", "parallel calls", "thinking")
+@pytest.mark.proves(
+    "codex/responses", "streaming", "tools", "parallel calls", "thinking", "retry", "compaction",
+    "sub-agents",
+)  # fmt: skip
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not shutil.which("npm"), reason="no npm")
@@ -473,6 +509,33 @@ def test_codex(tmp_path):
     assert ["12\n" in r.content for r in t.turns[0].tool_results] == [True, False]
     assert all(request.stream for request in REQUESTS)
     assert t.final_text.endswith("It is 12.")
+
+    play_codex = partial(run, sys.executable, tokenizer=tokenizer_of_trl("qwen3"))
+    turns = [call("exec_command", cmd="echo 12"), "It is 12."]
+    t = play_codex(f"codex_agent {codex} retry", turns, VerySlowOnce)
+    assert t.counts == {"gateway/first": 1, "gateway/retry": 1, "gateway/clean": 1}
+    assert len(t.turns) == 2 and len(t.segments) == 1
+
+    turns = [call("exec_command", cmd="echo 12"), "They asked for 3*4.", "It is 12."]
+    t = play_codex(f"codex_agent {codex} compact", turns)
+    assert len(t.turns) == len(t.segments) == 3 and t.final_text == "It is 12."
+    last = [message.text for message in REQUESTS[2].messages]
+    assert last[-1].endswith("They asked for 3*4.") and "How much is 3*4?" in last
+
+    def answer(prompt: str, turn: int) -> str:
+        conversation = prompt[prompt.index("<|im_start|>user") :]
+        if "HELPER" in conversation.partition("<|im_start|>assistant")[0]:
+            return "Twelve."
+        if "Twelve." in conversation:
+            return "It is 12."
+        if found := re.search(r'"agent_id":"(.+?)"', conversation):
+            return call("multi_agent_v1__wait_agent", targets=[found[1]])
+        return call("multi_agent_v1__spawn_agent", message="HELPER: 3*4?")
+
+    t = play_codex(f"codex_agent {codex} helper", answer)
+    assert t.counts == {"gateway/first": 1, "gateway/spawn": 1, "gateway/clean": 2}
+    assert sorted(turn.thread for turn in t.turns) == [0, 0, 0, 1] and len(t.segments) == 2
+    assert t.final_text == "It is 12."
 
 
 def test_the_table_of_the_docs_is_that_of_the_tests():

@@ -194,14 +194,15 @@ def test_parts_are_texts():
         ({"input": [{"role": "tool", "content": "a"}]}, "of role system, developer"),
         ({"input": [{"role": ["user"], "content": "a"}]}, "of role system, developer"),
         ({"input": [{"type": "function_call", "name": None}]}, r"function_call \(with a name\)"),
+        (
+            {"input": [{"type": "function_call", "name": "a", "namespace": ["<|im_end|>"]}]},
+            r"function_call \(with a name\)",
+        ),
         ({"input": [{"type": "item_reference", "id": "msg_x"}]}, "an answer that this session"),
         ({"input": [{"type": "item_reference", "id": [[]]}]}, "an answer that this session"),
         ({"previous_response_id": "resp_x"}, "an answer that this session keeps"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "no images, files",
-        ),
-        ({"input": [{"role": "user", "content": [{"type": ["text"]}]}]}, "no images, files"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "text or image"),
+        ({"input": [{"role": "user", "content": [{"type": ["text"]}]}]}, "text or image"),
         ({"max_output_tokens": 0}, "max_output_tokens must be a whole number"),
         ({"metadata": json.loads("[" * 500 + "]" * 500)}, "cannot be written"),
     ],
@@ -230,6 +231,32 @@ def test_what_the_run_decides_is_counted():
     ]  # fmt: skip
     usual = {"tool_choice": "auto", "parallel_tool_calls": True, "truncation": "disabled"}
     assert not read("Q", **usual, reasoning={"summary": "auto"}).ignored
+
+
+def test_the_tools_of_a_namespace_have_its_name():
+    function = {"type": "function", "name": "wait", "parameters": {"type": "object"}}
+    tools = [function, {"type": "namespace", "name": "agents", "tools": [function]}]
+
+    async def agent(client):
+        one = await ask(client, input="Q", tools=tools)
+        calls = [(item["name"], item.get("namespace")) for item in one["output"]]
+        assert calls == [("wait", None), ("wait", "agents")]
+        results = [
+            {"type": "function_call_output", "call_id": item["call_id"], "output": "12"}
+            for item in one["output"]
+        ]
+        items = [{"role": "user", "content": "Q"}, *one["output"], *results]
+        await ask(client, input=items, tools=tools)
+
+    t, session = played(agent, [call("wait") + "\n" + call("agents__wait"), "done"])
+    assert [e.kind for e in session.events] == ["first", "clean"]
+    names = [tool["function"]["name"] for tool in read("Q", tools=tools).tools]
+    assert names == ["wait", "agents__wait"] and len(t.segments) == 1
+    assert not read("Q", tools=False).tools
+    for wrong in ([], [tools[1]], [{"type": "web_search"}], [{"type": "function"}], ["wait"], 5):
+        with pytest.raises(Refusal) as e:
+            read("Q", tools=[{"type": "namespace", "name": "agents", "tools": wrong}])
+        assert e.value.status == 400
 
 
 HISTORY = [

@@ -298,6 +298,19 @@ def test_a_retry_gets_the_same_answer():
     assert kinds(session) == ["first", "retry", "clean", "retry"] and len(t.turns) == 2
 
 
+def test_the_order_of_keys_makes_no_other_request():
+    """Codex writes the keys of its metadata in any order if it sends a request again."""
+    bodies = (
+        {"messages": [QUESTION], "metadata": {"a": 1, "b": [2]}},
+        {"metadata": {"b": [2], "a": 1}, "messages": [QUESTION]},
+        {"metadata": {"b": [2], "a": 3}, "messages": [QUESTION]},
+    )
+    one, same, other = (
+        DIALECT.read(json.dumps(body).encode(), {}, AnswerMemory()).body for body in bodies
+    )
+    assert one == same != other
+
+
 def test_sub_agents_are_conversations_of_the_same_rollout():
     async def agent(client):
         system = {"role": "system", "content": "You help."}
@@ -317,6 +330,25 @@ def test_sub_agents_are_conversations_of_the_same_rollout():
     assert len(t.segments) == 3 and t.final_text == "main"
     main = [turn for turn, m in zip(t.turns, t.answers, strict=True) if m.content == "main"]
     assert [turn.thread for turn in main] == [0, 0]
+
+
+def test_a_sub_agent_may_begin_with_a_message_of_the_main_agent():
+    """They share no answer. A conversation with answers whose beginning changed is a branch."""
+
+    async def agent(client):
+        system, folder = ({"role": r, "content": "/home"} for r in ("system", "user"))
+        main = [system, folder, QUESTION]
+        main += [await client.ask(main), GO_ON]
+        sub = [system, folder, {"role": "user", "content": "How much is 4*3?"}]
+        sub += [await client.ask(sub), GO_ON]
+        await client.ask(sub)
+        main += [await client.ask(main), GO_ON]
+        await client.ask([system, {"role": "user", "content": "/tmp"}, *main[2:]])
+
+    t, session = played(agent, ["one", "two", "three", "four", "five"])
+    assert kinds(session) == ["first", "spawn", "clean", "clean", "branch"]
+    assert session.events[-1].cause == "user message changed"
+    assert [turn.thread for turn in t.turns] == [0, 1, 1, 0, 0] and len(t.segments) == 3
 
 
 def test_a_volatile_line_is_not_compared():

@@ -13,21 +13,27 @@ import json
 import random
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image as PIL
 from support.any_template import tokenizer_of_trl
+from support.vision import vision_tokenizer
 from support.wires import WIRES
 
 from agentrl.agent_loops import Episode, agent_loop
 from agentrl.agent_loops.attempt import Runtime, make_template
 from agentrl.agent_loops.play import play_episode
+from agentrl.chat.images import openai_message
 from agentrl.config import Config, RolloutConfig
 from agentrl.engine.base import Sampler, Sampling
 from agentrl.gateway.requests import Refusal
 from agentrl.gateway.session import Session
+from agentrl.images import Image, ImageRule
 from agentrl.testing import byte_tokenizer, call
 from agentrl.tools import LocalToolbox
 from agentrl.trajectory import Generation, Message, Sample, Trajectory, float_array, token_array
@@ -40,6 +46,12 @@ TOOLS = [
 ]  # fmt: skip
 EXAMPLES = settings.default.max_examples
 """The profile has 20 examples, or 100 in `make test-all`. Each example is a session of 12 steps."""
+PICTURES = [
+    openai_message(Message.of("user", *parts))["content"]
+    for red, blue in [[Image.of(PIL.new("RGB", (28, 28), color)) for color in ("red", "blue")]]
+    for parts in (["Q", red], ["Q", blue], [red, "\nTime: 12:00", blue])
+]
+"""The contents of messages with images."""
 SCHEMAS = ({"type": "object"}, {"type": "object", "required": ["x"]})
 
 
@@ -51,6 +63,7 @@ class Turn:
     ids: list[int]
     logprobs: list[float]
     version: int
+    images: list[str]
 
 
 class RandomEngine(Sampler):
@@ -78,7 +91,7 @@ class RandomEngine(Sampler):
         thought = "<think>\nhm\n</think>\n\n" if rng.random() < 0.2 else ""
         return thought + "\n".join([said, *calls])
 
-    async def generate(self, prompt_ids, sampling, *, episode_id, seed, deadline):
+    async def generate(self, prompt_ids, sampling, *, episode_id, seed, deadline, images=()):
         for _ in range(self.rng.randint(0, 3)):
             await asyncio.sleep(0)
         ids = self.tokenizer.encode(self.text(), add_special_tokens=False)
@@ -87,7 +100,8 @@ class RandomEngine(Sampler):
         ids = [*ids, sampling.stop_ids[0]][: sampling.max_tokens]
         is_cut = ids[-1] != sampling.stop_ids[0]
         logprobs = [*array("f", [-self.rng.random() for _ in ids])]
-        turn = Turn([*prompt_ids], ids, logprobs, self.rng.randint(0, 3))
+        seen = [image.key for image in images]
+        turn = Turn([*prompt_ids], ids, logprobs, self.rng.randint(0, 3), seen)
         self.turns.append(turn)
         return Generation(
             token_array(ids),
@@ -101,8 +115,16 @@ class RandomEngine(Sampler):
 class Client:
     """An agent that keeps a history for each of its conversations, and misuses it."""
 
-    def __init__(self, session: Session, rng: random.Random, dialect: str, is_distinct: bool):
+    def __init__(
+        self,
+        session: Session,
+        rng: random.Random,
+        dialect: str,
+        is_distinct: bool,
+        pictures: Sequence[Any] = (),
+    ):
         self.session, self.rng, self.wire = session, rng, WIRES[dialect]
+        self.pictures = pictures
         self.is_distinct = is_distinct
         self.histories: list[list[dict]] = []
         self.answered: list[bytes] = []
@@ -112,7 +134,8 @@ class Client:
     def new(self) -> list[dict]:
         rng = self.rng
         system = [{"role": "system", "content": rng.choice(["S", "T", "S\nToday's date is 1"])}]
-        user = {"role": "user", "content": rng.choice(["How much is 3*4?", "Q", "R"])}
+        texts = ["How much is 3*4?", "Q", "R", *self.pictures]
+        user = {"role": "user", "content": rng.choice(texts)}
         shots = [{"role": "assistant", "content": "shot"}, user] if rng.random() < 0.1 else []
         return [*(system if rng.random() < 0.5 else []), user, *shots]
 
@@ -151,8 +174,9 @@ class Client:
         assert streamed == {"role": "assistant", **message}
         message["id"] = answer.id.removeprefix("chatcmpl-").replace("-", "_")
         history.append(self.rewritten(message))
+        texts = ["12", "error", *self.pictures]
         results = [
-            {"role": "tool", "tool_call_id": c["id"], "content": self.rng.choice(["12", "error"])}
+            {"role": "tool", "tool_call_id": c["id"], "content": self.rng.choice(texts)}
             for c in message.get("tool_calls", ())
         ]
         self.rng.shuffle(results)
@@ -190,7 +214,8 @@ class Client:
         others = [h for h in self.histories if h is not history]
         if action == "edit":
             i = rng.randrange(len(history))
-            history[i] = {**history[i], "content": rng.choice(["edited", "", "S"])}
+            pictures = self.pictures if history[i]["role"] in ("user", "tool") else ()
+            history[i] = {**history[i], "content": rng.choice(["edited", "", "S", *pictures])}
         elif action == "drop" and len(history) > 2:
             del history[rng.randrange(len(history) - 1)]
         elif action == "truncate" and len(history) > 3:
@@ -240,6 +265,7 @@ def play(
     strip: bool = False,
     dialect: str = "chat_completions",
     is_distinct: bool = False,
+    images: ImageRule | None = None,
 ):
     """Play one session of a random client; return the trajectory, the engine and the client."""
     rng = random.Random(seed)
@@ -249,7 +275,7 @@ def play(
     @agent_loop("fuzzed_session", uses_tools=False, uses_interaction=False)
     async def fuzzed(ep: Episode) -> None:
         session = Session(ep)
-        client = Client(session, rng, dialect, is_distinct)
+        client = Client(session, rng, dialect, is_distinct, PICTURES if images else ())
         clients.append(client)
         for _ in range(steps):
             await asyncio.gather(*(client.step() for _ in range(rng.choice([1, 1, 2, 3]))))
@@ -267,7 +293,7 @@ def play(
         history_thinking="strip" if strip else "keep",
     )
     config = Config(rollout=rollout)
-    template = make_template(tokenizer, config)
+    template = make_template(tokenizer, config, images=images)
     runtime = Runtime(engine, template, LocalToolbox(), config)
     trajectory = asyncio.run(
         play_episode(runtime, SAMPLE, episode_id="e", rollout=0, sampling=Sampling(), seed=0)
@@ -282,12 +308,16 @@ def check(t: Trajectory, engine: RandomEngine) -> None:
     for turn in t.turns:
         segment = t.segments[turn.segment]
         row = [*segment.prompt_ids, *segment.response_ids]
+        images = [image.key for image in segment.images]
         start, end = (len(segment.prompt_ids) + i for i in (turn.start, turn.end))
         logprobs = [*segment.logprobs[turn.start : turn.end]]
         same = [
             x
             for x in remaining
-            if x.ids == row[start:end] and x.prompt == row[:start] and x.logprobs == logprobs
+            if x.ids == row[start:end]
+            and x.prompt == row[:start]
+            and x.logprobs == logprobs
+            and x.images == images[: len(x.images)]
         ]
         assert same, "the engine did not sample this turn after this prompt"
         assert [*segment.versions[turn.start : turn.end]] == [same[0].version] * (end - start)
@@ -307,6 +337,18 @@ def test_each_sampled_token_trains_once(dialect, is_concurrent, seed):
     tokenizer = byte_tokenizer()
     t, engine, _ = play(tokenizer, seed, 12, is_concurrent=is_concurrent, dialect=dialect)
     check(t, engine)
+
+
+@pytest.mark.parametrize("dialect", WIRES)
+@settings(max_examples=EXAMPLES // 4)
+@given(seed=st.integers(0, 2**32))
+def test_the_engine_sees_the_images_of_its_row(dialect, seed):
+    tokenizer = vision_tokenizer()
+    placeholder = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    rule = ImageRule(placeholder, 14, 2, 28 * 28, 28 * 28)
+    t, engine, _ = play(tokenizer, seed, 12, is_concurrent=True, dialect=dialect, images=rule)
+    check(t, engine)
+    assert all(turn.prompt.count(placeholder) == len(turn.images) for turn in engine.turns)
 
 
 @pytest.mark.parametrize("dialect", [name for name in WIRES if name != "chat_completions"])

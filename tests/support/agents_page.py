@@ -17,6 +17,16 @@ CLIENTS = (
     "langgraph/chat", "smolagents/chat", "mini-swe-agent/chat",
 )  # fmt: skip
 """The names of the clients in the marks of tests, each with its API."""
+LACKS = {
+    ("openai-agents/chat", "thinking"): "not sent back",
+    ("langgraph/chat", "thinking"): "not sent back",
+    ("smolagents/chat", "thinking"): "not sent back",
+    ("smolagents/chat", "compaction"): "not a feature",
+    ("mini-swe-agent/chat", "streaming"): "not a feature",
+    ("mini-swe-agent/chat", "compaction"): "not a feature",
+    ("mini-swe-agent/chat", "sub-agents"): "not a feature",
+}
+"""What clients cannot do."""
 APIS = {"chat": "chat completions", "responses": "Responses", "messages": "Messages"}
 
 
@@ -30,7 +40,7 @@ def page() -> str:
         rows[row] = {
             "client": f"`{client}`", "tested with": versions.get(client, ""), "API": APIS[api],
         }  # fmt: skip
-    proofs = read_proofs(TESTS.glob("test_*.py"))
+    proofs = read_proofs(TESTS.glob("test_*.py")) | LACKS
     return with_table(PAGE.read_text(), "clients", COLUMNS, rows, proofs)
 
 

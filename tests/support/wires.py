@@ -82,17 +82,30 @@ class MessagesWire:
                 messages.append({"role": "user" if role == "tool" else role, "content": blocks})
         return json.dumps(data).encode()
 
+    def _parts(self, content: Any) -> list[dict[str, Any]]:
+        """Return a text, or a list of texts and images, as blocks."""
+        if isinstance(content, str):
+            return [{"type": "text", "text": content}]
+        blocks = []
+        for part in content:
+            if part["type"] == "image_url":
+                head, _, data = part["image_url"]["url"].partition(";base64,")
+                source = {"type": "base64", "media_type": head.removeprefix("data:"), "data": data}
+                part = {"type": "image", "source": source}
+            blocks.append(part)
+        return blocks
+
     def _blocks(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         text = message["content"]
         if message["role"] == "tool":
             return [{"type": "tool_result", "tool_use_id": message["tool_call_id"],
-                     "content": [{"type": "text", "text": text}]}]  # fmt: skip
+                     "content": self._parts(text)}]  # fmt: skip
         blocks = []
         if message.get("reasoning_content"):
             thought = message["reasoning_content"]
             blocks.append({"type": "thinking", "thinking": thought, "signature": "s"})
         if text or (message["role"] != "assistant"):
-            blocks.append({"type": "text", "text": text or ""})
+            blocks += self._parts(text or "")
         for call in message.get("tool_calls", ()):
             function = call["function"]
             blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"],
@@ -163,6 +176,13 @@ class ResponsesWire:
 
     def _items(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         role, content = message["role"], message.get("content")
+        if isinstance(content, list):
+            content = [
+                {"type": "input_image", "image_url": part["image_url"]["url"]}
+                if part["type"] == "image_url"
+                else {"type": "input_text", "text": part["text"]}
+                for part in content
+            ]
         if role == "tool":
             output = {"call_id": message.get("tool_call_id", ""), "output": content}
             return [{"type": "function_call_output", **output}]

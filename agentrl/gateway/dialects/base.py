@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -12,8 +13,9 @@ import orjson
 
 from agentrl.gateway.memory import AnswerMemory
 from agentrl.gateway.output_format import OutputFormat
-from agentrl.gateway.requests import MODEL, Answer, ChatRequest, Refusal
-from agentrl.trajectory import Role
+from agentrl.gateway.requests import MODEL, Answer, ChatMessage, ChatRequest, Refusal
+from agentrl.images import Image, ImageError
+from agentrl.trajectory import Role, join_parts
 
 RETRIES = "x-stainless-retry-count"
 """The header in which OpenAI's and Anthropic's clients count how often they repeat a request."""
@@ -51,6 +53,9 @@ class Dialect(ABC):
             Refusal: the request is wrong, or asks for something that is not supported.
         """
         data = load(body)
+        # Codex changes the order of keys if it repeats a request. Deep nesting cannot be written.
+        with suppress(orjson.JSONEncodeError):
+            body = orjson.dumps(data, option=orjson.OPT_SORT_KEYS)
         for name, why in self.REFUSED.items():
             if data.get(name) not in (None, False, [], {}, ["text"]):
                 raise Refusal(400, "unsupported", f"{name} is not supported: {why}", name)
@@ -62,7 +67,7 @@ class Dialect(ABC):
         ignored += [n for n, usual in self.USUAL.items() if data.get(n) not in (None, usual)]
         return replace(
             request,
-            tools=[self._read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)],
+            tools=[t for i, tool in enumerate(tools) for t in self._read_tool(tool, f"tools[{i}]")],
             model=read_name(data.get("model")) or MODEL,
             stream=bool(data.get("stream")),
             is_retry=headers.get(RETRIES, "0") not in ("", "0"),
@@ -76,8 +81,8 @@ class Dialect(ABC):
         """Return the parts of a request that each API names differently."""
 
     @abstractmethod
-    def _read_tool(self, tool: Any, where: str) -> Mapping[str, Any]:
-        """Return a tool's schema in the form that chat templates expect.
+    def _read_tool(self, tool: Any, where: str) -> Iterator[Mapping[str, Any]]:
+        """Yield the schemas of tools in the form that chat templates expect.
 
         Args:
             tool: an element of the field `tools`.
@@ -164,19 +169,67 @@ def read_name(value: Any) -> str:
 
 def read_text(content: Any, where: str, field: str) -> str:
     """Return a text, or the texts of a list of parts, joined with newlines."""
+    return read_message("assistant", content, where, field).text
+
+
+def read_message(role: Role, content: Any, where: str, field: str, **others: Any) -> ChatMessage:
+    """Return a message of a text, or of a list of texts and images.
+
+    Texts that follow each other are joined with newlines.
+
+    Args:
+        role: its role. A message of the assistant has no images.
+        content: the text, or the list.
+        where: its place in the request.
+        field: the field of the request.
+        others: the other attributes of the message.
+    """
     if isinstance(content, str):
-        return content
+        return ChatMessage(role, content, **others)
     if not isinstance(content, list):
         raise wrong(where, content, "a text or a list of parts", field)
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get(TEXTS[kind]) if isinstance(kind, str) and kind in TEXTS else None
-        if not isinstance(text, str):
-            expected = "parts of type text: agents give the policy no images, files or results of"
-            raise wrong(where, kind or part, f"{expected} server tools", field)
-        texts.append(text)
-    return "\n".join(texts)
+    parts = [_read_part(part, where, field) for part in content]
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return ChatMessage(role, "\n".join(texts), **others)
+    if role == "assistant":
+        raise wrong(where, "an image", "a text: the policy writes no images", field)
+    joined: list[str | Image] = []
+    for part in parts:
+        if joined and isinstance(joined[-1], str) and isinstance(part, str):
+            joined.append("\n")
+        joined.append(part)
+    text, images = join_parts(joined)
+    return ChatMessage(role, text, images=images, **others)
+
+
+def _read_part(part: Any, where: str, field: str) -> str | Image:
+    """Return the text or the image of a part."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get(TEXTS[kind]) if isinstance(kind, str) and kind in TEXTS else None
+    if isinstance(text, str):
+        return text
+    match part:
+        case {"type": "image", "source": {"type": "base64", "data": str(data)}}:
+            url = f"data:;base64,{data}"
+        case (
+            {"type": "image_url", "image_url": {"url": str(url)}}
+            | {"type": "input_image", "image_url": str(url)}
+            | {"type": "image", "source": {"type": "url", "url": str(url)}}
+        ):
+            pass
+        case {"type": "image" | "image_url" | "input_image"}:
+            url = ""
+        case _:
+            expected = "parts of type text or image: files and results of server tools are not read"
+            raise wrong(where, kind or part, expected, field)
+    if not url.startswith("data:"):
+        expected = "an image in base64 or as a data URL (data:image/png;base64,...)"
+        raise wrong(where, part, f"{expected}: the gateway fetches no files", field)
+    try:
+        return Image.of(url)
+    except ImageError as e:
+        raise Refusal(400, "image", f"{where}: {e}", field) from None
 
 
 TEXTS = {

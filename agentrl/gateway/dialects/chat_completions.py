@@ -15,10 +15,10 @@ from agentrl.gateway.dialects.base import (
     is_name,
     read_limit,
     read_list,
+    read_message,
     read_name,
     read_output_format,
     read_stops,
-    read_text,
     tool_schema,
     write_json,
     wrong,
@@ -66,12 +66,12 @@ class ChatCompletions(Dialect):
             output_format=read_output_format(data.get("response_format"), "response_format"),
         )
 
-    def _read_tool(self, tool: Any, where: str) -> Mapping[str, Any]:
+    def _read_tool(self, tool: Any, where: str) -> Iterator[Mapping[str, Any]]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or tool.get("type", "function") != "function":
             expected = '{"type": "function", "function": {...}}; other types are not supported'
             raise wrong(where, tool, expected, "tools")
-        return tool_schema(function, f"{where}.function")
+        yield tool_schema(function, f"{where}.function")
 
     def write(self, answer: Answer, request: ChatRequest) -> bytes:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
@@ -123,10 +123,14 @@ class ChatCompletions(Dialect):
         if not isinstance(calls, list):
             raise wrong(f"{where}.tool_calls", calls, "a list", "messages")
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-        return ChatMessage(
+        return read_message(
             role,
-            read_text(message.get("content") or "", f"{where}.content", "messages"),
-            tuple(_read_call(call, f"{where}.tool_calls[{j}]") for j, call in enumerate(calls)),
+            message.get("content") or "",
+            f"{where}.content",
+            "messages",
+            calls=tuple(
+                _read_call(call, f"{where}.tool_calls[{j}]") for j, call in enumerate(calls)
+            ),
             call_id=read_name(message.get("tool_call_id")),
             reasoning=reasoning if isinstance(reasoning, str) else "",
         )

@@ -14,11 +14,11 @@ from agentrl.gateway.dialects.base import (
     is_name,
     read_limit,
     read_list,
+    read_message,
     read_name,
     read_object,
     read_output_format,
     read_stops,
-    read_text,
     tool_schema,
     write_json,
     wrong,
@@ -70,12 +70,12 @@ class Messages(Dialect):
             output_format=read_output_format(form, "output_config.format"),
         )
 
-    def _read_tool(self, tool: Any, where: str) -> Mapping[str, Any]:
+    def _read_tool(self, tool: Any, where: str) -> Iterator[Mapping[str, Any]]:
         kind = (tool.get("type") or "custom") if isinstance(tool, dict) else None
         if kind != "custom":
             expected = "a tool that the agent runs, with name and input_schema"
             raise wrong(where, kind or tool, expected, "tools")
-        return tool_schema(tool, where, "input_schema")
+        yield tool_schema(tool, where, "input_schema")
 
     def write(self, answer: Answer, request: ChatRequest) -> bytes:
         content: list[dict[str, Any]] = [*_blocks(answer, request)]
@@ -123,7 +123,7 @@ class Messages(Dialect):
 def _read_messages(data: Mapping[str, Any]) -> Iterator[ChatMessage]:
     """Yield the system prompt and the messages of a request."""
     if data.get("system"):
-        yield ChatMessage("system", read_text(data["system"], "system", "system"))
+        yield read_message("system", data["system"], "system", "system")
     for i, message in enumerate(read_list(data, "messages", "message")):
         yield from _read_message(message, f"messages[{i}]")
 
@@ -139,9 +139,8 @@ def _read_message(message: Any, where: str) -> Iterator[ChatMessage]:
     for block in blocks:
         match role, block.get("type") if isinstance(block, dict) else None:
             case "user", "tool_result":
-                text = read_text(block.get("content") or "", where, "messages")
-                call_id = read_name(block.get("tool_use_id"))
-                results.append(ChatMessage("tool", text, call_id=call_id))
+                content, call_id = block.get("content") or "", read_name(block.get("tool_use_id"))
+                results.append(read_message("tool", content, where, "messages", call_id=call_id))
             case "assistant", "tool_use":
                 calls.append(_read_call(block, where))
             case "assistant", "thinking" | "redacted_thinking":
@@ -150,8 +149,14 @@ def _read_message(message: Any, where: str) -> Iterator[ChatMessage]:
                 texts.append(block)
     yield from results
     if texts or not results:
-        text = read_text(texts if blocks else content, where, "messages")
-        yield ChatMessage(role, text, tuple(calls), reasoning="\n".join(filter(None, thoughts)))
+        yield read_message(
+            role,
+            texts if blocks else content,
+            where,
+            "messages",
+            calls=tuple(calls),
+            reasoning="\n".join(filter(None, thoughts)),
+        )
 
 
 def _read_call(block: Mapping[str, Any], where: str) -> ChatCall:

@@ -21,6 +21,8 @@ from agentrl.gateway.dialects.base import (
     is_name,
     openai_error,
     read_limit,
+    read_list,
+    read_message,
     read_name,
     read_object,
     read_output_format,
@@ -91,12 +93,12 @@ class Responses(Dialect):
             fields=fields,
         )
 
-    def _read_tool(self, tool: Any, where: str) -> Mapping[str, Any]:
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind != "function":
-            expected = "'function' (the policy calls functions, and the agent runs them)"
-            raise wrong(f"{where}.type", kind, expected, "tools")
-        return tool_schema(tool, where)
+    def _read_tool(self, tool: Any, where: str) -> Iterator[Mapping[str, Any]]:
+        if isinstance(tool, dict) and tool.get("type") == "namespace":
+            for i, inner in enumerate(read_list(tool, "tools", "tool")):
+                yield _read_function(inner, f"{where}.tools[{i}]", tool.get("name"))
+        else:
+            yield _read_function(tool, where)
 
     def write(self, answer: Answer, request: ChatRequest) -> bytes:
         return orjson.dumps(self._response(answer, request, _items(answer, request)))
@@ -204,23 +206,39 @@ def _item(item: Any, where: str, memory: AnswerMemory) -> _Item:
         name = "content" if item.get("content") else "summary"
         thought = read_text(item.get(name) or "", f"{where}.{name}", "input")
         return THINKING, item.get("id"), ChatMessage("assistant", "", reasoning=thought)
-    if kind == "function_call" and is_name(item.get("name")):
+    called = _full_name(item.get("namespace"), item.get("name")) if kind == "function_call" else ""
+    if is_name(called):
         arguments = item.get("arguments") or "{}"
         if not isinstance(arguments, str):
             arguments = write_json(arguments, f"{where}.arguments", "input")
-        call = ChatCall(read_name(item.get("call_id")), item["name"], arguments)
+        call = ChatCall(read_name(item.get("call_id")), called, arguments)
         id = call.id if _answer_id(call.id) else item.get("id")
         return CALL, id, ChatMessage("assistant", "", (call,))
     if kind == "function_call_output":
-        text = read_text(item.get("output") or "", f"{where}.output", "input")
-        return CALL, "", ChatMessage("tool", text, call_id=read_name(item.get("call_id")))
+        output, call_id = item.get("output") or "", read_name(item.get("call_id"))
+        read = read_message("tool", output, f"{where}.output", "input", call_id=call_id)
+        return CALL, "", read
     name = item.get("role") if kind == "message" else None
     if not isinstance(name, str) or name not in ROLES:
         roles = ", ".join(ROLES)
         expected = f"a message of role {roles}, or of type function_call (with a name)"
         raise wrong(where, item, f"{expected}, function_call_output or reasoning", "input")
-    text = read_text(item.get("content") or "", f"{where}.content", "input")
-    return TEXT, item.get("id"), ChatMessage(ROLES[name], text)
+    content = item.get("content") or ""
+    return TEXT, item.get("id"), read_message(ROLES[name], content, f"{where}.content", "input")
+
+
+def _read_function(tool: Any, where: str, namespace: Any = "") -> Mapping[str, Any]:
+    """Return the schema of a function; see `Dialect._read_tool`."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind != "function":
+        expected = "'function' (the policy calls functions, and the agent runs them)"
+        raise wrong(f"{where}.type", kind, expected, "tools")
+    return tool_schema(tool | {"name": _full_name(namespace, tool.get("name"))}, where)
+
+
+def _full_name(namespace: Any, name: Any) -> Any:
+    """Return the name of a function in the prompt and the calls of the policy."""
+    return f"{namespace}__{name}" if namespace and is_name(name) else name
 
 
 def _referenced(id: Any, memory: AnswerMemory) -> _Item:
@@ -275,10 +293,16 @@ def _items(answer: Answer, request: ChatRequest) -> list[dict[str, Any]]:
         part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
         items.append({"type": "message", "id": f"msg_{tag}", "role": "assistant",
                       "status": _status(answer), "content": [part]})  # fmt: skip
+    names = {
+        _full_name(space, inner["name"]): {"name": inner["name"], "namespace": space}
+        for tool in request.fields.get("tools") or ()
+        if tool["type"] == "namespace" and (space := tool.get("name"))
+        for inner in tool["tools"]
+    }
     for i, call in enumerate(answer.calls):
+        name = names.get(call.name, {"name": call.name})
         items.append({"type": "function_call", "id": f"fc_{tag}_{i}", "call_id": call.id,
-                      "name": call.name, "arguments": call.arguments,
-                      "status": "completed"})  # fmt: skip
+                      "arguments": call.arguments, "status": "completed", **name})  # fmt: skip
     return items
 
 

@@ -1,4 +1,8 @@
-"""Codex. The argument is its executable."""
+"""Codex. The first argument is its executable.
+
+With `retry` it waits too briefly for an answer; with `compact` it goes on from a summary after its
+first turn; with `helper` it has sub-agents.
+"""
 
 import os
 import subprocess
@@ -12,13 +16,15 @@ CONFIG = f"""
 model = "{MODEL}"
 model_provider = "agentrl"
 web_search = "disabled"
+{"model_auto_compact_token_limit = 100" if "compact" in sys.argv else ""}
 [agents]
-enabled = false
+enabled = {str("helper" in sys.argv).lower()}
 [model_providers.agentrl]
 name = "agentrl"
 base_url = "{os.environ["OPENAI_BASE_URL"]}"
 env_key = "OPENAI_API_KEY"
 wire_api = "responses"
+stream_idle_timeout_ms = {500 if "retry" in sys.argv else 300_000}
 """
 
 with tempfile.TemporaryDirectory() as home:
