@@ -115,8 +115,7 @@ dist: $(VENV)/.installed  ## the wheel and the source archive in dist/, checked 
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/twine check --strict dist/*
-	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-file dist/sbom.json $(BIN)/python
-	deploy/try_wheel.sh dist/*.whl
+	PATH="$(CURDIR)/$(BIN):$$PATH" SBOM=dist/sbom.json deploy/try_wheel.sh dist/*.whl
 
 models: $(VENV)/.installed-dev  ## the tables of benchmarks/models.md about rows and the local engine
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m support.models_page
@@ -145,6 +144,8 @@ $(AGENTS)/.installed:
 
 # NeMo Gym asks for a patch release of Python 3.13 that few machines have, and runs on others.
 $(DOORS)/%/.installed:
+	@test -n "$(if $(filter harbor nemo-gym,$*),$(DOORS_PYTHON),$(PYTHON))" || { echo \
+		"Harbor and NeMo Gym need Python 3.12 or later; name one with: make DOORS_PYTHON=..."; exit 1; }
 	@echo "installing the packages of tests/doors/packages/$*.txt into $(DOORS)/$* (a minute, once)"
 	$(if $(filter harbor nemo-gym,$*),$(DOORS_PYTHON),$(PYTHON)) -m venv $(DOORS)/$*
 	$(DOORS)/$*/bin/python -m pip install --quiet --no-compile \

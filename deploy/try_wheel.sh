@@ -4,7 +4,8 @@
 #   deploy/try_wheel.sh dist/agentrl_toolkit-0.2.0-py3-none-any.whl
 #
 # Installs it, makes the starter project and trains it, trains the demo, and a real model for a step
-# of a recipe. STEPS (by default 3) limits each training. About ten minutes on two cores.
+# of a recipe. STEPS (by default 3) limits each training. About ten minutes on two cores. SBOM=FILE
+# is the list of what the wheel brings, with licences; it needs cyclonedx-py.
 set -euo pipefail
 
 wheel=$(readlink -f "$1")
@@ -15,6 +16,8 @@ trap 'rm -rf "$work"' EXIT
 
 "${PYTHON:-python3}" -m venv "$work/venv"
 "$work/venv/bin/pip" install --quiet "$wheel"
+[ -z "${SBOM:-}" ] ||
+  cyclonedx-py environment --gather-license-texts --output-file "$SBOM" "$work/venv/bin/python"
 export PATH="$work/venv/bin:$PATH"
 cp -r "$checkout/datasets" "$checkout/recipes" "$work"
 cd "$work"

@@ -54,13 +54,15 @@ def scripts(wheel, tmp_path_factory):
     return folder / "bin"
 
 
-def test_the_wheel_has_all_files_of_the_package_and_the_shipped_tools(wheel):
+def test_the_wheel_has_all_files_of_the_package_the_shipped_tools_and_the_documentation(wheel):
     assert wheel.name.startswith("agentrl_toolkit-")
     listed = run("git", "ls-files", "agentrl", cwd=ROOT).split()
-    tools = {f"agentrl/_shelf/{path.name}" for path in (ROOT / "tools_registry").glob("*.py")}
+    more = {f"agentrl/_shelf/{path.name}" for path in (ROOT / "tools_registry").glob("*.py")}
+    more |= {f"agentrl/_docs/{path.name}" for path in (ROOT / "docs").iterdir()}
+    more.add("agentrl/_assistants.md")
     with zipfile.ZipFile(wheel) as archive:
         contents = set(archive.namelist())
-    assert {f for f in listed if (ROOT / f).exists()} | tools <= contents
+    assert {f for f in listed if (ROOT / f).exists()} | more <= contents
     assert not [f for f in contents if not f.startswith(("agentrl/", "agentrl_toolkit-"))]
 
 

@@ -261,7 +261,7 @@ class ChatTemplate:
             self._check_images(ids, delta, messages)
         ids = self._expand(ids, messages)
         # A sampled token of the next role (GLM's `<|user|>`) stays, even if another role follows.
-        if last_id == delta.parts.first or (delta.closes and last_id in self._ends):
+        if 0 <= last_id == delta.parts.first or (delta.closes and last_id in self._ends):
             return ids[1:]
         # A truncated turn lacks the white space that the model writes before the closing token.
         space = "" if history[-1].tool_calls else self._before_close

@@ -23,7 +23,10 @@ try: socket.create_connection(("127.0.0.1", {port}), 2); print("network")
 except OSError: pass
 try: open({secret!r}).read(); print("files")
 except OSError: pass
-try: os.kill({pid}, 0); print("processes")
+try:
+    os.kill({pid}, 0)
+    # The first process of a container and the first of the sandbox have the same id.
+    if os.stat("/proc/self/ns/pid").st_ino == {namespace}: print("processes")
 except OSError: pass
 print("uid", os.getuid())
 """
@@ -203,6 +206,7 @@ async def _probe_sandbox(config: SandboxConfig) -> str:
     import os
     import socket
     import tempfile
+    from pathlib import Path
 
     from agentrl.sandbox.settings import open_sandbox
 
@@ -210,6 +214,13 @@ async def _probe_sandbox(config: SandboxConfig) -> str:
     with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
         os.chmod(file.name, 0o644)
         port = server.getsockname()[1]
-        completed = await sandbox.run(_PROBE.format(port=port, secret=file.name, pid=os.getpid()))
+        namespace = Path("/proc/self/ns/pid")
+        program = _PROBE.format(
+            port=port,
+            secret=file.name,
+            pid=os.getpid(),
+            namespace=namespace.stat().st_ino if namespace.exists() else 0,
+        )
+        completed = await sandbox.run(program)
     await sandbox.aclose()
     return completed.stdout.strip() or f"no output: {completed}"

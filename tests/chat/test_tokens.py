@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from support.families import (
     families_of_all_templates,
     family_names,
     family_tokenizer,
+    templates_see_none,
 )
 from support.family_chats import chat, control_ids
 
@@ -118,6 +120,10 @@ def talks(draw: st.DrawFn, name: str, *, own: bool) -> Talk:
 @given(data=st.data())
 def test_sampled_tokens_keep_their_place_and_turns_are_closed_once(name, data):
     """A row is prompt + ids + delta + ids + delta ..."""
+    if name == "deepseek_r1_distill" and templates_see_none():
+        pytest.skip(
+            "this version of transformers lets the template write calls, and it closes none"
+        )
     template, talk = chat(name), data.draw(talks(name, own=True))
     messages, own = talk.messages, sorted(talk.sampled)
     row = list(template.prompt(messages[: own[0]], TOOLS))
@@ -141,6 +147,22 @@ def test_sampled_tokens_keep_their_place_and_turns_are_closed_once(name, data):
         if not turn or turn[-1] not in template.stop_ids:
             assert not closed or turn[-1] == full[0]
     assert list(template.conversation(messages, TOOLS, talk.sampled)) == row
+
+
+def test_after_a_turn_without_tokens_the_delta_is_whole():
+    """Also if it begins with a text, which is encoded only with the contents."""
+    tokenizer = copy.copy(family_tokenizer("qwen2_5"))
+    tokenizer.chat_template = """
+    {%- for m in messages %}
+        {%- if m.role == "tool" %}{{- "result: " + m.content }}
+        {%- elif m.role == "assistant" %}{{- "<|im_start|>" + m.content }}
+        {%- else %}{{- "<|im_end|>user: " + m.content }}{%- endif %}
+    {%- endfor %}
+    {%- if add_generation_prompt %}{{- "<|im_start|>" }}{%- endif %}"""
+    template = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    history = [Message("user", "1"), Message("assistant", "")]
+    delta = template.delta(history, [Message("tool", "2")], -1)
+    assert tokenizer.decode(delta) == "result: 2<|im_start|>"
 
 
 @pytest.mark.parametrize("name", PLAIN)

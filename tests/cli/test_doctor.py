@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -40,6 +42,18 @@ def test_doctor_runs_a_program_and_prints_versions(tmp_path):
         else "note    sandbox memory: cannot create cgroups: only the container's memory limit"
         " container bounds a program"
     )
+
+
+@needs_sandbox
+def test_doctor_may_be_the_first_process_of_a_container():
+    """The first process of the sandbox has the same id, and is no process outside of it."""
+    words = ["unshare", "--pid", "--fork", "--mount-proc"]
+    words += [] if os.geteuid() == 0 else ["--user", "--map-current-user"]
+    done = subprocess.run(
+        [*words, sys.executable, "-m", "agentrl", "doctor"],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert "ok      sandbox bubblewrap" in done.stdout, done
 
 
 def test_doctor_reports_another_project_of_the_same_name(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ The vocabularies are made here. The templates are TRL's package data or files in
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -30,6 +31,7 @@ __all__ = [
     "families_of_all_vocabularies",
     "family_names",
     "family_tokenizer",
+    "templates_see_none",
 ]
 
 TOOLS: list[dict[str, Any]] = [
@@ -187,3 +189,11 @@ def _template(file: str) -> str:
     here = Path(__file__).parents[1] / "fixtures" / "templates" / file
     package = Path(next(iter(trl.__path__))) / "chat_templates" / file
     return (here if here.exists() else package).read_text(encoding="utf-8")
+
+
+def templates_see_none() -> bool:
+    """Return whether a message without content has the key: in older versions of transformers."""
+    tokenizer = copy.copy(family_tokenizer("chatml"))
+    tokenizer.chat_template = "{{ 'content' in messages[0] }}"
+    message = {"role": "assistant", "content": None}
+    return tokenizer.apply_chat_template([message], tokenize=False) == "True"

@@ -123,10 +123,12 @@ def _transformers(attribute: str, template: dict[str, Any]) -> Parse:
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     setattr(tokenizer, attribute, template)
     parameters = inspect.signature(tokenizer.parse_response).parameters
-    if attribute == "response_schema" and "prefix" in parameters:
+    # Older versions of transformers have schemas, newer ones templates.
+    known = "response_template" if "prefix" in parameters else "response_schema"
+    if attribute != known:
         raise ParserError(
-            "this version of transformers reads `tokenizer.response_template`, but the tokenizer"
-            " has only the older `response_schema`"
+            f"this version of transformers reads `tokenizer.{known}`, but the tokenizer has"
+            f" `{attribute}`"
         )
     if attribute == "response_template":
         tokenizer.get_response_parser(prefix="")  # raises if the template is invalid
