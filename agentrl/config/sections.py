@@ -220,7 +220,7 @@ class RolloutConfig(Section):
     tensor_parallel_size: int = key(1, ge=1)
     """GPUs per server."""
     python: LocalPath = ""
-    """The Python of an environment with the server's package. Empty: this one."""
+    """The Python of a virtual environment with the server's package. Empty: this one."""
     launch: list[str] = key([], allowed="a list of arguments, as its command line has them")
     """Command-line arguments for the server, for example `[--attention-backend, triton]`."""
     gpu_memory_utilization: float = key(0.5, gt=0, lt=1)

@@ -1,4 +1,4 @@
-"""verl's own files, unmodified: each line of the table in docs/verl.md, "verl's own files".
+"""verl's own files, unmodified: each line of the list in docs/verl.md, "verl's own files".
 
 The files are not part of this project. AGENTRL_VERL names a git clone of verl.
 """

@@ -145,16 +145,16 @@ def test_the_tests_on_the_page_about_tests_pass(tmp_path):
 
 def test_all_columns_of_trajectories_are_documented():
     section = text("run_folder").split("## Trajectories")[1].split("\n## ")[0]
-    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    rows = [line.partition(": ")[0] for line in section.splitlines() if line.startswith("- `")]
     assert set(re.findall(r"`(\w+)`", " ".join(rows))) == {*SCHEMA.names, IMAGES.name}
 
 
 def test_all_columns_of_what_was_learned_are_documented():
     section = text("run_folder").split("## What a step learned from")[1].split("\n## ")[0]
-    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    rows = [line.partition(": ")[0] for line in section.splitlines() if line.startswith("- `")]
     assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(LEARNED)
     section = text("run_folder").split("## Read a run")[1].split("\n## ")[0]
-    [row] = [line for line in section.splitlines() if line.startswith("| `run.tokens`")]
+    [row] = [line for line in section.splitlines() if line.startswith("- `run.tokens`")]
     assert set(re.findall(r"`(\w+)`", row)) == set(TOKENS_SCHEMA.names)
 
 
@@ -198,10 +198,10 @@ def test_yaml_snippets_load(page, tmp_path):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_config_keys_exist(page):
-    """Keys in backticks with a section of ours; verl's own stand in the first column of a table."""
+    """Keys in backticks with a section of ours; verl's own begin a line of a table or a list."""
     sections = {path.split(".")[0] for path in FIELDS if "." in path}
     for line in text(page).splitlines():
-        checked = line.split("|", 2)[2] if page == "verl" and line.startswith("| `") else line
+        checked = re.sub(r"^(\| `[^|]*\||- `.*?: )", "", line) if page == "verl" else line
         for path in re.findall(r"`(\w+\.\w+)(?:\.\w+)*(?:=[^`]*)?`", checked):
             if path.split(".")[0] in sections and not path.endswith((".md", ".py", ".jsonl")):
                 assert path in FIELDS, f"{page}.md: no key {path}"
