@@ -27,9 +27,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import closing
-from decimal import ROUND_HALF_UP, Context
 from functools import partial
-from math import isfinite
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -68,7 +66,6 @@ _ALLOWED = {
 _REFUSED_FUNCTIONS = {"load_extension", "fts3_tokenizer", "json_patch"}
 """Functions that are not allowed. json_patch compares all keys with all keys in a single step."""
 
-_HALF_UP = Context(prec=15, rounding=ROUND_HALF_UP)
 _EXPLAIN = re.compile(r"\s*explain\b", re.IGNORECASE)
 _COMMENTS = re.compile(r"--[^\n]*+|/\*[\s\S]*?(?:\*/|\Z)|;")
 
@@ -209,12 +206,10 @@ def _text(value: str | bytes | float) -> str:
     """Return the text of a value as SQLite writes it."""
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
-    if isinstance(value, float) and isfinite(value):
-        # SQLite rounds half up, Python rounds half to even.
-        value = float(_HALF_UP.create_decimal_from_float(value))
-        digits, e, exponent = f"{value:.15g}".partition("e")
-        return f"{digits}{'' if '.' in digits else '.0'}{e}{exponent}"
-    return str(value).replace("inf", "Inf") if isinstance(value, float) else str(value)
+    if isinstance(value, float):  # How digits are rounded depends on SQLite's version.
+        with closing(sqlite3.connect(":memory:")) as database:
+            return database.execute("SELECT CAST(? AS TEXT)", (value,)).fetchone()[0]
+    return str(value)
 
 
 def _authorize(action: int, first: Any, second: Any, *_: Any) -> int:

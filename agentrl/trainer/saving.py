@@ -96,7 +96,9 @@ class Saver:
                     failure = f"{e}\n" if e is not cause else ""
                 self._notify(self._write())
         except RunStopped as e:
-            failure += f"{e}\n" if str(e) != str(cause) else ""
+            # The same error may name another number of free bytes.
+            is_same = e.__cause__ is not None and repr(e.__cause__) == repr(cause.__cause__)
+            failure += "" if is_same or str(e) == str(cause) else f"{e}\n"
         except (KeyboardInterrupt, Terminated, Exception) as e:
             failure += f"the step could not be saved: {type(e).__name__}: {e}\n"
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -157,6 +158,8 @@ def test_an_automatic_checkpoint_may_fail(start, tmp_path, monkeypatch, capsys):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(path)
 
+    usage, free = shutil.disk_usage, itertools.count(10**12, -(10**9))  # Others fill the disk, too.
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=next(free)))
     monkeypatch.setattr(checkpoint_module, "flush", fsync)
     with pytest.raises(
         RunStopped, match=r"cannot write the checkpoint of step 2.*No space left"
