@@ -48,14 +48,14 @@ PROMPT = (
     Message("system", "You look."),
     Message.of("user", picture(2), "Which is brighter?\n", picture(3, "blue"), picture(1)),
 )
-ZOOM = call("zoom", n=4)
+ENLARGE = call("enlarge", n=4)
 PARTS = ["the part: ", picture(4, "green"), " of it"]
 
 
 @pytest.fixture(autouse=True)
-def zoom(own_registries):
+def enlarge(own_registries):
     @tool
-    def zoom(n: int):
+    def enlarge(n: int):
         """Zoom."""
         return PARTS
 
@@ -93,10 +93,10 @@ def kinds(session):
 
 @pytest.mark.parametrize("name", WIRES)
 def test_the_rows_of_each_dialect_are_those_of_our_own_loop(name):
-    wire, turns = WIRES[name], [f"Hm.\n{ZOOM}", "The left one."]
+    wire, turns = WIRES[name], [f"Hm.\n{ENLARGE}", "The left one."]
 
     async def agent(session, sample):
-        tools = LocalToolbox().schemas(("zoom",))
+        tools = LocalToolbox().schemas(("enlarge",))
         history = describe_sample(sample)["prompt"]
         history.append(await ask(session, wire, history, tools=tools))
         id = history[-1]["tool_calls"][0]["id"]
@@ -104,7 +104,7 @@ def test_the_rows_of_each_dialect_are_those_of_our_own_loop(name):
         history.append(await ask(session, wire, history, tools=tools))
 
     t, session, engine = played(agent, turns)
-    loop = Sample("s", PROMPT, agent_name="tool_agent", tools=("zoom",))
+    loop = Sample("s", PROMPT, agent_name="tool_agent", tools=("enlarge",))
     expected_engine = Scripted(turns, TOKENIZER)
     expected = play(loop, expected_engine, TOKENIZER, images=RULE)
     assert t.segments == expected.segments and kinds(session) == ["first", "clean"]
@@ -363,10 +363,10 @@ def test_a_served_policy_tells_conversations_apart_by_their_images():
 
 def test_served_answers_about_images_are_those_of_an_evaluation():
     def script(prompt, turn):
-        return "The left one." if "tool_response" in prompt else ZOOM
+        return "The left one." if "tool_response" in prompt else ENLARGE
 
     engine, config = Scripted(script, TOKENIZER), Config()
-    sample = Sample("s", PROMPT, agent_name="tool_agent", tools=("zoom",))
+    sample = Sample("s", PROMPT, agent_name="tool_agent", tools=("enlarge",))
     t = play(sample, engine, TOKENIZER, images=RULE)
     runtime = Runtime(engine, make_template(TOKENIZER, config, images=RULE), LocalToolbox(), config)
 
