@@ -6,8 +6,9 @@ from collections import OrderedDict
 
 from agentrl.gateway.requests import Answer, ChatMessage, ChatRequest
 
-KEPT_BYTES = 2**23
-"""The size of the messages that a session keeps. The oldest conversations are forgotten first."""
+KEPT_BYTES = 2**26
+"""The size of the messages that a session keeps. The oldest conversations are forgotten first, and
+one with many images must outlast those of sub-agents."""
 MESSAGE_BYTES = 256
 """The size of a message without text."""
 PLACE_BYTES = 8

@@ -23,7 +23,7 @@ from agentrl.data.recorded import Recorder
 from agentrl.engine.scripted import Scripted
 from agentrl.gateway.agent import describe_sample
 from agentrl.gateway.memory import AnswerMemory
-from agentrl.gateway.requests import Answer, Refusal
+from agentrl.gateway.requests import Answer, ChatMessage, ChatRequest, Refusal
 from agentrl.gateway.served import compare_served
 from agentrl.gateway.session import Session
 from agentrl.gateway.stateless import StatelessSession, without_budgets
@@ -343,6 +343,16 @@ def test_the_memory_of_answers_counts_images():
     assert [bool(memory.find(f"chatcmpl-aaaaaaaaaaaaaaaa-{i}")) for i in range(4)] == [
         False, False, True, True
     ]  # fmt: skip
+
+
+def test_a_conversation_with_many_images_outlasts_a_sub_agent():
+    memory, ids = AnswerMemory(), [f"chatcmpl-aaaaaaaaaaaaaaaa-{i}" for i in range(2)]
+    images = tuple([Image(bytes([i]) + bytes(2**20)) for i in range(20)])
+    for id, message in zip(
+        ids, (ChatMessage("user", PLACE * 20, images=images), ChatMessage("user", "Q")), strict=True
+    ):
+        memory.keep(ChatRequest((message,), kept=(message,)), Answer(id, "a"))
+    assert all(map(memory.find, ids))
 
 
 SCHEMA = {"type": "object", "title": PLACE}
