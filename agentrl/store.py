@@ -725,7 +725,7 @@ def _to_json(images: _ImageNames, value: Any) -> Any:
     """Convert a value that JSON does not support: dataclass, mapping, or anything else as text."""
     if isinstance(value, Image):
         return _name_image(images, value)
-    if names := _field_names(type(value)):
+    if (names := _field_names(type(value))) is not None:
         cell = {name: getattr(value, name) for name in names}
         if isinstance(value, Message | ToolResult) and not value.images:
             del cell["images"]
@@ -734,9 +734,9 @@ def _to_json(images: _ImageNames, value: Any) -> Any:
 
 
 @cache
-def _field_names(kind: type) -> tuple[str, ...]:
-    """Return the names of a dataclass's fields; none for another class. A step asks often."""
-    return tuple(f.name for f in fields(kind)) if is_dataclass(kind) else ()
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    """Return the names of a dataclass's fields; None for another class. A step asks often."""
+    return tuple(f.name for f in fields(kind)) if is_dataclass(kind) else None
 
 
 def _find_changed_values(sample: Sample) -> list[str]:

@@ -436,13 +436,16 @@ def test_kept_tokens_are_restored_and_earlier_versions_have_none(tmp_path):
 
 def test_values_that_json_cannot_hold_are_named(tmp_path):
     extra = {"when": date(2026, 1, 2), "deep": [{"image": b"x"}, 1.5], "fine": [None, True, "a"]}
+    extra["no_fields"] = dataclasses.make_dataclass("NoFields", ())()
     sample = Sample("row-1", PROMPT, ground_truth={1: "one"}, extra=extra)
     lossy = scored(trajectory=dataclasses.replace(scored().trajectory, sample=sample))
     store = TrajectoryStore(tmp_path)
     store.write(1, [Group(sample, (lossy,)), group(scored(0))])
     named, plain = store.read(1)
-    assert named.as_text == ["ground_truth.1", "extra.when", "extra.deep[0].image"]
+    changed = ["extra.when", "extra.deep[0].image", "extra.no_fields"]
+    assert named.as_text == ["ground_truth.1", *changed]
     assert named.scored.trajectory.sample.extra["when"] == "2026-01-02"
+    assert named.scored.trajectory.sample.extra["no_fields"] == {}
     assert plain.as_text == []
 
 

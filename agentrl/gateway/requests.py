@@ -35,7 +35,7 @@ class ChatCall:
     arguments: str
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
     """A message as a client sends it.
 

@@ -39,6 +39,7 @@ from agentrl.http_server.bind import bind
 from agentrl.http_server.guard import (
     MAX_LONG_BODY,
     HttpRefused,
+    discard_body,
     json_response,
     read_body,
     refuse_web_pages,
@@ -302,6 +303,8 @@ async def _body(request: Request) -> bytes:
     try:
         return await read_body(request.receive, dict(request.scope["headers"]), MAX_LONG_BODY)
     except HttpRefused as e:
+        if e.status == 413:
+            await discard_body(request.receive)
         code = {400: "disconnected", 408: "too_slow", 413: "too_long"}[e.status]
         raise Refusal(e.status, code, str(e)) from None
 

@@ -45,7 +45,7 @@ from agentrl.errors import EpisodeOver, Infrastructure, TemplateError
 from agentrl.gateway.memory import AnswerMemory
 from agentrl.gateway.output_format import STATEMENT
 from agentrl.gateway.requests import Answer, ChatCall, ChatMessage, ChatRequest, Refusal
-from agentrl.images import ImageError
+from agentrl.images import PLACE, Image, ImageError
 from agentrl.tools.validation import with_whole_numbers
 from agentrl.trajectory import Message, Role, ToolCall, ToolResult
 
@@ -202,6 +202,7 @@ class Session:
         self._by_text: dict[Any, list[_SampledTurn]] = {}
         self._sent: list[_Sent] = []
         self._stated: dict[int, tuple[Message, Message]] = {}
+        self._images: dict[str, Image] = {}
         self._openings: Counter[str] = Counter()
         self._refused_before_answer = -1
         # A request runs in a task of the server. It needs the context of the episode's task, so
@@ -513,8 +514,11 @@ class Session:
     def _key(self, message: ChatMessage) -> Key:
         """Return the parts of a message that are compared."""
         text, written = message.text.strip(), ""
-        if message.role in ("system", "user") and VOLATILE.search(text):
-            text, written = VOLATILE.sub("", text), text
+        if message.role in ("system", "user"):
+            # An image ends a line.
+            lines = text.replace(PLACE, f"\n{PLACE}\n") if message.images else text
+            if VOLATILE.search(lines):
+                text, written = VOLATILE.sub("", lines), lines
         if message.role != "assistant":
             ids = (message.call_id,) if message.call_id in self._by_call else ()
         else:
@@ -552,8 +556,10 @@ class Session:
 
     def _received(self, message: ChatMessage) -> Message:
         """Return a message that is not an assistant's."""
+        # Each request has a copy of all images, and a message that is sent again keeps it.
+        images = tuple([self._images.setdefault(i.key, i) for i in message.images])
         id = self._own_id(message.call_id)
-        return Message(message.role, message.text, tool_call_id=id, images=message.images)
+        return Message(message.role, message.text, tool_call_id=id, images=images)
 
     def _state_format(self, request: ChatRequest, messages: list[Message]) -> None:
         """State the form of the answer in the last message, if the conversation does not do so.

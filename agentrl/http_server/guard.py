@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -152,6 +153,14 @@ async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int
     except TimeoutError:
         too_slow = f"the body took more than {BODY_SECONDS:g} s"
         raise HttpRefused(408, too_slow, hang_up=True) from None
+
+
+async def discard_body(receive: Receive) -> None:
+    """Read the rest of a body: a client that still sends it would not get the answer."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(BODY_SECONDS):
+            while (await receive()).get("more_body"):
+                pass
 
 
 def _replay(body: bytes, rest: Receive) -> Receive:

@@ -23,7 +23,7 @@ from agentrl.data.recorded import Recorder
 from agentrl.engine.scripted import Scripted
 from agentrl.gateway.agent import describe_sample
 from agentrl.gateway.memory import AnswerMemory
-from agentrl.gateway.requests import Answer, Refusal
+from agentrl.gateway.requests import Answer, ChatMessage, ChatRequest, Refusal
 from agentrl.gateway.served import compare_served
 from agentrl.gateway.session import Session
 from agentrl.gateway.stateless import StatelessSession, without_budgets
@@ -153,11 +153,13 @@ def test_images_are_compared_by_their_bytes(name):
     assert event.before in f"{PLACE}Q\nimage({picture(1).key})" and event.before != event.after
 
 
-def test_a_message_whose_time_changed_keeps_its_image():
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_message_whose_time_changed_keeps_its_image(is_first):
     async def agent(session, sample):
         wire, history = WIRES["chat_completions"], []
         for time, later in (("12:00", ["And?"]), ("12:01", ["And now?"])):
-            history[:1] = [sent(picture(2), f"\nCurrent time: {time}")]
+            parts = [f"Current time: {time}", picture(2)]
+            history[:1] = [sent(*parts if is_first else reversed(parts))]
             if len(history) == 1:
                 history.append(await ask(session, wire, history))
             history[2:] = map(sent, later)
@@ -165,8 +167,39 @@ def test_a_message_whose_time_changed_keeps_its_image():
 
     t, session, _ = played(agent, ["one", "two", "three"])
     assert kinds(session) == ["first", "clean", "branch"]
+    assert session.events[-1].index == 2, "the time makes no difference"
     assert [[i.tokens for i in s.images] for s in t.segments] == [[2], [2]]
     assert "time: 12:01" in TOKENIZER.decode(t.segments[1].prompt_ids)
+
+
+def test_an_image_ends_a_volatile_line():
+    async def agent(session, sample):
+        wire, header = WIRES["chat_completions"], "x-anthropic-billing-header: a"
+        history = [sent(header, picture(1), "What is it?")]
+        history += [await ask(session, wire, history), sent("Sure?")]
+        history[0] = sent(header, picture(1), "Who is it?")
+        await ask(session, wire, history)
+
+    t, session, _ = played(agent, ["one", "two"])
+    assert kinds(session) == ["first", "branch"]
+    assert "Who is it?" in TOKENIZER.decode(t.segments[1].prompt_ids)
+
+
+def test_an_episode_holds_each_image_once():
+    """Agents that keep the last screenshots alone send them again in each new row."""
+
+    async def agent(session, sample):
+        wire, history = WIRES["chat_completions"], [sent("Q")]
+        for i in range(5):
+            history.append(await ask(session, wire, history))
+            history.append(sent(picture(1 + i), "And this?"))
+            history[:] = [*history[:2], *history[-4:]]
+        await ask(session, wire, history)
+
+    t, session, _ = played(agent, ["one", "two", "three", "four", "five", "six"])
+    images = [image for m in t.messages for image in m.images]
+    assert kinds(session).count("branch") == 4 and len(images) > 5
+    assert len({id(image) for image in images}) == 5
 
 
 def test_counted_tokens_are_those_of_the_prompt():
@@ -310,6 +343,16 @@ def test_the_memory_of_answers_counts_images():
     assert [bool(memory.find(f"chatcmpl-aaaaaaaaaaaaaaaa-{i}")) for i in range(4)] == [
         False, False, True, True
     ]  # fmt: skip
+
+
+def test_a_conversation_with_many_images_outlasts_a_sub_agent():
+    memory, ids = AnswerMemory(), [f"chatcmpl-aaaaaaaaaaaaaaaa-{i}" for i in range(2)]
+    images = tuple([Image(bytes([i]) + bytes(2**20)) for i in range(20)])
+    for id, message in zip(
+        ids, (ChatMessage("user", PLACE * 20, images=images), ChatMessage("user", "Q")), strict=True
+    ):
+        memory.keep(ChatRequest((message,), kept=(message,)), Answer(id, "a"))
+    assert all(map(memory.find, ids))
 
 
 SCHEMA = {"type": "object", "title": PLACE}

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 
+import httpx
 import pytest
 from support.any_template import tokenizer_of_trl
 
@@ -71,6 +72,18 @@ def test_a_request_that_does_not_end_is_closed(port, sent, status):
         while received := s.recv(65536):  # until the server closes the connection
             answer += received
     assert answer.startswith(b"HTTP/1.1 %d " % status)
+
+
+def test_a_client_that_sends_a_long_body_gets_the_answer(port, monkeypatch):
+    monkeypatch.setattr(guard, "BODY_SECONDS", 15)
+
+    async def send():
+        async with httpx.AsyncClient(timeout=60) as client:
+            url = f"http://127.0.0.1:{port}/v1/chat/completions"
+            return await client.post(url, content=bytes(2**24 + 2**22))
+
+    answer = asyncio.run(send())
+    assert answer.status_code == 413 and answer.json()["error"]["code"] == "too_long"
 
 
 SERVER = """

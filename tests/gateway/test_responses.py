@@ -458,6 +458,24 @@ def test_the_memory_of_a_session_is_bounded():
     assert known() == [9]
 
 
+def test_a_conversation_counts_until_it_is_forgotten():
+    """Its first answer, with the long message, is forgotten long before it."""
+    memory, last, ids = AnswerMemory(limit=100_000), {}, []
+    for number in range(1, 20):
+        for i in range(number):
+            known = last.get(i) and memory.find(last[i])
+            items = (
+                {"previous_response_id": f"resp_{last[i][9:].replace('-', '_')}"} if known else {}
+            )
+            last[i] = f"chatcmpl-aaaaaaaaaaaaaaaa-{len(ids)}"
+            ids.append(last[i])
+            memory.keep(
+                read("Q" if known else f"{i}" * 10_000, memory, **items), Answer(last[i], "a")
+            )
+    kept = {id(m): m for found in map(memory.find, ids) for m in found or ()}
+    assert 60_000 < sum(len(m.text) for m in kept.values()) <= 100_000
+
+
 def test_a_growing_conversation_is_kept_once():
     """Clients that send all items refer to old answers, too."""
     memory, items = AnswerMemory(limit=100_000), [QUESTION]
