@@ -317,7 +317,15 @@ def test_if_one_worker_cannot_start_the_others_end(tmp_path):
     assert not [pid for pid in processes if os.path.exists(f"/proc/{pid}")]
 
 
-def test_nothing_is_left_behind():
+@pytest.fixture
+def interruptible():
+    """SIGINT raises. A shell starts background jobs, perhaps these tests, with it ignored."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_nothing_is_left_behind(interruptible):
     engine = FailingEngine(TURNS)
     with pytest.raises(KeyboardInterrupt), playing(engine, tools="http") as rollouts:
         processes = pids(rollouts)
