@@ -594,7 +594,13 @@ def paused_time_limits() -> Iterator[None]:
 
 @asynccontextmanager
 async def slot_held(slots: AbstractAsyncContextManager[object]) -> AsyncIterator[None]:
-    """Hold a slot of a semaphore within this block. Time limits pause while it waits for one."""
+    """Run a block in one of a limited number of slots.
+
+    The time limits of the episode pause while it waits for a slot.
+
+    Args:
+        slots: a semaphore; or `nullcontext()`, if the number is not limited.
+    """
     async with AsyncExitStack() as stack:
         with paused_time_limits():
             await stack.enter_async_context(slots)

@@ -26,7 +26,7 @@ LACKS = {
     ("mini-swe-agent/chat", "compaction"): "not a feature",
     ("mini-swe-agent/chat", "sub-agents"): "not a feature",
 }
-"""What clients cannot do."""
+"""The cells of features that a client does not have, so that no test can use them."""
 APIS = {"chat": "chat completions", "responses": "Responses", "messages": "Messages"}
 
 
